@@ -1,0 +1,33 @@
+# The two commands are `make train` and `make test`; both make the environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test test-all lint format clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all]'
+	touch $(STAMP)
+
+train: $(STAMP)
+	$(BIN)/python -m accordion train $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check src tests
+	$(BIN)/python -m ruff format --check src tests
+	$(BIN)/python -m mypy
+
+format: $(STAMP)
+	$(BIN)/python -m ruff format src tests
+	$(BIN)/python -m ruff check --fix src tests
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -1,0 +1,56 @@
+"""Accordion: fully sharded data parallel training for PyTorch models that do not fit on one accelerator."""
+
+from accordion.checkpoint import latest, load, save
+from accordion.config import (
+    FULL_SHARD,
+    HYBRID_SHARD,
+    HYBRID_SHARD_OPTIM,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    SHARD_OPTIM,
+    Place,
+    Precision,
+    Prefetch,
+    Strategy,
+)
+from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, UsageError
+from accordion.initialise import initialise
+from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.pretrained import load_pretrained
+from accordion.report import describe
+from accordion.shard import entry_point, shard
+from accordion.state import full_params, full_state_dict, no_sync
+from accordion.units import min_params
+
+__version__ = "0.1.0"
+__all__ = [
+    "FULL_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_OPTIM",
+    "NO_SHARD",
+    "SHARD_GRAD_OP",
+    "SHARD_OPTIM",
+    "AccordionError",
+    "CheckpointError",
+    "DivergenceError",
+    "NonFiniteError",
+    "Place",
+    "Precision",
+    "Prefetch",
+    "Strategy",
+    "UsageError",
+    "clip_grad_norm_",
+    "describe",
+    "entry_point",
+    "full_params",
+    "full_state_dict",
+    "initialise",
+    "latest",
+    "load",
+    "load_pretrained",
+    "min_params",
+    "no_sync",
+    "save",
+    "shard",
+    "wrap_optimizer",
+]

@@ -1,0 +1,207 @@
+"""Every private or version-dependent torch name that the package uses, with the reason. Read for torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+_c10d = torch._C._distributed_c10d
+
+_new_dtensor: Any = getattr(
+    torch.Tensor, "_dtensor__new__", DTensor.__new__
+)  # the fast path in C++, where there is one
+
+StridedShard = _StridedShard
+"""Rows cut first by a later mesh axis; what a parameter is under an optimizer sharded over replicas too (all versions)."""
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the backward that runs on this thread, -1 outside of one. No public name."""
+
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running backward will reach a node. torch's own multi-grad hooks use it; no public name."""
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Run `function` when the backward that runs now has ended without raising. No public name."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor without the autograd function that `to_local` makes (96 against 0.05 us for nine)."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
+    """A DTensor with the placement of `like` around `local`, without checks: `DTensor.from_local` costs 55 us, this 1.3."""
+    return _new_dtensor(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Row r of `out` (num_chunks, n) becomes the r-th chunk of dim 0 of every tensor, padded, one after the other; casts."""
+    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
+
+
+def marks_of(param: Tensor) -> dict[str, Any]:
+    """What users and libraries set on a parameter as attributes; `_is_param` is how torch marks a DTensor as one."""
+    return {name: value for name, value in vars(param).items() if name != "_is_param"}
+
+
+def hand_over_hooks(old: Tensor, new: Tensor) -> None:
+    """Let the hooks of a leaf run for another: the very mappings, so that the handles that callers hold still remove them.
+
+    `register_hook` and `register_post_accumulate_grad_hook` set these attributes too. No public names.
+    """
+    if old._backward_hooks is not None:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks is not None:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether a leaf has hooks that `hand_over_hooks` would hand over."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def answer_anomaly_checks() -> None:
+    """Let `torch.autograd.set_detect_anomaly` look for NaN in sharded gradients; set once, where torch has no rule of its own.
+
+    After each node autograd asks `isnan(gradient)._is_any_true()`, for which DTensor has none (2.11 to 2.13). It asks of the
+    node of this rank, so this rank's rows answer: a reduction here would be a collective of the ranks that came this far
+    only. Asked by anybody else it is `aten.any`, for which DTensor has a rule. Handlers have no public name.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    operator, propagator = torch.ops.aten._is_any_true.default, dispatcher.sharding_propagator
+    rules = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules)
+    if not any(operator in known for known in rules):
+        dispatcher._custom_op_handlers.setdefault(operator, _is_any_true)
+
+
+def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if torch.is_anomaly_check_nan_enabled() and current_graph_task() != -1:
+        return operator(local_of(args[0]))  # type: ignore[no-any-return]
+    return torch.ops.aten.any.default(args[0])  # type: ignore[no-any-return]
+
+
+def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """Hooks of `register_post_accumulate_grad_hook`, for gradients that do not come through autograd's accumulation."""
+    return list((param._post_accumulate_grad_hooks or {}).values())
+
+
+def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
+    """For each gradient that a `torch.autograd.Function` was given, first thing: whether nobody else can read its memory.
+
+    autograd hands one tensor to several nodes (`x + w`), keeps it for a node still to come, and hooks may have stored it.
+    Counts of references tell: of the Python object, of the tensor, of the storage. Autograd's own accumulation asks the
+    same in C++ (`AccumulateGrad` steals or clones); a count that is too high costs a copy.
+    """
+    return [_references(grads, i) in _alone() for i in range(len(grads))]
+
+
+def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
+    grad = grads[i]
+    if grad is None or grad.layout != torch.strided:
+        return ()
+    base = grad._base  # a view keeps the tensor of which it is one: a product's transpose is the gradient of nn.Linear
+    of_base = () if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+    storage = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), grad._use_count(), storage, *of_base  # type: ignore[attr-defined]
+
+
+@cache
+def _alone() -> list[tuple[int, ...]]:
+    """What the counts are where nobody else has a gradient: asked of two, a view among them, since versions differ."""
+    found: list[tuple[int, ...]] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.detach() for x in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            found.extend([_references(grads, i) for i in range(len(grads))])
+            return grads
+
+    with torch.enable_grad():
+        plain, viewed = Asks.apply(*[torch.ones(1, 1, requires_grad=True) for _ in range(2)])  # type: ignore[no-untyped-call]
+        (plain * 2 + viewed.t() * 2).backward()
+    return found
+
+
+def default_store() -> Any:
+    """The key-value store through which the ranks of this job met. No public name."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def gather_options(async_op: bool) -> Any:
+    """Options of a gather. `asyncOp=False` keeps NCCL on the current stream instead of a hidden one of its own."""
+    options = _c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def exchange_options(async_op: bool) -> Any:
+    """Options of an all-to-all; see `gather_options`."""
+    options = _c10d.AllToAllOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def reduce_scatter_options(async_op: bool) -> Any:
+    """Options of a summing reduce-scatter; see `gather_options`."""
+    options = _c10d.ReduceScatterOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def all_reduce_options(async_op: bool) -> Any:
+    """Options of a summing all-reduce; see `gather_options`."""
+    options = _c10d.AllreduceOptions()
+    options.asyncOp = async_op
+    return options
+
+
+def gather_coalesced(group: Any) -> Callable[..., Any]:
+    """Many gathers in one launch; torch 2.13 renamed `allgather_into_tensor_coalesced`."""
+    return getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # type: ignore[no-any-return]
+
+
+def reduce_scatter_coalesced(group: Any) -> Callable[..., Any]:
+    """Many reduce-scatters in one launch; torch 2.13 renamed `reduce_scatter_tensor_coalesced`."""
+    return getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced  # type: ignore[no-any-return]
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...)."""
+    return str(group._get_backend(device).name()).lower()
+
+
+def sleep_on_device() -> None:
+    """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; elsewhere nothing. No public name."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(2_000_000)
+
+
+def assert_on_device(condition: Tensor, text: str) -> None:
+    """Stop the device with `text` where `condition` is false, without the host waiting for it. No public name."""
+    torch._assert_async(condition, text)
+
+
+# -- for initialise.py
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+DispatchMode = TorchDispatchMode
+"""Base of modes that see every operator and may act before it. No public name (all versions)."""
+
+
+def mutates(func: Any) -> bool:
+    """Whether an operator, as a dispatch mode sees it, writes into one of its arguments. No public name."""
+    return bool(func._schema.is_mutable)

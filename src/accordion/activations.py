@@ -1,0 +1,154 @@
+"""Activation checkpointing of units: recompute all of a unit's activations, or all but matrix products and attention."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from accordion import _torch
+from accordion.config import ActivationCheckpointing
+from accordion.engine.tree import tensors_of
+
+_aten = torch.ops.aten
+PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+ATTENTION = tuple(
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_attention_math",
+    )
+    if hasattr(_aten, name)
+)
+KEPT = {*PRODUCTS, *ATTENTION}
+
+
+class _Choice:
+    """Keeps attention and every other matrix product: called with the products of one forward in their order."""
+
+    def __init__(self) -> None:
+        self._num_products = 0
+
+    def __call__(self, op: Any, args: Any, kwargs: Any) -> bool:
+        if op in ATTENTION:
+            # A kept result draws no random numbers in the recomputation, and what drops after it would drop others.
+            return not kwargs.get("dropout_p") and not any(isinstance(a, float) and a > 0 for a in args)
+        self._num_products += op in PRODUCTS
+        return op in PRODUCTS and self._num_products % 2 == 1
+
+
+Kept = list[_torch.DispatchMode | None]
+"""An entry a product or attention: torch's own mode that gives the kept result, None where it is computed again."""
+
+
+class _Keep(_torch.DispatchMode):
+    """The forward of a recomputed region: fills `kept`, and forgets what is written into afterwards.
+
+    torch's own modes count every operator and refuse more of one than the forward had, but the units inside gather what is
+    not gathered yet, another number each time. They also miss writes through views that count for themselves: the native GRU
+    writes so into its products. So each kept result has a pair of torch's modes for itself, and nothing else meets them.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._choose = kept, _Choice()
+        self._at: dict[int, int] = {}  # address of a kept result -> its entry
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Graphs that the user has compiled run as they are, as under torch's modes."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._at and _torch.mutates(func):
+            for address in _addresses((args, kwargs)):
+                if address in self._at:
+                    self._kept[self._at.pop(address)] = None
+        if func not in KEPT:
+            return func(*args, **kwargs)
+        if not self._choose(func, args, kwargs):
+            self._kept.append(None)
+            return func(*args, **kwargs)
+        keep, give = create_selective_checkpoint_contexts([func])
+        out = keep.__torch_dispatch__(func, types, args, kwargs)
+        self._at.update(dict.fromkeys(_addresses(out), len(self._kept)))
+        self._kept.append(give)
+        return out
+
+
+class _Give(_torch.DispatchMode):
+    """A recomputation: gives what is kept, once; a second backward (retain_graph) computes it."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._next = kept, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        at, give = self._next, None
+        if func in KEPT:
+            self._next += 1
+            if at < len(self._kept):
+                give, self._kept[at] = self._kept[at], None
+        if give is None:
+            return func(*args, **(kwargs or {}))
+        return give.__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _addresses(tree: Any) -> list[int]:
+    """Of the memory of the plain tensors in a tree."""
+    plain = [t for t in tensors_of(tree) if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+    return [t.untyped_storage().data_ptr() for t in plain]
+
+
+def _selective_contexts() -> Any:
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler asks for torch's own modes, and has neither hooks nor writes inside
+        forward, again = _Choice(), _Choice()  # torch before 2.13 asks in the recomputation too
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            choose = again if ctx.is_recompute else forward
+            return CheckpointPolicy.MUST_SAVE if choose(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+    kept: Kept = []
+    return _Keep(kept), _Give(kept)
+
+
+def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """transformers' decoders fill a cache of keys in training too, and a recomputation would fill it a second time."""
+    off: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+    return {key: off.get(key, value) if value is not None else None for key, value in kwargs.items()}
+
+
+def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing) -> None:
+    """Recompute `module` in the backward. Only its `forward` is wrapped, inside the unit's hooks: the unit is gathered once."""
+    own = module.__dict__.get("forward")  # a forward that somebody put on the instance
+    reference = weakref.ref(module)
+    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if how.selective else {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        unit = reference()
+        assert unit is not None, "a module's forward runs while the module lives"
+        function = own if own is not None else partial(type(unit).forward, unit)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **contexts, **_without_caches(kwargs))
+
+    module.__dict__["forward"] = forward

@@ -1,0 +1,59 @@
+"""Whether all ranks hold the same model: its structure and settings, then its values by checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import nn
+
+from accordion.config import Strategy
+from accordion.engine.collectives import broadcast, extremes
+from accordion.engine.group import Wiring
+from accordion.errors import DivergenceError
+from accordion.units import Owned
+
+
+def same_model(
+    owned: list[Owned],
+    chosen: list[tuple[str, nn.Module]],
+    strategy: Strategy,
+    wiring: Wiring,
+    sync: bool,
+) -> None:
+    """Raise on every rank where ranks hold different models: first the structure, then the values."""
+    links = [a.gather for a in (wiring.shard, wiring.replicate)]
+    facts = [[o.names, list(o.original.shape), str(o.original.dtype), o.original.is_meta, o.owner] for o in owned]
+    text = json.dumps([strategy.name, [name for name, _ in chosen], facts])
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(wiring.device)
+    low, high = extremes(digest, links)
+    if not torch.equal(low, high):
+        raise DivergenceError(
+            f"ranks hold different models or settings: this rank has {len(owned)} parameters in {len(chosen)} units under "
+            f"{strategy.name}; build the same model with the same arguments on every rank."
+        )
+    real = [o for o in owned if not o.original.is_meta]
+    if sync:
+        for o in real:
+            data = o.original.data.to(wiring.device)
+            broadcast([data], links)
+            o.original.data.copy_(data)
+        return
+    if not real:
+        return
+    low, high = extremes(torch.stack([checksum(o.original) for o in real]).to(wiring.device), links)
+    different = [o.names[0] for o, a, b in zip(real, low.tolist(), high.tolist(), strict=True) if a != b]
+    if different:
+        raise DivergenceError(
+            f"{len(different)} of {len(real)} parameters differ between ranks, the first is {different[0]!r}; seed every rank "
+            "alike before building the model, load the same weights, or pass sync=True to take the first rank's."
+        )
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """0-d int64: the sum of the tensor's bits taken as integers, the same for every order of summation."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().contiguous().view(kind).sum(dtype=torch.int64)

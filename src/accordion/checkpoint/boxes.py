@@ -1,0 +1,53 @@
+"""Which box of a tensor a rank holds: pure integer arithmetic, for any number of mesh axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Along `dim`, what is left is cut into `num_chunks` as `torch.chunk` does, and chunk `index` is kept."""
+
+    dim: int
+    num_chunks: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements [offset, offset + shape) of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds just `outer`."""
+        starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
+
+def box_of(shape: Sequence[int], cuts: Iterable[Cut]) -> Box:
+    """What is left of a tensor of `shape` after `cuts`, one after the other; a chunk of a chunk is one box too."""
+    offset, sizes = [0] * len(shape), list(shape)
+    for cut in cuts:
+        rows = sizes[cut.dim]
+        chunk = -(-rows // cut.num_chunks)
+        start = min(cut.index * chunk, rows)
+        offset[cut.dim] += start
+        sizes[cut.dim] = min(chunk, rows - start)
+    return Box(tuple(offset), tuple(sizes))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that both hold, None if there is none."""
+    offset = tuple(map(max, a.offset, b.offset))
+    ends = [min(p + n, q + m) for p, n, q, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)]
+    sizes = tuple(end - start for start, end in zip(offset, ends, strict=True))
+    return Box(offset, sizes) if all(size > 0 for size in sizes) else None

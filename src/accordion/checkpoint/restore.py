@@ -1,0 +1,112 @@
+"""Whether a checkpoint fits a model and an optimizer, and the optimizer's state dict that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from accordion.checkpoint.format import DTYPES, Entry, Json, Manifest, decode
+from accordion.checkpoint.state import Contents
+from accordion.errors import CheckpointError
+
+
+def differences(manifest: Manifest, found: Contents) -> list[str]:
+    """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
+    wanted = {name: tensor for name, tensor in found.tensors.items() if name.startswith("model/")}
+    sources = {name: manifest.aliases.get(name, name) for name in wanted}
+    used = set(sources.values())
+    unlike = _listed(
+        "missing in the checkpoint", (name for name, source in sources.items() if source not in manifest.tensors)
+    )
+    saved = [name for name in manifest.tensors if name.startswith("model/")]
+    unlike += _listed(
+        "in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)
+    )
+    unlike += _listed(
+        "of another shape",
+        (
+            f"{name} is {manifest.tensors[source].shape} in the checkpoint and {tuple(wanted[name].shape)} in the model"
+            for name, source in sources.items()
+            if source in manifest.tensors and manifest.tensors[source].shape != tuple(wanted[name].shape)
+        ),
+    )
+    if found.optimizer is not None:
+        unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
+    return unlike
+
+
+def _named(name: str, found: Contents) -> str:
+    """A name of the checkpoint alone; a tie that the model has and the checkpoint has not is worth a word."""
+    return f"{name} (the model ties it to {found.aliases[name]})" if name in found.aliases else name
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    """One line for all `names`, none if there are none."""
+    names = list(names)
+    return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
+
+
+def _optimizer_differences(saved: Json, own: Json) -> list[str]:
+    if saved is None:
+        return ["it was saved without an optimizer; load it without one"]
+    theirs, ours = ([group["params"] for group in words["groups"]] for words in (saved, own))
+    if len(theirs) != len(ours):
+        return [f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}"]
+    unlike = []
+    for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        unlike += _listed(
+            f"missing in the checkpoint's parameter group {i}", (name for name in our if name not in their)
+        )
+        unlike += _listed(f"only in the checkpoint's parameter group {i}", (name for name in their if name not in our))
+    return unlike
+
+
+def restored(
+    manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled."""
+    made: dict[str, Tensor] = {}
+
+    def tensor_for(param: Tensor | None, name: str) -> Tensor:
+        if name not in manifest.tensors:
+            raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
+        made[name] = _fitting(name, manifest.tensors[name], param, found.tensors.get(name))
+        return made[name]
+
+    words, now = manifest.optimizer, optimizer.state_dict()
+    groups = [
+        {**group, **decode(saved["options"], partial(tensor_for, None)), "params": group["params"]}
+        for group, saved in zip(now["param_groups"], words["groups"], strict=True)
+    ]
+    state = {}
+    for group, own in zip(now["param_groups"], found.optimizer["groups"], strict=True):
+        for index, name in zip(group["params"], own["params"], strict=True):
+            if name in words["state"]:
+                state[index] = decode(words["state"][name], partial(tensor_for, found.tensors["model/" + name]))
+    return {"state": state, "param_groups": groups}, made
+
+
+def _fitting(name: str, entry: Entry, param: Tensor | None, present: Tensor | None) -> Tensor:
+    """A tensor of the optimizer to be filled: the one that is present if it fits, else one placed like its parameter.
+
+    A count of steps is never placed like a parameter, though a 0-d parameter has its shape: torch keeps it plain.
+    """
+    dtype, step = DTYPES[entry.dtype], name.endswith("/step")
+    like = param is not None and entry.shape == tuple(param.shape) and not step
+    placed = isinstance(param, DTensor) and not step and (like or entry.placements is not None)
+    if present is not None and tuple(present.shape) == entry.shape and isinstance(present, DTensor) == placed:
+        return present
+    if like:
+        assert param is not None
+        return torch.empty_like(param.detach(), dtype=dtype)
+    plain = torch.empty(entry.shape, dtype=dtype, device=param.device if placed and param is not None else "cpu")
+    if not placed:
+        return plain
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,110 @@
+"""The ranks that save or load one checkpoint, and how they fail together instead of waiting for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accordion.errors import CheckpointError
+
+T = TypeVar("T")
+MESSAGE_BYTES = 8192  # of each rank's error that the others see; its own it sees whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """`ranks`: their global ranks; `index`: which of them this is; `groups`: together they join all, one axis each."""
+
+    ranks: tuple[int, ...]
+    index: int
+    groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.index == 0
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Team:
+        """The ranks of the mesh that `tensors` lie on; without a DTensor all ranks there are, or this process alone.
+
+        Raises `CheckpointError` where tensors lie on different sets of ranks.
+        """
+        meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
+        if not meshes:
+            if not dist.is_initialized():
+                return cls(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
+            group = dist.group.WORLD
+            assert group is not None
+            everyone = tuple(range(dist.get_world_size()))
+            return cls(ranks=everyone, index=dist.get_rank(), groups=(group,), device=_default_device())
+        over = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes]
+        if any(set(ranks) != set(over[0]) for ranks in over):
+            raise CheckpointError(
+                f"the model's tensors lie on different ranks, {' and '.join(map(str, dict.fromkeys(over)))}; "
+                "a checkpoint needs all of them on the same ranks."
+            )
+        index = over[0].index(dist.get_rank())
+        return cls(
+            ranks=over[0],
+            index=index,
+            groups=tuple(meshes[0].get_all_groups()),
+            device=torch.device(meshes[0].device_type),
+        )
+
+    def agree(self, action: Callable[[], T]) -> T:
+        """Do `action` on this rank and wait for the others; where one of them failed, all raise `CheckpointError`."""
+        failure: Exception | None = None
+        text = ""
+        try:
+            result = action()
+        except Exception as error:
+            known = isinstance(error, CheckpointError) and str(error)
+            failure, text = error, known or f"{type(error).__name__}: {error}"
+        heard = self._share(text)
+        if heard:
+            raise CheckpointError(_joined(heard, self.index, text)) from failure
+        return result
+
+    def _share(self, text: str) -> list[str]:
+        """The texts of all ranks in their order; an empty list if none says anything."""
+        words = text.encode()[:MESSAGE_BYTES]
+        length = torch.tensor([len(words)], device=self.device)
+        for group in self.groups:
+            dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
+        longest = int(length.item())
+        if not longest:
+            return []
+        rows = torch.tensor([[*words, *bytes(longest - len(words))]], dtype=torch.uint8, device=self.device)
+        for group in reversed(self.groups):  # the last axis is the fastest in the order of ranks
+            parts = [torch.zeros_like(rows) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, rows, group=group)
+            rows = torch.cat(parts)
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.tolist()]
+
+
+def _default_device() -> torch.device:
+    """Where tensors must lie for the default group's collectives."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator and dist.get_backend() == dist.get_default_backend_for_device(accelerator.type):
+        return accelerator
+    return torch.device("cpu")
+
+
+def _joined(heard: list[str], index: int, own: str) -> str:
+    """One message of what the ranks said: plain where all said the same, else each saying with its ranks."""
+    said: dict[str, list[int]] = {}
+    for rank, text in enumerate(heard):
+        if text:
+            said.setdefault(text, []).append(rank)
+    full = {heard[index]: own}  # the own words uncut
+    if len(said) == 1 and len(next(iter(said.values()))) == len(heard):
+        return full.get(heard[0], heard[0])
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {full.get(text, text)}" for text, ranks in said.items())

@@ -1,0 +1,61 @@
+"""The command line: the one place that reads arguments and the environment, and that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from accordion.config import nearest
+from accordion.errors import AccordionError, UsageError
+
+COMMANDS = {"train": "train a model, sharded over ranks, on text"}
+NEEDED = {"train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets")}
+BAD_INPUT = 2  # the exit code of argparse and of most of Unix
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 130 when interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    speaks = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # every rank reads the same words
+    try:
+        return _run(words)
+    except UsageError as error:
+        if speaks:
+            print(f"accordion: {one_line(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    except AccordionError as error:
+        print(f"accordion: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("accordion: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `accordion train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks, control characters or runs of blanks."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: accordion <command> [options]\n")
+        print("\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items()))
+        print("\naccordion <command> --help tells more.")
+        return 0 if words else BAD_INPUT
+    command = words[0]
+    if command not in COMMANDS:
+        raise UsageError(f"command {command!r} does not exist; {nearest(command, COMMANDS)}")
+    missing = [name for name in NEEDED[command] if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{command}]'."
+        )
+    from accordion.train import command as train  # imports the extras, seconds of them
+
+    return train.run(words[1:], os.environ)

@@ -1,0 +1,170 @@
+"""The frozen policies that `shard` takes: where states live, in which precision, what is gathered ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from typing import Literal
+
+import torch
+from torch import nn
+
+from accordion.errors import UsageError
+
+
+class Place(Enum):
+    """How one kind of state lies over the ranks of one mesh axis."""
+
+    SHARD = "shard"
+    REPLICATE = "replicate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Where parameters, gradients and optimizer state live between uses.
+
+    `params`, `grads`, `optim`: placement over the ranks that shard. Gathered parameters live for one lease where `params`
+    is sharded, from forward to the end of backward with `keep_until_backward`, and always where `params` is replicated.
+    `grads=REPLICATE` says that micro-batches under `no_sync` are the intended way to accumulate: full local sums.
+    `hybrid`: the mesh has two axes, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both.
+    `reduce`: "auto" takes the exchange inside a node for large messages and reduce-scatter elsewhere.
+    """
+
+    name: str
+    params: Place
+    grads: Place
+    optim: Place
+    keep_until_backward: bool = False
+    hybrid: bool = False
+    optim_over_replicas: bool = False
+    reduce: Literal["auto", "exchange", "reduce_scatter"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.optim is Place.REPLICATE and (self.params, self.grads) != (Place.REPLICATE, Place.REPLICATE):
+            raise UsageError(
+                f"strategy {self.name!r} shards parameters or gradients but replicates the optimizer, which would step "
+                "rows it has no gradient for; shard the optimizer too."
+            )
+        if self.optim_over_replicas and not self.hybrid:
+            raise UsageError(f"strategy {self.name!r} has optim_over_replicas without hybrid; set hybrid=True.")
+
+
+SHARD, REPLICATE = Place.SHARD, Place.REPLICATE
+FULL_SHARD = Strategy(name="full_shard", params=SHARD, grads=SHARD, optim=SHARD)
+SHARD_GRAD_OP = Strategy(name="shard_grad_op", params=SHARD, grads=SHARD, optim=SHARD, keep_until_backward=True)
+SHARD_OPTIM = Strategy(name="shard_optim", params=REPLICATE, grads=REPLICATE, optim=SHARD)
+NO_SHARD = Strategy(name="no_shard", params=REPLICATE, grads=REPLICATE, optim=REPLICATE)
+HYBRID_SHARD = Strategy(name="hybrid_shard", params=SHARD, grads=SHARD, optim=SHARD, hybrid=True)
+HYBRID_SHARD_OPTIM = Strategy(
+    name="hybrid_shard_optim", params=SHARD, grads=SHARD, optim=SHARD, hybrid=True, optim_over_replicas=True
+)
+STRATEGIES: Mapping[str, Strategy] = {
+    s.name: s for s in (FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM)
+}
+
+
+def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
+    """A sentence naming the valid choices, the nearest one first where there is one."""
+    close = get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
+
+
+def strategy_named(name: str) -> Strategy:
+    """The strategy of that name, as written on a command line. Raises `UsageError` naming the nearest."""
+    if name not in STRATEGIES:
+        raise UsageError(f"strategy {name!r} does not exist; {nearest(name, STRATEGIES)}")
+    return STRATEGIES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """In which dtype each thing is kept.
+
+    `params`: dtype the model computes in (None: as the parameter is). `reduce`: dtype of the sum over ranks.
+    `output`: floating outputs of the root are cast to it (None: left). `master`: the sharded parameters that the optimizer
+    steps; a wider or frozen parameter keeps its own. `buffers`: floating buffers are cast to it once (None: left).
+    `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or name of a unit -> its own, whose
+    `output` is what that unit's outputs are cast to.
+    """
+
+    params: torch.dtype | None = None
+    reduce: torch.dtype = torch.float32
+    output: torch.dtype | None = None
+    master: torch.dtype = torch.float32
+    buffers: torch.dtype | None = None
+    cast_inputs: bool = True
+    overrides: Mapping[type[nn.Module] | str, Precision] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("params", "reduce", "output", "master", "buffers"):
+            dtype = getattr(self, key)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise UsageError(
+                    f"Precision({key}={dtype!r}) is not a floating dtype; pass torch.bfloat16, for example."
+                )
+
+    def compute_dtype(self, own: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of dtype `own` is gathered; integer and complex ones stay as they are."""
+        return self.params if self.params is not None and own.is_floating_point else own
+
+    def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
+        """The dtype of the shard of a parameter of dtype `own`."""
+        return wider(own, self.master) if requires_grad and own.is_floating_point else own
+
+    def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter gathered in `compute` are summed; float64 stays float64."""
+        if not compute.is_floating_point or compute == torch.float64:
+            return compute
+        return self.reduce
+
+
+def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """`wanted`, unless `own` has more bytes."""
+    return own if own.itemsize > wanted.itemsize else wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """How much is gathered ahead of use. `budget_bytes`: as many whole units as fit; None: one unit, whatever its size."""
+
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointing:
+    """Which activations are recomputed. `every`: each k-th unit; `selective`: matrix products and attention are kept."""
+
+    every: int = 0
+    selective: bool = False
+
+
+def checkpointing_named(text: str) -> ActivationCheckpointing:
+    """Parse `none`, `full`, `selective` or `every:K`; the one parser of the library and the command line."""
+    fixed = {
+        "none": ActivationCheckpointing(),
+        "full": ActivationCheckpointing(every=1),
+        "selective": ActivationCheckpointing(every=1, selective=True),
+    }
+    if text in fixed:
+        return fixed[text]
+    head, _, count = text.partition(":")
+    if head == "every" and count.isdecimal() and int(count) > 0:
+        return ActivationCheckpointing(every=int(count))
+    raise UsageError(f"checkpoint_activations {text!r} is not understood; {nearest(text, [*fixed, 'every:2'])}")
+
+
+DEBUG_MODES = ("streams", "order", "finite")
+
+
+def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
+    """What `shard(debug=)` asks for. Raises `UsageError` naming the nearest mode."""
+    modes = frozenset([asked] if isinstance(asked, str) else asked)
+    for mode in sorted(modes - set(DEBUG_MODES)):
+        raise UsageError(f"debug={mode!r} is not known; {nearest(mode, list(DEBUG_MODES))}")
+    return modes
+
+
+UnitRule = Callable[[str, nn.Module], bool]
+"""Called with (qualified name, module); True makes the module a unit."""

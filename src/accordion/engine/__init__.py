@@ -1,0 +1,1 @@
+"""The sharding engine; read autograd, unit, collectives, layout, in this order."""

@@ -1,0 +1,202 @@
+"""FSDP as one differentiable function in two nodes: Stage (shards -> token) and Gather (token -> full parameters).
+
+What happens in one call of a unit:
+1. forward, before: the unit is gathered, the next one is gathered ahead and staged, the full parameters are shown.
+2. forward, after: they are hidden and let go; a hook on each output waits for the backward.
+3. backward, first gradient of an output: the unit is gathered again, the one before it ahead.
+4. backward, gradients of the inputs are there: the lease ends. Gather.backward begins the reduce.
+5. Stage.backward waits for the reduce and hands the sharded gradients to autograd. Stage was made one unit earlier than
+   Gather, so its sequence number is lower than those of the unit before, and autograd runs it after that unit's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.engine.engine import IN_BACKWARD, Engine, Kept
+from accordion.engine.finite import Moment
+from accordion.engine.group import Reduced
+from accordion.engine.schedule import Phase
+from accordion.engine.unit import Unit
+from accordion.errors import UsageError
+
+
+class Call:
+    """One call of a unit. State in flight belongs to (call, backward task): a graph may be walked twice.
+
+    `waiting`: for each backward task, how many inputs still lack their gradient. Graph nodes hold a call; a call holds
+    nodes of its inputs only, which lie before it: no cycle keeps a graph alive.
+    """
+
+    __slots__ = (
+        *("__weakref__", "inputs", "kept", "parts", "reached", "root", "shown"),
+        *("sync", "trained", "unit", "version", "waiting", "writes"),
+    )
+
+    def __init__(self, unit: Unit, sync: bool) -> None:
+        self.unit, self.sync, self.trained = unit, sync, unit.trained
+        self.writes = unit.writes()
+        self.root = unit.engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
+        self.kept: Kept | None = None
+        self.reached: Tensor | None = None  # an output of its Gather
+        self.version: int | None = None  # of the parameters that the forward saw
+        self.inputs: list[Any] = []
+        self.waiting: dict[int, int] = {}
+        self.parts: dict[int, list[Reduced]] = {}
+        self.shown: dict[int, Sequence[Tensor]] = {}
+
+    def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
+        """Hook on every output: the backward has reached this call."""
+        task = _torch.current_graph_task()
+        if task in self.waiting:
+            return
+        engine = self.unit.engine
+        self.refuse_double_backward()
+        try:
+            self.waiting[task] = sum(_torch.will_execute(node) for node in self.inputs)
+        except RuntimeError:  # autograd.grad does not say it of a leaf: then the lease ends with the backward
+            self.waiting[task] = -1
+        engine.join(task, self)
+        engine.comes(Phase.BACKWARD, self.unit)
+        if not engine.take(self.kept):
+            self.unit.acquire()
+        self.refuse_newer_weights()
+        self.unit.show(fulls, registered=False)
+        self.shown[task] = fulls
+        engine.gather_ahead(Phase.BACKWARD, self.unit)
+
+    def refuse_newer_weights(self) -> None:
+        """The backward must see what the forward saw; on one device autograd's version counters say so."""
+        if self.version not in (None, self.unit.version()):
+            self.unit.release()
+            raise UsageError(
+                f"the parameters of unit {self.unit.name or 'root'!r} were changed between this forward and its backward, by an "
+                "optimizer step, a load or a write; run the backward before the step, or the forward again."
+            )
+
+    def refuse_double_backward(self) -> None:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise UsageError(
+                f"unit {self.unit.name or 'root'!r} was asked for a double backward (create_graph=True), and gradients of a "
+                "sharded model carry no graph; compute the second derivative inside of one unit's forward, or unsharded."
+            )
+
+    def input_done(self) -> None:
+        task = _torch.current_graph_task()
+        if task in self.waiting:
+            self.waiting[task] -= 1
+            if self.waiting[task] == 0:
+                self.end(task)
+
+    def end(self, task: int) -> None:
+        """The backward of this call needs full parameters no longer."""
+        fulls = self.shown.pop(task, None)
+        if fulls is not None:
+            self.unit.hide(fulls)
+            self.unit.release()
+
+    def end_all(self) -> None:
+        for task in list(self.shown):
+            self.end(task)
+
+
+class Stage(torch.autograd.Function):
+    """Shards to a token; its backward waits for the reduce that Gather's backward began."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *shards: Tensor) -> Tensor:
+        ctx.call = call
+        return call.unit.engine.token()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        call: Call = ctx.call
+        parts = call.parts.pop(_torch.current_graph_task())
+        call.unit.engine.flying.pop(id(parts), None)
+        return None, *call.unit.as_gradients(call.trained, parts)
+
+
+class Gather(torch.autograd.Function):
+    """A token to the full trainable parameters, which stand already; its backward begins the reduce of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return (call.unit.engine.token(), *[view.detach() for view in call.trained.views])
+
+    @staticmethod
+    def backward(ctx: Any, reached: Tensor | None, *grads: Tensor | None) -> Any:
+        ours = _torch.are_ours(grads)
+        call: Call = ctx.call
+        unit, task = call.unit, _torch.current_graph_task()
+        call.refuse_double_backward()
+        if task not in call.waiting:  # this rank dropped the output: it gathers where the others do, for nothing
+            call.begin(unit.views, None)
+            call.waiting[task] = 0
+        if call.waiting.get(task) == 0:
+            call.end(task)
+        if any(g is not None and g.is_sparse for g in grads):
+            raise UsageError(
+                f"unit {unit.name!r} got a sparse gradient; use dense ones: nn.Embedding(..., sparse=False)."
+            )
+        if unit.engine.finite is not None:
+            unit.engine.finite.look(unit.index, Moment.BACKWARD, grads)
+        if not call.trained.indices:
+            return None, None
+        if not call.sync:
+            unit.add_up(call.trained, grads)
+            return None, None
+        parts = call.parts[task] = unit.reduce(call.trained, grads, ours)
+        unit.engine.flying[id(parts)] = parts
+        # Defined, never None: autograd picks the queue of a node from the gradients in its buffer.
+        return None, unit.engine.zero
+
+
+class Leave(torch.autograd.Function):
+    """The identity on the outputs of an outermost call, whose backward says first that it was reached.
+
+    `to_reach`: a mark of every call below it, whose gradient makes the mark and its Gather run their backward, each at its place
+    in the order, also where this rank alone dropped a unit's output: the reduces of all ranks pair up.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        begin: Callable[[Tensor | None], None],
+        zero: Tensor,
+        num_outputs: int,
+        shared: Sequence[Tensor],
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.begin, ctx.zero, ctx.num_to_reach = begin, zero, len(tensors) - num_outputs
+        ctx.set_materialize_grads(False)
+        # Not save_for_backward: in a recomputation the saved tensors must be those of the forward.
+        ctx.shared = [(tensor, tensor._version) for tensor in shared]
+        return tuple([tensor.detach() for tensor in tensors[:num_outputs]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if any(tensor._version != version for tensor, version in ctx.shared):
+            raise UsageError(
+                "an output of the sharded model was changed in place that shares memory with an input or another output; the "
+                "gradient would miss it: return a clone, or write out of place."
+            )
+        ctx.begin(None)
+        return None, None, None, None, *grads, *[ctx.zero] * ctx.num_to_reach
+
+
+def units_of(modules: Iterator[nn.Module]) -> list[Unit]:
+    """The units whose modules are among `modules`."""
+    return [m.__dict__["_accordion"] for m in modules if "_accordion" in m.__dict__]
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that shards `model` or a part of it; None where nothing is sharded."""
+    units = units_of(model.modules())
+    return units[0].engine if units else None

@@ -1,0 +1,277 @@
+"""Gather and reduce of a group of tensors over one mesh axis: shards to full tensors, full gradients to shards of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.collectives import Link, Pending
+from accordion.engine.home import Home, local_view
+from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, Message, message
+from accordion.engine.streams import Steps
+
+EXCHANGE_BYTES_PER_PEER = 256 * KIB  # below it latency rules and one reduce-scatter is a single launch
+
+
+class Axis:
+    """The ranks of one mesh axis: a link to gather, another to reduce, and how to reduce."""
+
+    def __init__(
+        self, gather: Link, reduce: Link, *, one_node: bool, algorithm: Literal["auto", "exchange", "reduce_scatter"]
+    ) -> None:
+        self.gather, self.reduce = gather, reduce
+        self.num_ranks, self.rank = gather.num_ranks, gather.rank
+        self._one_node, self._algorithm = one_node, algorithm
+
+    def takes_exchange(self, cuts: Sequence[Cut], itemsize: int) -> bool:
+        """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other: design 3.4."""
+        if self._algorithm != "auto":
+            return self._algorithm == "exchange"
+        per_peer = sum(c.shard_numel for c in cuts) * itemsize
+        return self._one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
+
+
+class Room:
+    """Owns the storage in which full tensors of one dtype stand, each parameter-major and padded to chunk * num_ranks rows.
+
+    Writes of a gather go through `raw`, whose version counter is not the views': autograd may have saved a view,
+    and its storage is let go and filled again before the backward reads it. In a `relay` tensors lie as shards do, the
+    cut dim first.
+    """
+
+    def __init__(
+        self,
+        cuts: Sequence[Cut],
+        offsets: Sequence[int],
+        flat: Tensor,
+        rank: int,
+        *,
+        poison: bool = False,
+        relay: bool = False,
+    ) -> None:
+        self.flat = flat
+        self._poison = poison and flat.is_floating_point()
+        self._storage = flat.untyped_storage()
+        self.num_bytes = self._storage.nbytes()
+        raw = flat.data
+        self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
+        self.rows: list[Tensor] = []  # dim 0: padded rows as 1-D, where gathers arrive; else where they are copied
+        self.own: list[Tensor] = []  # dim 0 or whole: this rank's padded part of them
+        for c, at in zip(cuts, offsets, strict=True):
+            self.views.append(flat[at : at + c.numel].view(c.shape))
+            rows = raw[at : at + (c.padded_numel if c.dim == 0 else c.numel)]
+            self.own.append(rows[rank * c.shard_numel : (rank + 1) * c.shard_numel] if c.dim == 0 else rows)
+            if c.dim:
+                rows = rows.view(c.rows, *c.row_shape).movedim(0, c.dim) if relay else rows.view(c.shape)
+            self.rows.append(rows)
+
+    def open(self) -> None:
+        if self._storage.nbytes() != self.num_bytes:  # resizing to the same size would allocate anew, and copy
+            self._storage.resize_(self.num_bytes)
+        if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
+            self.flat.data.fill_(float("nan"))
+
+    def holds(self, address: int) -> bool:
+        return self._storage.data_ptr() == address
+
+    def close(self) -> None:
+        """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
+        if self._poison:
+            self.flat.data.fill_(float("nan"))
+        else:
+            self._storage.resize_(0)
+
+
+class Gathering:
+    """One gather of a group: shards of `home` to the tensors of `room`. Its buffer is allocated when it is made.
+
+    `check` is called with the tags of all ranks (num_ranks, num_flags) once they are there.
+    """
+
+    def __init__(self, axis: Axis, msg: Message, home: Home, room: Room, check: Callable[[Tensor], None]) -> None:
+        self._axis, self._msg, self._home, self._room, self._check = axis, msg, home, room, check
+        numel = msg.row_numel * axis.num_ranks if axis.num_ranks > 1 else 0
+        self.packed = room.flat.new_empty(numel) if numel else None  # one row a rank
+
+    def steps(self) -> Steps:
+        msg, home, room, num = self._msg, self._home, self._room, self._axis.num_ranks
+        cast = home.dtype != room.flat.dtype or num == 1
+        rows = None if self.packed is None else self.packed.view(num, -1)
+        # Alone on its axis everything is; a relay asks for it.
+        copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
+        to, source = [room.own[i] for i in copied], [home.padded[i] for i in copied]
+        row = home.pack_row
+        if rows is not None and (cast or row is None):
+            row = rows[self._axis.rank]
+            to += row.split([*(msg.cuts[i].shard_numel for i in msg.packed), msg.num_flags])
+            source += [*(home.padded[i] for i in msg.packed), home.tag]
+        if to:
+            torch._foreach_copy_(to, source)
+        if num == 1:
+            return
+        fulls = [room.rows[i] for i in msg.direct]
+        shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
+        if rows is not None and self.packed is not None and row is not None:
+            fulls.append(self.packed)
+            shards.append(row)
+        yield self._axis.gather.gather(fulls, shards)
+        if rows is not None:
+            if msg.num_flags:
+                self._check(rows[:, msg.pack_numel :])
+            if msg.packed:
+                self._unpack(rows[:, : msg.pack_numel])
+
+    def _unpack(self, rows: Tensor) -> None:
+        """Copy the packed message, one row a rank, to where each small parameter stands."""
+        msg, room, num = self._msg, self._room, self._axis.num_ranks
+        sizes = [msg.cuts[i].shard_numel for i in msg.packed]
+        if all(msg.cuts[i].dim == 0 for i in msg.packed):
+            outs = [room.rows[i].view(num, -1) for i in msg.packed]
+            torch.split_with_sizes_copy(rows, sizes, dim=1, out=outs)
+            return
+        for i, part in zip(msg.packed, rows.split(sizes, dim=1), strict=True):
+            c = msg.cuts[i]
+            if c.dim == 0:
+                room.rows[i].view(num, -1).copy_(part)
+                continue
+            assert c.dim is not None
+            by_row = part.reshape(num * c.chunk, *c.row_shape)[: c.rows]
+            room.rows[i].copy_(by_row.movedim(0, c.dim))
+
+
+class Reduction:
+    """One reduce of a group over an axis: full gradients to this rank's rows of their sum, in `dtype`.
+
+    All buffers are allocated when it is made; `load` fills them, `steps` communicates. Then `results` has the local rows of
+    each tensor, `flag_sums` (num_flags,) the sums of the flags, and `out` is the one buffer behind all of them.
+    `sent`: the dtype of the gradients that `load` will get. Alone on its axis a large gradient is its own result, uncopied.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        cuts: Sequence[Cut],
+        num_flags: int,
+        sent: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._axis, num = axis, axis.num_ranks
+        self._exchange = num > 1 and axis.takes_exchange(cuts, sent.itemsize)
+        wire = self._wire = sent if self._exchange and sent.itemsize <= dtype.itemsize else dtype
+        self._taken = [i for i, c in enumerate(cuts) if num == 1 and c.numel * wire.itemsize >= PACK_LIMIT_BYTES]
+        self._others = [i for i in range(len(cuts)) if i not in self._taken]
+        cuts = [cuts[i] for i in self._others]
+        msg = self._msg = message(cuts, wire.itemsize, even_only=not self._exchange, num_flags=num_flags)
+        self.out = torch.empty(msg.shard_numel, dtype=dtype, device=device)
+        packed = slice(msg.pack_start, msg.pack_start + msg.row_numel)
+        self._out_pack = self.out[packed]
+        self.flag_sums = self._out_pack[msg.pack_numel :]
+        padded = [self.out[o : o + c.shard_numel] for o, c in zip(msg.shard_offsets, msg.cuts, strict=True)]
+        mine = [local_view(p, c, axis.rank) for p, c in zip(padded, cuts, strict=True)]
+        self.results = [self.out] * (len(self._taken) + len(self._others))
+        for i, result in zip(self._others, mine, strict=True):
+            self.results[i] = result
+        self._whole = [padded[i] for i in msg.whole]
+        self._direct_out = [mine[i].view(-1) for i in msg.direct]
+        self._direct: list[Tensor] = []
+        pack_shape = (num, self._out_pack.numel())
+        in_place = num == 1 and wire == dtype
+        self._pack = self._out_pack.view(pack_shape) if in_place else torch.empty(pack_shape, dtype=wire, device=device)
+        self._received: list[Tensor] = []
+        if self._exchange:
+            self._received = [torch.empty(num, r.numel(), dtype=wire, device=device) for r in self._direct_out]
+            self._received.append(torch.empty_like(self._pack))
+
+    def poison(self) -> None:
+        """Before `load`: without a wait the memory may still have a gradient of an earlier step, its tag included."""
+        for buffer in (self.out, *self._received):
+            buffer.fill_(float("nan"))
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self.buffers, self._pack, *self._direct, *self._received]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What lies behind `results` and `flag_sums`."""
+        return [self.out, *(self.results[i] for i in self._taken)]
+
+    def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
+        """`grads`: one per cut, in its full shape. `flags` (num_ranks, num_flags): row r is what this rank says to rank r.
+
+        `ours`: which of them may be written into, because nobody else has them.
+        """
+        msg = self._msg
+        for i in self._taken:
+            self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
+        grads = [grads[i] for i in self._others]
+        alone = self._axis.num_ranks == 1
+        self._direct = [grads[i] if alone else grads[i].to(self._wire).contiguous() for i in msg.direct]
+        if self._whole:
+            torch._foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
+        if self._pack.numel():
+            parts = [by_rank(grads[i], msg.cuts[i]) for i in msg.packed if msg.cuts[i].shard_numel]
+            if flags.numel():
+                parts.append(flags)
+            _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
+
+    def steps(self) -> Steps:
+        link = self._axis.reduce
+        if link.num_ranks == 1:
+            if self._direct:
+                torch._foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
+            if self._pack.data_ptr() != self._out_pack.data_ptr():
+                self._out_pack.copy_(self._pack[0])
+        elif self._exchange:
+            yield joined(link.exchange(self._sends()), link.sum(self._whole))
+            for received, out in zip(self._received, [*self._direct_out, self._out_pack], strict=True):
+                sum_rows(received, out)
+        else:
+            outs, inputs = list(self._direct_out), [g.view(-1) for g in self._direct]
+            if self._pack.numel():
+                outs.append(self._out_pack)
+                inputs.append(self._pack.view(-1))
+            yield joined(link.scatter_sum(outs, inputs), link.sum(self._whole))
+
+    def _sends(self) -> list[tuple[Tensor, Tensor, list[int], list[int]]]:
+        sends: list[tuple[Tensor, Tensor, list[int], list[int]]] = []
+        for i, sent, received in zip(self._msg.direct, self._direct, self._received, strict=False):
+            c = self._msg.cuts[i]
+            if c.rows % c.num_ranks == 0:
+                sends.append((received.view(-1), sent.view(-1), [], []))
+            else:
+                to = [c.rows_of(r) * c.row_numel for r in range(c.num_ranks)]
+                sends.append((received.view(-1), sent.view(-1), [received.shape[1]] * c.num_ranks, to))
+        if self._pack.numel():
+            sends.append((self._received[-1].view(-1), self._pack.view(-1), [], []))
+        return sends
+
+
+def joined(first: Pending, second: Pending) -> Pending:
+    """Both, of one link."""
+    return Pending(first.link, [*first.works, *second.works])
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """`out` (n,) becomes the sum of `rows` (num_ranks, n), added in the dtype of `out`."""
+    if rows.shape[0] == 2 and rows.dtype == out.dtype:
+        torch.add(rows[0], rows[1], out=out)
+    elif out.numel():
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+
+
+def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
+    """`grad` in row-major order; the same tensor where it is so already and no copy is asked for."""
+    grad = grad.to(dtype)
+    return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
+
+
+def by_rank(grad: Tensor, c: Cut) -> Tensor:
+    """`grad` with the dim that is cut first: what goes to rank r is the r-th chunk of it."""
+    assert c.dim is not None
+    return grad.movedim(c.dim, 0).contiguous()

@@ -1,0 +1,295 @@
+"""What the units of one model share: the order of their calls, the backward tasks under way, and what is kept between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.config import Precision, Prefetch, Strategy
+from accordion.engine.collectives import reduced
+from accordion.engine.finite import Finite
+from accordion.engine.group import Reduced, Wiring
+from accordion.engine.schedule import Expected, Order, Phase
+from accordion.engine.unit import Unit
+from accordion.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from accordion.engine.autograd import Call
+    from accordion.engine.hooks import Hooks
+
+IN_BACKWARD = -1  # the root call of what is recomputed in a backward
+WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their leases end and a backward gathers again
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """A forward lease that waits for its backward. Known to its call and to the engine: neither keeps the other's graph alive."""
+
+    unit: Unit
+    root: int
+
+
+class Engine:
+    """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        strategy: Strategy,
+        precision: Precision,
+        prefetch: Prefetch,
+        *,
+        announce: bool = False,
+    ) -> None:
+        self.wiring, self.strategy, self.precision, self.prefetch = wiring, strategy, precision, prefetch
+        self.units: list[Unit] = []
+        self.siblings: dict[int, Hooks] = {}  # the hooks of each unit, by index
+        self.order = Order()
+        self.zero = torch.zeros((), device=wiring.device)  # value and gradient of every token
+        self.anchor = torch.zeros((), device=wiring.device, requires_grad=True)  # in place of a token under no_sync
+        self.announced = Expected()
+        self.announce = announce  # ranks agree on everything, and not only on what is new
+        self.finite: Finite | None = None  # looks for NaN and inf
+        self.sync = True
+        self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
+        self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
+        self._marks_of = -1  # the backward in which that call runs
+        self.depth = 0  # calls of units under way on the forward path
+        self.root_call = 0
+        self.kept: list[Kept] = []
+        self.flying: dict[int, list[Reduced]] = {}  # reduces under way, by id of their list
+        self._tasks: dict[int, list[Call]] = {}
+        self._synced: set[int] = set()  # backward tasks that reduce
+        self._walked: set[int] = set()  # root calls that the backward under way has reached
+
+    def dismantle(self) -> None:
+        """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
+        for parts in self.flying.values():
+            for part in parts:
+                part.finish()
+        for call in [call for calls in self._tasks.values() for call in calls]:
+            call.shown.clear()
+            call.parts.clear()
+        for unit in self.units:
+            unit.hide_all()
+        self.units, self.kept, self.to_reach = [], [], []
+        self.siblings.clear()
+        self._tasks.clear()
+        self.flying.clear()
+
+    # -- forward
+
+    def enter(self) -> None:
+        """A unit is called. The outermost call outside a backward is a root call: leftovers of failed steps go first."""
+        if self.depth == 0:
+            self.to_reach, self._marks_of = [], _torch.current_graph_task()
+        if self.depth == 0 and _torch.current_graph_task() == -1:
+            self.root_call += 1
+            self.wiring.watch.check()
+            self.recover()
+            self.wiring.watch.forget()
+            self.order.begin(Phase.FORWARD)
+            changed = [unit.refresh() for unit in self.units]
+            if any(changed):
+                self.root_call += 1
+            how = (torch.is_grad_enabled(), self.sync)
+            if not self.announced.begin(Phase.FORWARD, how) or self.announce:
+                self.wiring.watch.agree("begins a forward with gradients {}, communicating {}".format(*how))
+            if self.kept:
+                stale = not all(kept.unit.resident for kept in self.kept)
+                self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
+        self.depth += 1
+
+    def collects(self) -> bool:
+        """Whether calls made now are below the outermost call, and not in a backward that runs inside of it."""
+        return _torch.current_graph_task() == self._marks_of
+
+    def take_marks(self) -> list[Tensor]:
+        """At the end of the outermost call: the marks of all calls below it."""
+        if self.depth > 1 or not self.collects():
+            return []
+        marks, self.to_reach = self.to_reach, []
+        return marks
+
+    def leave(self, error: BaseException | None) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.to_reach = []
+        if self.depth == 0 and _torch.current_graph_task() == -1:
+            self.order.end(Phase.FORWARD)
+            self.let_go()
+            if isinstance(error, DivergenceError):
+                return  # every rank knows
+            if error is not None:
+                self.wiring.watch.tell(f"{type(error).__name__}: {error}")
+            else:
+                self._ends(Phase.FORWARD)
+                self.report_non_finite()
+
+    def comes(self, phase: Phase, unit: Unit) -> None:
+        """`unit` is about to be entered. Where the last pass was another one, ranks agree first: no collective is out of step."""
+        event = (unit.index, torch.is_grad_enabled(), tuple(unit.trained.indices))
+        if not self.announced.comes(phase, event) or self.announce:
+            doing = f"training {len(event[2])} of {len(unit.params)} parameters" if event[1] else "without gradients"
+            self.wiring.watch.agree(
+                f"enters unit {unit.index} ({unit.name or 'root'}) in its {phase.name.lower()}, {doing}"
+            )
+
+    def _ends(self, phase: Phase) -> None:
+        if not self.announced.end(phase) or self.announce:
+            self.wiring.watch.agree(f"ends its {phase.name.lower()}")
+
+    def report_non_finite(self) -> None:
+        if self.finite is not None:
+            self.finite.report([unit.name for unit in self.units])
+
+    def let_go(self) -> None:
+        """Free what was gathered ahead and not used."""
+        for unit in self.units:
+            unit.let_go()
+
+    def keep(self, unit: Unit, root: int) -> Kept:
+        """Turn a forward lease into one that waits for the backward."""
+        self.kept.append(Kept(unit, root))
+        return self.kept[-1]
+
+    def take(self, kept: Kept | None) -> bool:
+        """The backward has come: its lease is the caller's now, unless it has ended."""
+        if kept is None or kept not in self.kept:
+            return False
+        self.kept.remove(kept)
+        return True
+
+    def drop_kept(self, which: Callable[[Kept], bool] = lambda kept: True) -> None:
+        """End leases that wait for a backward. By rules alone, never by a destructor: all ranks must do it at the same time."""
+        for kept in [kept for kept in self.kept if which(kept)]:
+            self.kept.remove(kept)
+            kept.unit.release()
+
+    def reset(self) -> None:
+        """After a forward that was interrupted (torch runs no hooks then): nothing is under way."""
+        for hooks in self.siblings.values():
+            hooks.forget()
+        self.recover()
+        self.kept.clear()
+        self.depth = 0
+        for unit in self.units:
+            unit.leases = 0
+            unit.hide_all()
+            unit.let_go()
+
+    def recover(self) -> None:
+        """After a backward that raised (its callbacks never ran): wait for what flies, then end every lease it left."""
+        if not self._tasks and not self.flying:
+            return
+        for parts in self.flying.values():
+            for part in parts:
+                part.finish()
+        self.flying.clear()
+        for calls in self._tasks.values():
+            for call in calls:
+                call.end_all()
+        self._tasks.clear()
+        self._synced.clear()
+        self.drop_kept()
+        for unit in self.units:
+            unit.hide_all()
+            unit.let_go()
+
+    # -- backward
+
+    def join(self, task: int, call: Call) -> None:
+        """`call` takes part in backward `task`."""
+        if task not in self._tasks:
+            if not self._tasks:
+                self.order.begin(Phase.BACKWARD)
+                if not self.announced.begin(Phase.BACKWARD, "backward") or self.announce:
+                    self.wiring.watch.agree("begins a backward")
+            self._tasks[task] = []
+            _torch.queue_callback(partial(self._end_of, task))
+        self._tasks[task].append(call)
+        if call.sync:
+            self._synced.add(task)
+
+    def _end_of(self, task: int) -> None:
+        for call in self._tasks.pop(task):
+            call.end(task)
+            self._walked.add(call.root)
+        if self._tasks:
+            return
+        self.drop_kept(lambda kept: kept.root == IN_BACKWARD or kept.root in self._walked)
+        self._walked.clear()
+        self.order.end(Phase.BACKWARD)
+        self._ends(Phase.BACKWARD)
+        if self._synced:
+            self._synced.clear()
+            self._reduce_leftovers()
+            self._spread_non_finite()
+            for unit in self.units:
+                unit.mark_stale()
+        self.let_go()
+        self.report_non_finite()
+
+    def _reduce_leftovers(self) -> None:
+        """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
+        for unit in [unit for unit in self.units if unit.adding_up]:
+            trained = unit.trained
+            nothing = [None] * len(trained.indices)
+            parts = unit.reduce(trained, nothing, [False] * len(nothing))
+            for param, grad in zip(trained.params, unit.as_gradients(trained, parts), strict=True):
+                if grad is None:
+                    continue
+                if param.grad is None:
+                    param.grad = grad
+                else:
+                    _torch.local_of(param.grad).add_(_torch.local_of(grad))
+                for hook in _torch.post_accumulate_hooks(param):
+                    hook(param)
+
+    def _spread_non_finite(self) -> None:
+        """Let every rank see an overflow that one rank has in its rows.
+
+        `GradScaler` looks at the first gradient's placement: where that one is whole it asks no other rank, and ranks
+        would differ on whether to step. So, only for fp16 beside parameters that are kept whole, those become inf on all ranks.
+        """
+        links = self.wiring.cut_links
+        params = [p for u in self.units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
+        grads = [(p.cut.dim is None, p.sharded.grad) for p in params]
+        whole = [_torch.local_of(g) for is_whole, g in grads if is_whole and g is not None]
+        if not links or not whole:
+            return
+        one, found = torch.ones_like(self.zero), torch.zeros_like(self.zero)
+        rows = [_torch.local_of(g) for is_whole, g in grads if not is_whole and g is not None]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for row in rows:
+            by_dtype.setdefault(row.dtype, []).append(row)
+        for same in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found, one)
+        overflow = torch.where(reduced(found, links) > 0, float("inf"), 0.0)
+        torch._foreach_add_(whole, overflow)
+
+    # -- ahead of use
+
+    def gather_ahead(self, phase: Phase, unit: Unit) -> None:
+        self.order.visit(phase, unit.index)
+        for index in self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes):
+            self.units[index].launch()
+
+    def _full_bytes(self, index: int) -> int:
+        return self.units[index].full_bytes
+
+    def expected(self, unit: Unit) -> Unit | None:
+        following = self.order.after(Phase.FORWARD, unit.index)
+        return None if following is None else self.units[following]
+
+    def is_last(self, unit: Unit) -> bool:
+        return self.order.ends_with(Phase.FORWARD, unit.index)
+
+    def token(self) -> Tensor:
+        return self.zero.detach()

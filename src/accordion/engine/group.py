@@ -1,0 +1,313 @@
+"""Groups of parameters gathered in one dtype: how they lie over ranks, how they are gathered, how their gradients are reduced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.engine.axis import Axis, Gathering, Reduction, Room, dense
+from accordion.engine.collectives import Link, gathered_rows
+from accordion.engine.home import Home
+from accordion.engine.layout import Cut, Message, aligned, full_offsets, message
+from accordion.engine.streams import Flight, Lane, Steps
+from accordion.engine.watch import ADVICE, Watch
+
+NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
+
+    `relay`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step. `resident`: full copies
+    outlive a step. `scale`: what sums over all ranks are multiplied by.
+    """
+
+    shard: Axis
+    replicate: Axis
+    relay: bool
+    resident: bool
+    keep_until_backward: bool
+    scale: float
+    gather_lane: Lane
+    reduce_lane: Lane
+    watch: Watch
+    device: torch.device
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard.num_ranks * self.replicate.num_ranks
+
+    def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
+        """How a tensor is cut, the outermost cut first: over `shard`, then this rank's rows over `replicate` with a relay.
+
+        Where rows do not divide evenly this is not what torch's strided placement does; its redistribution is never used.
+        """
+        first = (self.shard, c)
+        if not self.relay:
+            return [first]
+        return [first, (self.replicate, Cut(c.local_shape(self.shard.rank), c.dim, self.replicate.num_ranks))]
+
+    @property
+    def cut_links(self) -> list[Link]:
+        """The links over whose ranks a sharded tensor has its rows."""
+        return [a.gather for a in ((self.shard, self.replicate) if self.relay else (self.shard,)) if a.num_ranks > 1]
+
+
+@dataclass(slots=True)
+class Param:
+    """One tensor of the model: its sharded parameter and every place where a module reads it."""
+
+    name: str
+    places: list[tuple[weakref.ref[nn.Module], str]]
+    cut: Cut
+    dtype: torch.dtype  # of the shard
+    requires_grad: bool
+    sharded: nn.Parameter = field(init=False)
+
+
+def own_rows(full: Tensor, c: Cut, wiring: Wiring) -> Tensor:
+    """This rank's part of a full tensor, a view."""
+    for axis, level in wiring.levels(c):
+        if level.dim is not None:
+            start = min(axis.rank * level.chunk, level.rows)
+            full = full.narrow(level.dim, start, level.rows_of(axis.rank))
+    return full
+
+
+def gathered(local: Tensor, c: Cut, wiring: Wiring) -> Tensor:
+    """The full tensor of which every rank holds `local`, in memory of its own; waits, and is not for the hot path."""
+    local = local.detach()
+    for axis, level in reversed(wiring.levels(c)):
+        if level.dim is None or axis.num_ranks == 1:
+            continue
+        shape = list(level.shape)
+        shape[level.dim] = level.chunk
+        padded = local.new_zeros(shape)
+        padded.narrow(level.dim, 0, local.shape[level.dim]).copy_(local)
+        rows = gathered_rows(padded.view(-1), axis.gather) if padded.numel() else padded.new_empty(axis.num_ranks, 0)
+        chunks = rows.view(axis.num_ranks, *shape).movedim(0, level.dim).flatten(level.dim, level.dim + 1)
+        local = chunks.narrow(level.dim, 0, level.rows)
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+class Relay(Home):
+    """Stands between the two axes of a hybrid: this rank's shard of `shard`, gathered over `replicate` once a step."""
+
+    def __init__(
+        self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
+    ) -> None:
+        offsets, at = [], 0
+        for c, r in zip(msg.cuts, inner.cuts, strict=True):
+            offsets.append(at)
+            at += aligned(max(c.shard_numel, r.padded_numel), dtype.itemsize)
+        flat = torch.zeros(at, dtype=dtype, device=device)
+        self.dtype = dtype
+        self.tag = torch.zeros(msg.num_flags, dtype=dtype, device=device)
+        self.room = Room(inner.cuts, offsets, flat, rank, relay=True, poison=poison)
+        self.padded = [flat.data[o : o + c.shard_numel] for o, c in zip(offsets, msg.cuts, strict=True)]
+        self.pack_row = None
+        self.filled = -1
+
+
+class Group:
+    """The parameters of one unit that are gathered in one dtype; owns their full storage and their shards."""
+
+    def __init__(
+        self, wiring: Wiring, params: list[Param], dtype: torch.dtype, reduce_dtype: torch.dtype, place: tuple[int, str]
+    ) -> None:
+        self.index, self.name = place  # of the unit
+        self.wiring, self.params, self.dtype, self.reduce_dtype = wiring, params, dtype, reduce_dtype
+        cuts = [p.cut for p in params]
+        self.message = message(cuts, dtype.itemsize, num_flags=1)
+        self._inner = self.message
+        rank = wiring.shard.rank
+        if wiring.relay:
+            over = wiring.replicate
+            self._inner = message([wiring.levels(c)[1][1] for c in cuts], dtype.itemsize)
+            self._relay = Relay(
+                self.message, self._inner, over.rank, dtype, wiring.device, poison=wiring.gather_lane.late
+            )
+        self.home = Home(self._inner, over.rank if wiring.relay else rank, [p.dtype for p in params], wiring.device)
+        tagged = self._relay if wiring.relay else self.home
+        self.tag = self.index % NUM_TAGS + 1
+        self._tag = tagged.tag.fill_(self.tag)
+        self.alias = wiring.shard.num_ranks == 1 and not wiring.relay and self.home.dtype == dtype
+        self.filled = -1  # version of the shards that the full copy shows
+        self.room: Room | None = None
+        if not self.alias:
+            offsets, numel = full_offsets(cuts, dtype.itemsize)
+            self.room = Room(
+                cuts,
+                offsets,
+                torch.empty(numel, dtype=dtype, device=wiring.device),
+                rank,
+                poison=wiring.gather_lane.late,
+            )
+            self.room.close()
+        self.views = self.home.locals if self.room is None else self.room.views
+        self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.place = f"unit {self.index} ({self.name or 'root'})"
+        self.tag_sum = torch.full((1,), self.tag * wiring.num_ranks, dtype=reduce_dtype, device=wiring.device)
+        if reduce_dtype.is_floating_point:
+            self.tag_sum.mul_(
+                wiring.scale
+            )  # what the tags of a reduce add up to, exactly: the same operator as on the sums
+
+    @property
+    def full_bytes(self) -> int:
+        return 0 if self.room is None else self.room.num_bytes
+
+    @property
+    def relay_bytes(self) -> int:
+        return self._relay.room.num_bytes if self.wiring.relay else 0
+
+    def version(self) -> int:
+        """Grows with every write to any shard: an optimizer step, a load, a write of full parameters.
+
+        Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there.
+        """
+        return sum(p.sharded._version + _torch.local_of(p.sharded)._version for p in self.params)
+
+    def mark_stale(self) -> None:
+        """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
+        self.filled = -1
+        if self.wiring.relay:
+            self._relay.filled = -1
+
+    def is_stale(self) -> bool:
+        return not self.alias and self.filled != self.version()
+
+    def gather(self, room: Room | None = None) -> Flight | None:
+        """Begin to fill the full storage, or another `room` of the same layout."""
+        room = room or self.room
+        if room is None:
+            return None
+        if room is self.room:
+            room.open()
+            self.filled = self.version()
+        wiring, home = self.wiring, self.home
+        gatherings = []
+        if wiring.relay and self._relay.filled != self.version():
+            self._relay.filled = self.version()
+            self._relay.room.open()
+            gatherings.append(Gathering(wiring.replicate, self._inner, home, self._relay.room, self._check))
+        gatherings.append(
+            Gathering(wiring.shard, self.message, self._relay if wiring.relay else home, room, self._check)
+        )
+
+        def steps() -> Steps:
+            for gathering in gatherings:
+                yield from gathering.steps()
+
+        return wiring.gather_lane.start(steps(), [g.packed for g in gatherings], f"gathers {self.place}")
+
+    def _check(self, tags: Tensor) -> None:
+        """Ranks that gather different units at the same time would take each other's numbers."""
+
+        def text(tags: list[Any]) -> str:
+            others = {r: int(tag[0]) - 1 for r, tag in enumerate(tags) if int(tag[0]) - 1 != self.index % NUM_TAGS}
+            where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
+            return f"ranks are in different units: this rank gathers {self.place}, {where}; {ADVICE}"
+
+        self.wiring.watch.same_everywhere(tags, self._tag.to(tags.dtype), text)
+
+    def reduce(
+        self, chosen: Sequence[int], grads: Sequence[Tensor | None], sent: torch.dtype, ours: Sequence[bool]
+    ) -> Reduced:
+        """Begin to reduce the full gradients of the parameters `chosen`, which are `sent`; None where this rank has none.
+
+        `ours`: which of them nobody else has, so that they may be written into.
+        """
+        return Reduced(self, chosen, grads, sent, ours)
+
+    def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
+        """(rows, count + 1): one where this rank has a gradient, and the unit's tag. The all-present one is made once."""
+        key = (rows * count, dtype)
+        if key not in self._ones:
+            self._ones[key] = torch.ones(rows, count + 1, dtype=dtype, device=self.wiring.device)
+            self._ones[key][:, count] = self.tag
+        if not absent:
+            return self._ones[key]
+        flags = self._ones[key].clone()
+        flags[:, list(absent)] = 0
+        return flags
+
+
+class Reduced:
+    """The gradients of a group on their way; `finish` gives this rank's rows of the sum, None where no rank had any."""
+
+    def __init__(
+        self,
+        group: Group,
+        chosen: Sequence[int],
+        grads: Sequence[Tensor | None],
+        sent: torch.dtype,
+        ours: Sequence[bool],
+    ) -> None:
+        self._group, self._chosen, wiring = group, chosen, group.wiring
+        self._absent = [k for k, g in enumerate(grads) if g is None]
+        self._flight: Flight | None = None
+        self._results: Sequence[Tensor | None]
+        if wiring.num_ranks == 1:
+            self._results = [
+                None if g is None else dense(g, g.dtype, copy=not mine) for g, mine in zip(grads, ours, strict=True)
+            ]
+            return
+        present = [
+            torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in zip(chosen, grads, strict=True)
+        ]
+        count, dtype = len(chosen), group.reduce_dtype
+        cuts = [group.message.cuts[i] for i in chosen]
+        reduction = Reduction(wiring.shard, cuts, count + 1, sent, dtype, wiring.device)
+        if wiring.reduce_lane.late:
+            reduction.poison()
+        flags = group.flags(self._absent, count, wiring.shard.num_ranks, sent)
+        reduction.load(present, flags, [mine or g is None for g, mine in zip(grads, ours, strict=True)])
+        self._last = reduction
+        second = None
+        if wiring.relay:
+            cuts = [group._inner.cuts[i] for i in chosen]
+            second = self._last = Reduction(wiring.replicate, cuts, count + 1, dtype, dtype, wiring.device)
+            if wiring.reduce_lane.late:
+                second.poison()
+        held = [*reduction.held, *(second.held if second else ())]
+        self._flight = wiring.reduce_lane.start(self._steps(reduction, second), held, f"reduces {group.place}")
+        self._results = self._last.results
+
+    def _steps(self, first: Reduction, second: Reduction | None) -> Steps:
+        wiring = self._group.wiring
+        yield from first.steps()
+        if second is not None:
+            flags = first.flag_sums.expand(wiring.replicate.num_ranks, -1)
+            second.load(first.results, flags, [True] * len(first.results))
+            yield from second.steps()
+        else:
+            yield wiring.replicate.reduce.sum(first.buffers)
+        if wiring.scale != 1.0:
+            torch._foreach_mul_(self._last.buffers, wiring.scale)
+
+    def _check(self) -> None:
+        """Ranks that reduce different units at the same time would add up each other's gradients."""
+        group = self._group
+        if group.reduce_dtype.itemsize >= 4:  # two bytes do not count as far as all ranks' tags add up to
+            text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
+            group.wiring.watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
+
+    def finish(self) -> list[Tensor | None]:
+        """Local rows for each chosen parameter, in the dtype of its shard."""
+        if self._flight is not None:
+            self._flight.land()
+            self._check()
+            if self._absent:  # the one read of the device, and only on a rank that lacked a gradient
+                sums = self._last.flag_sums.tolist()
+                nobody = [k for k in self._absent if sums[k] == 0]
+                self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
+        params = self._group.params
+        return [None if r is None else r.to(params[i].dtype) for i, r in zip(self._chosen, self._results, strict=True)]

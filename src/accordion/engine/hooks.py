@@ -1,0 +1,287 @@
+"""What happens around the forward of a unit: leases, what its module sees, and marks by which a backward finds the call."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.engine.autograd import Call, Gather, Leave, Stage
+from accordion.engine.engine import IN_BACKWARD
+from accordion.engine.finite import Moment
+from accordion.engine.schedule import Phase
+from accordion.engine.tree import map_tensors, tensors_in, tensors_of
+from accordion.engine.unit import Unit
+from accordion.errors import UsageError
+
+
+class Hooks:
+    """The forward hooks of one unit; owns its stack of calls and the token staged for its next one."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self.engine = unit, unit.engine
+        self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
+        self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
+        self.engine.siblings[unit.index] = self
+
+    def attach(self, module: nn.Module) -> None:
+        # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
+        before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
+        # First, so that the pre-hooks of others (weight_norm's, say) see full parameters.
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        self._last_hook = module.register_forward_hook(after, with_kwargs=True, always_call=True).id
+        if self.unit.index == 0:
+            self._guard(module)
+        for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely
+            module.__dict__[name] = getattr(self.unit, name)
+
+    def _guard(self, module: nn.Module) -> None:
+        """Put the errors of the model's forward right that hooks do not see.
+
+        torch runs no hooks after a KeyboardInterrupt, and what was under way would seem so for ever. And who reads the weight
+        of a unit from outside of its forward gets a shard, of which torch's error says nothing.
+        """
+        own, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
+        engine = self.engine
+
+        @wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
+            except Exception as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise UsageError(
+                        "the forward read a parameter of a unit outside of that unit's own forward, where it is a shard; "
+                        "choose `units` so that one holds all that read it, or name the method in entry_point. The units are: "
+                        f"{', '.join(unit.name or '(root)' for unit in engine.units)}."
+                    ) from error
+                raise
+            except BaseException:
+                engine.reset()
+                raise
+
+        forward.__signature__ = inspect.signature(own or module.forward)  # type: ignore[attr-defined]
+        module.__dict__["forward"] = forward
+
+    def attach_method(self, module: nn.Module, name: str) -> None:
+        """Let `module.name(...)` enter the unit as a call of the module does."""
+        reference, method = weakref.ref(module), getattr(type(module), name)
+        before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
+
+        @wraps(method)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            owner = reference()
+            assert owner is not None, "a module's method runs while the module lives"
+            out, changed = None, before(owner, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+            try:
+                out = method(owner, *args, **kwargs)
+            finally:
+                replaced = after(owner, args, kwargs, out)
+            return out if replaced is None else replaced
+
+        module.__dict__[name] = entered
+
+    # -- staging
+
+    def forget(self) -> None:
+        self._calls.clear()
+        self._staged = None
+
+    def _key(self) -> tuple[int, bool]:
+        return self.engine.root_call, self.engine.sync
+
+    def stage(self) -> tuple[Call, Tensor]:
+        call = Call(self.unit, self.engine.sync)
+        if not call.sync:
+            return call, self.engine.anchor
+        token: Tensor = Stage.apply(call, *call.trained.params)  # type: ignore[no-untyped-call]
+        return call, token
+
+    def take(self) -> tuple[Call, Tensor]:
+        staged, self._staged = self._staged, None
+        if staged is not None and staged[0] == self._key():
+            return staged[1], staged[2]
+        return self.stage()
+
+    def stage_ahead(self) -> None:
+        following = self.engine.expected(self.unit)
+        if following is not None and following.trained.indices:
+            hooks = self.engine.siblings[following.index]
+            if hooks._staged is None or hooks._staged[0] != hooks._key():
+                hooks._staged = (hooks._key(), *hooks.stage())
+
+    # -- one call
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        engine, unit = self.engine, self.unit
+        if engine.suspended:
+            self._calls.append(None)
+            return None
+        hooks: Any = module._forward_hooks
+        if next(reversed(hooks)) != self._last_hook:  # hooks set since then see full parameters too
+            hooks.move_to_end(self._last_hook)
+        engine.enter()
+        try:
+            call, fulls = self._open(torch.is_grad_enabled() and self._is_differentiable(args, kwargs))
+        except BaseException:
+            engine.depth -= 1  # torch runs `after` now, and it finds no call
+            raise
+        self._calls.append((call, fulls))
+        unit.show(fulls)
+        if engine.finite is not None:
+            engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
+        done: dict[int, Tensor] = {}
+        watch, keep = partial(self._input, call, done, True), partial(self._input, call, done, False)
+        return map_tensors(watch, args, keep), {k: map_tensors(watch, v, keep) for k, v in kwargs.items()}
+
+    def _is_differentiable(self, args: Any, kwargs: Any) -> bool:
+        """Whether a backward may come through this call: then all ranks must gather for it, whatever they use."""
+        return bool(self.unit.trained.indices) or any(t.requires_grad for t in tensors_of((args, kwargs)))
+
+    def _open(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
+        """Take the lease of the forward, gather and stage ahead, and give what the module shall see."""
+        engine, unit = self.engine, self.unit
+        outside = _torch.current_graph_task() == -1
+        unit.check_registry()
+        engine.comes(Phase.FORWARD if outside else Phase.BACKWARD, unit)
+        unit.acquire()
+        if outside:
+            engine.gather_ahead(Phase.FORWARD, unit)
+        if not differentiable:
+            return Call(unit, engine.sync), unit.views
+        call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
+        call.version = unit.version()
+        if outside:
+            self.stage_ahead()
+        call.reached, *outs = Gather.apply(call, token)  # type: ignore[no-untyped-call]
+        fulls = list(unit.views)
+        for i, full in zip(call.trained.indices, outs, strict=True):
+            fulls[i] = full
+        return call, fulls
+
+    def _input(self, call: Call, done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
+        """Cast an input and watch for its gradient: through a view, whose gradient is what this call contributes.
+
+        In a list or a mapping (`may_view` false) the tensor itself is watched: the module may append to the caller's own.
+        """
+        if id(tensor) in done:
+            return done[id(tensor)]
+        given, dtype = tensor, self.unit.inputs
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            if may_view and tensor is given:
+                tensor = tensor.view_as(tensor)
+            reference = weakref.ref(call)
+            tensor.register_hook(lambda grad: _input_done(reference))
+            call.inputs.append(torch.autograd.graph.get_gradient_edge(tensor).node)
+        done[id(given)] = tensor
+        return tensor
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        if not self._calls:
+            return None
+        entry = self._calls.pop()
+        if entry is None:
+            return None
+        call, fulls = entry
+        engine, unit = self.engine, self.unit
+        unit.hide(fulls)
+        if unit.writes() != call.writes:
+            unit.release()
+            engine.leave(None)
+            raise UsageError(
+                f"unit {unit.name or 'root'!r} wrote into a parameter in its forward, and the shards would not follow; "
+                "write into parameters under full_params(model, write=True)."
+            )
+        inside = _torch.current_graph_task() != -1
+        if inside:
+            engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
+        given, error = (
+            out,
+            sys.exc_info()[1] if out is None else None,
+        )  # torch calls this hook while it handles an error too
+        if error is None:
+            if engine.finite is not None:
+                engine.finite.look(unit.index, Moment.FORWARD, tensors_of(out))
+            if torch.is_grad_enabled():
+                out = self._watch_outputs(call, fulls, map_tensors(self._own_memory, out), (args, kwargs))
+            else:
+                out = map_tensors(self._own_memory, out)
+        if call.reached is not None and error is None and self._keeps_lease(inside):
+            call.kept = engine.keep(unit, call.root)
+        else:
+            unit.release()
+        call.reached = None
+        engine.leave(error)
+        dtype = unit.outputs
+        if dtype is not None:
+            out = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, out)
+        return None if out is given else out
+
+    def _own_memory(self, tensor: Tensor) -> Tensor:
+        """An output that is a view of a full parameter (learned positions, say) would be let go with it."""
+        return tensor.clone() if self.unit.holds(tensor) else tensor
+
+    def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
+        """See to it that a backward begins this call before it reaches any node of it, whichever way it comes.
+
+        By a mark, a node made now: autograd runs what is ready from the newest node to the oldest, and the outermost call
+        makes the marks of all calls below it ready. And by hooks on outputs, and on what was left in attributes, for
+        backwards that do not come through the outermost call's outputs or want no gradients of parameters.
+        """
+        engine, begin = self.engine, partial(call.begin, fulls)
+        if call.reached is not None and engine.collects():
+            mark = call.reached + 0.0
+            mark.register_hook(begin)
+            engine.to_reach.append(mark)
+        found = list({id(t): t for t in tensors_of(out) if t.requires_grad}.values())
+        to_reach = engine.take_marks()
+        replaced: dict[int, Tensor] = {}
+        if found and to_reach:
+            shared = overlapping(found, tensors_of(inputs))
+            left = Leave.apply(begin, engine.zero, len(found), shared, *found, *to_reach)  # type: ignore[no-untyped-call]
+            replaced = {id(t): new for t, new in zip(found, left, strict=True)}
+            out = map_tensors(lambda t: replaced.get(id(t), t), out)
+        others = [t for t in found if id(t) not in replaced]
+        for tensor in (*others, *tensors_in(out, opaque_depth=3), *self.unit.leaked(), *written_into(inputs)):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(begin)
+        return out
+
+    def _keeps_lease(self, inside: bool) -> bool:
+        """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""
+        engine = self.engine
+        if inside:  # reentrant checkpointing recomputes calls and walks the last one at once; one waits at most
+            return self.unit.leases == 1
+        return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_last(self.unit)
+
+
+def written_into(inputs: Any) -> Iterator[Tensor]:
+    """Tensors in the lists and mappings among a call's arguments: those that it came with, and those that it put there."""
+    args, kwargs = inputs
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, (list, dict)):
+            yield from tensors_of(given)
+
+
+def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """The outputs whose memory another one, or one of `others`, has too."""
+    count = Counter(t.untyped_storage()._cdata for t in outputs if t.layout is torch.strided)
+    count.update({t.untyped_storage()._cdata for t in others if t.layout is torch.strided})
+    return [t for t in outputs if t.layout is torch.strided and count[t.untyped_storage()._cdata] > 1]
+
+
+def _input_done(reference: weakref.ref[Call]) -> None:
+    call = reference()
+    if call is not None:
+        call.input_done()

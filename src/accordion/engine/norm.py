@@ -1,0 +1,44 @@
+"""The norm of all gradients, with one reduction of one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accordion.engine.collectives import Link, reduced
+
+
+def total_norm(
+    cut: Sequence[Tensor], whole: Sequence[Tensor], links: Sequence[Link], norm_type: float, device: torch.device
+) -> Tensor:
+    """0-d float32: the norm over all elements. `cut`: rows of this rank; `whole`: tensors that every rank has whole.
+
+    Only `cut` is reduced over `links`; the norm of DTensors instead gathers or reduces each one apart.
+    """
+    norms = [
+        torch.linalg.vector_norm(torch.stack(_norms(part, norm_type)), norm_type) if part else None
+        for part in (cut, whole)
+    ]
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    mine, theirs = (zero if n is None else n.to(torch.float32) for n in norms)
+    if math.isinf(norm_type):
+        return torch.maximum(reduced(mine.clone(), links, dist.ReduceOp.MAX), theirs)
+    power = reduced(mine.pow(norm_type), links)
+    return (power + theirs.pow(norm_type)).pow(1.0 / norm_type)
+
+
+def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return [torch.zeros((), dtype=torch.float32, device=tensors[0].device)]
+    return [n.to(torch.float32) for n in torch._foreach_norm(filled, norm_type, dtype=torch.float32)]
+
+
+def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiply all by max_norm / norm where that is under one; no read of the device."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))

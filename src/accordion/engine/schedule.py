@@ -1,0 +1,114 @@
+"""Which unit comes next: the order of units as it was seen, and what to gather ahead of it. Pure, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    FORWARD = 0
+    BACKWARD = 1
+
+
+START, END = -1, -2
+
+
+class Expected:
+    """Owns what came in the last pass of each kind (a forward, a backward), event by event, and which kind followed which.
+
+    Each method is told what comes and says whether it was expected. After a surprise a pass is followed from where it fits.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[Hashable, list[Hashable]] = {}
+        self._followed_by: dict[Hashable, Hashable] = {}
+        self._last: Hashable = None
+        self._open: dict[
+            Phase, tuple[Hashable, list[Hashable], list[int]]
+        ] = {}  # kind, what came, place in the last pass
+
+    def begin(self, phase: Phase, kind: Hashable) -> bool:
+        known = self._last is not None and self._followed_by.get(self._last) == kind
+        self._followed_by[self._last] = self._last = kind
+        self._open[phase] = (kind, [], [0])
+        return known
+
+    def comes(self, phase: Phase, event: Hashable) -> bool:
+        if phase not in self._open:
+            return False
+        kind, now, at = self._open[phase]
+        now.append(event)
+        then = self._passes.get(kind, [])
+        known = at[0] < len(then) and then[at[0]] == event
+        if known:
+            at[0] += 1
+        elif event in then[at[0] :]:
+            at[0] = then.index(event, at[0]) + 1
+        return known
+
+    def end(self, phase: Phase) -> bool:
+        if phase not in self._open:
+            return False
+        kind, now, at = self._open.pop(phase)
+        known = at[0] == len(self._passes.get(kind, [])) and kind in self._passes
+        self._passes[kind] = now
+        return known
+
+
+class Order:
+    """Owns, for each unit and phase, the unit that followed it the last time.
+
+    One surprise costs one wrong guess, not the whole trace (DeepSpeed drops it at the first mismatch). The answers
+    depend on the recorded order alone, never on time or memory, so that all ranks gather the same units in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._next: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._last = [START, START]
+
+    def begin(self, phase: Phase) -> None:
+        self._last[phase] = START
+
+    def visit(self, phase: Phase, unit: int) -> None:
+        """`unit` is about to run. The backward is expected to be the forward reversed until it was seen."""
+        last = self._last[phase]
+        if last == unit:
+            return
+        self._next[phase][last] = unit
+        if phase is Phase.FORWARD and last != START:
+            self._next[Phase.BACKWARD].setdefault(unit, last)
+        self._last[phase] = unit
+
+    def end(self, phase: Phase) -> None:
+        last = self._last[phase]
+        if last != START:
+            self._next[phase][last] = END
+        self._last[phase] = START
+
+    def after(self, phase: Phase, unit: int) -> int | None:
+        """The unit expected after `unit`; None at the end, or where nothing is known."""
+        following = self._next[phase].get(unit, END)
+        return None if following == END else following
+
+    def ends_with(self, phase: Phase, unit: int) -> bool:
+        return self._next[phase].get(unit) == END
+
+    def ahead(
+        self, phase: Phase, unit: int, num_bytes: Callable[[int], int], budget_bytes: int | None
+    ) -> Iterator[int]:
+        """Units to have gathered while `unit` runs: as many as the budget holds, or one where there is no budget.
+
+        `num_bytes`: what a unit takes while it is gathered, whether it stands already or not.
+        """
+        seen, spent = {unit}, 0
+        following = self.after(phase, unit)
+        while following is not None and following not in seen:
+            spent += num_bytes(following)
+            if budget_bytes is not None and spent > budget_bytes:
+                return
+            yield following
+            if budget_bytes is None:
+                return
+            seen.add(following)
+            following = self.after(phase, following)

@@ -1,0 +1,96 @@
+"""Side streams: what runs on them, in which order against the compute stream, and what must live until then."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accordion import _torch
+from accordion.engine.collectives import Pending
+from accordion.engine.watch import Watch
+
+Steps = Generator[Pending, None, None]
+"""A communication cut at its waits: it yields the works that must be done before it goes on."""
+
+
+class _Nothing:
+    """The stream of a device that has none: all work is done in the order of the calls."""
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record_event(self) -> None:
+        pass
+
+
+class Lane:
+    """Owns one side stream; the collectives started on a lane run in the order in which they were started.
+
+    Memory rule, which makes `record_stream` needless: every buffer is allocated and freed by the thread that runs forward
+    and backward, on the compute stream. A flight waits for the event recorded after its buffers were allocated, and
+    holds them until the compute stream waits for its end. With `late`, to show waits that are missing, nothing arrives
+    before it is waited for: the host starts a flight when it lands, and a device stream sleeps first.
+    """
+
+    def __init__(self, device: torch.device, watch: Watch, late: bool = False) -> None:
+        self._device, self.watch, self.late = device, watch, late
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self.stream: Any = _Nothing() if self._module is None else self._module.Stream(device, priority=-1)
+
+    @property
+    def sleeps(self) -> bool:
+        return self._module is not None
+
+    def compute(self) -> Any:
+        """The stream on which the caller computes."""
+        return self.stream if self._module is None else self._module.current_stream(self._device)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._module is None else self._module.stream(self.stream)
+
+    def start(self, steps: Steps, held: list[Any], what: str) -> Flight:
+        """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages."""
+        return Flight(self, steps, held, what)
+
+
+class Flight:
+    """A communication under way; owns its buffers until it has landed."""
+
+    __slots__ = ("_end", "_ended", "_held", "_lane", "_pending", "_steps", "_what")
+
+    def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str) -> None:
+        self._lane, self._steps, self._held, self._what = lane, steps, held, what
+        self._pending: Pending | None = None
+        self._ended = False
+        self._end: Any = None
+        lane.stream.wait_event(lane.compute().record_event())
+        if not lane.late:
+            self._advance()
+        elif lane.sleeps:
+            with lane.entered():
+                _torch.sleep_on_device()
+            self._advance()
+
+    def _advance(self) -> None:
+        """Run on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
+        with self._lane.entered():
+            while not self._ended and self._pending is None:
+                pending = next(self._steps, None)
+                self._ended = pending is None
+                self._pending = pending if pending is not None and pending.works else None
+            if self._ended:
+                self._end = self._lane.stream.record_event()  # not at landing: the lane goes on with other flights
+
+    def land(self) -> None:
+        """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
+        while not self._ended:
+            if self._pending is not None:
+                with self._lane.entered():
+                    self._lane.watch.wait(self._pending, self._what)
+                self._pending = None
+            self._advance()
+        self._lane.compute().wait_event(self._end)
+        self._held.clear()

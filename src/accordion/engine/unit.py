@@ -1,0 +1,339 @@
+"""A unit: the parameters that are gathered and let go together, and the leases that keep them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.engine.group import Group, Reduced
+from accordion.engine.streams import Flight
+from accordion.errors import UsageError
+
+if TYPE_CHECKING:
+    from accordion.engine.engine import Engine
+
+
+OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The parameters of a unit that required gradients when a call began, by index, as shards and in full."""
+
+    indices: list[int]
+    params: list[nn.Parameter]
+    views: list[Tensor]
+
+
+class Unit:
+    """Owns the groups of one module, the count of leases on their full parameters, and what the module sees of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        module: nn.Module,
+        groups: list[Group],
+        *,
+        inputs: torch.dtype | None,
+        outputs: torch.dtype | None,
+    ) -> None:
+        self.engine, self.name, self.groups = engine, name, groups
+        self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
+        self.module = weakref.ref(module)
+        self.index = len(engine.units)
+        self.params = [p for g in groups for p in g.params]
+        self.views = [v for g in groups for v in g.views]
+        self.full_bytes = sum(g.full_bytes for g in groups)
+        self.leases = 0
+        self.resident = False  # the full parameters stand
+        self._flights: list[Flight] = []
+        self._places = [(ref, attr, i) for i, p in enumerate(self.params) for ref, attr in p.places]
+        self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
+        self._inside: list[weakref.ref[nn.Module]] | None = None
+        self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
+        self.sums: dict[int, Tensor] = {}  # full gradients that add up under no_sync, by index of their parameter
+        self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
+        self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
+        self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
+        self.trained = self._trained_now()
+        for ref in {ref for ref, _, _ in self._places}:
+            guard_conversion(ref, weakref.ref(self))
+        engine.units.append(self)
+
+    def _trained_now(self) -> Trained:
+        indices = [i for i, p in enumerate(self.params) if p.sharded.requires_grad]
+        return Trained(indices, [self.params[i].sharded for i in indices], [self.views[i] for i in indices])
+
+    def refresh(self) -> bool:
+        """Before a root call: see what the user has changed. True where other parameters are trained than before."""
+        if self.resident and any(g.is_stale() for g in self.groups):
+            self.resident = False  # a full copy older than the shards is filled again at its next use
+        now = self._trained_now()
+        changed = now.indices != self.trained.indices
+        if changed:
+            self.trained = now
+        return changed
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before shard(), or build it "
+            "again and load_state_dict(model.state_dict())."
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a sharded model cannot be pickled; use accordion.save for a checkpoint of shards, or full_state_dict(model) "
+            "for full tensors."
+        )
+
+    # -- leases
+
+    def launch(self) -> None:
+        if not self.resident and not self._flights:
+            self._flights = [f for f in (g.gather() for g in self.groups) if f is not None]
+            self.resident = not self._flights
+
+    def acquire(self) -> None:
+        """Promise that the full parameters stand until `release`."""
+        if not self.resident:
+            self.launch()
+            self._land()
+        self.leases += 1
+
+    def _land(self) -> None:
+        for flight in self._flights:
+            flight.land()
+        self._flights = []
+        self.resident = True
+
+    def release(self) -> None:
+        self.leases -= 1
+        assert self.leases >= 0, f"unit {self.name!r}: released more often than acquired"
+        if self.leases == 0:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Free the full parameters where no lease holds them and the strategy does not keep them."""
+        if self.leases == 0 and (self.resident or self._flights) and self.engine.wiring.watch.broken is None:
+            self._land()
+            if not self.engine.wiring.resident:
+                self._close()
+
+    def _close(self) -> None:
+        for group in self.groups:
+            if group.room is not None:
+                group.room.close()
+        self.resident = False
+
+    def version(self) -> int:
+        """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""
+        return sum(g.version() for g in self.groups if not g.alias)
+
+    def mark_stale(self) -> None:
+        for group in self.groups:
+            group.mark_stale()
+
+    # -- what the module sees
+
+    def check_registry(self) -> None:
+        """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
+        if self._shown:
+            return
+        for ref, attr, i in self._places:
+            module = ref()
+            if module is not None and module._parameters.get(attr) is not self.params[i].sharded:
+                raise UsageError(
+                    f"parameter {self.params[i].name!r} was replaced after shard(), by functional_call or by assignment, and the "
+                    "sharded model would not use it; write into it under full_params(model, write=True)."
+                )
+
+    def writes(self) -> int:
+        """Counts writes into full parameters, which are lost; a gather does not count."""
+        return sum(g.room.flat._version for g in self.groups if g.room is not None)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of full parameters which are let go."""
+        address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+        return address != 0 and any(g.room is not None and g.room.holds(address) for g in self.groups)
+
+    def leaked(self) -> Iterator[Tensor]:
+        """Tensors of a graph that the last forward left in attributes, such as a router's loss: other ways into the backward."""
+        if self._inside is None:
+            root = self.module()
+            self._inside = [weakref.ref(m) for m in _modules_inside(root)] if root is not None else []
+        for ref in self._inside:
+            module = ref()
+            if module is None:
+                continue
+            for key, value in module.__dict__.items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    yield value
+                elif type(value) in (list, tuple):
+                    yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
+                elif type(value) is dict and key not in OF_MODULES:
+                    yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
+
+    def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
+        """Put full parameters in the place of shards, for reads of `module.weight`.
+
+        `registered`: for `parameters()` and the like too. Not in a backward: it may raise, and nobody would tidy up.
+        """
+        self._shown.append((fulls, registered))
+        self._install()
+
+    def hide(self, fulls: Sequence[Tensor]) -> None:
+        """Take them away again; what an outer call showed comes back."""
+        for at in reversed(range(len(self._shown))):  # one entry: a recursive call without gradients shows a list twice
+            if self._shown[at][0] is fulls:
+                del self._shown[at]
+                break
+        self._install()
+
+    def hide_all(self) -> None:
+        if self._shown:
+            self._shown.clear()
+            self._install()
+
+    def _install(self) -> None:
+        """Let modules show what was shown last, or the shards."""
+        fulls, registered = self._shown[-1] if self._shown else (None, False)
+        for ref, attr, i in self._places:
+            module = ref()
+            if module is None:
+                continue
+            sharded = self.params[i].sharded
+            module._parameters[attr] = fulls[i] if fulls is not None and registered else sharded  # type: ignore[assignment]
+            if fulls is not None and not registered:
+                module.__dict__[attr] = fulls[i]
+            else:
+                module.__dict__.pop(attr, None)
+        for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
+            rnn: Any = ref()
+            if rnn is not None:
+                rnn.__dict__["_flat_weights"] = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+
+    def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        """What `module.to(...)` and its kin do to the parameters: the full ones while they are shown, nothing to shards.
+
+        torch would swap the sharded parameters for others, out of the graph and out of the engine's sight.
+        """
+        for ref, attr, i in self._places:
+            if ref() is not module:
+                continue
+            if self._shown:
+                where: Any = module._parameters if self._shown[-1][1] else module.__dict__
+                where[attr] = function(where[attr])
+                continue
+            now = _torch.local_of(self.params[i].sharded)
+            new = function(now.new_empty(0))
+            if (new.dtype, new.device) != (now.dtype, now.device):
+                raise UsageError(
+                    f"parameter {self.params[i].name!r} is sharded as {now.dtype} on {now.device} and cannot become "
+                    f"{new.dtype} on {new.device}; convert before shard(), or choose with Precision and the mesh's device."
+                )
+
+    # -- gradients
+
+    def _by_group(self, trained: Trained, values: Sequence[Any]) -> Iterator[tuple[Group, list[int], list[Any]]]:
+        """Split what is given per trained parameter into groups: (group, indices in it, values)."""
+        start = 0
+        pairs = list(zip(trained.indices, values, strict=True))
+        for group in self.groups:
+            stop = start + len(group.params)
+            mine = [(i - start, v) for i, v in pairs if start <= i < stop]
+            start = stop
+            if mine:
+                yield group, [i for i, _ in mine], [v for _, v in mine]
+
+    def add_up(self, trained: Trained, grads: Sequence[Tensor | None]) -> None:
+        """Under no_sync: add this rank's full gradients, in the dtype of the sum over ranks.
+
+        A parameter without a gradient gets one of zeros, which tells later whether somebody has called zero_grad.
+        """
+        self.adding_up = True
+        for i, param, grad in zip(trained.indices, trained.params, grads, strict=True):
+            if grad is None:
+                continue
+            if self._is_reset(i, param):
+                self.sums.pop(i, None)
+            held = self.sums.get(i)
+            # A new tensor, never in place: the first one may be shared by autograd.
+            self.sums[i] = grad.to(self._reduce_dtypes[i]) if held is None else held + grad
+            if param.grad is None:
+                zeros = param.grad = _torch.as_dtensor(torch.zeros_like(_torch.local_of(param)), param)
+                self._markers[i] = (zeros, zeros._version)
+
+    def _is_reset(self, i: int, param: Tensor) -> bool:
+        """Whether the gradient was cleared since something was added up: then the sum belongs to a step that was given up."""
+        marker = self._markers.get(i)
+        if i not in self.sums:
+            return False
+        if marker is None:
+            return param.grad is None
+        return param.grad is None or (param.grad is marker[0] and marker[0]._version != marker[1])
+
+    def reduce(self, trained: Trained, grads: Sequence[Tensor | None], ours: Sequence[bool]) -> list[Reduced]:
+        """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
+        added, self.adding_up = self.adding_up, False
+        if added:
+            grads = [self._with_sum(i, p, g) for i, p, g in zip(trained.indices, trained.params, grads, strict=True)]
+            ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
+        return [
+            group.reduce(
+                chosen, [g for g, _ in pairs], group.reduce_dtype if added else group.dtype, [mine for _, mine in pairs]
+            )
+            for group, chosen, pairs in self._by_group(trained, list(zip(grads, ours, strict=True)))
+        ]
+
+    def _with_sum(self, i: int, param: Tensor, grad: Tensor | None) -> Tensor | None:
+        reset = self._is_reset(i, param)
+        held = self.sums.pop(i, None)
+        marker = self._markers.pop(i, None)
+        if marker is not None and param.grad is marker[0]:
+            param.grad = None
+        if held is None or reset:
+            return grad if grad is None else grad.to(self._reduce_dtypes[i])
+        return held if grad is None else held + grad
+
+    def as_gradients(self, trained: Trained, parts: Sequence[Reduced]) -> list[DTensor | None]:
+        """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter."""
+        local = [r for part in parts for r in part.finish()]
+        return [None if g is None else _torch.as_dtensor(g, p) for g, p in zip(local, trained.params, strict=True)]
+
+
+def guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:
+    """Put `Unit.convert` before what torch does to the parameters of a module in `to`, `half`, `to_empty` and the like."""
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module, unit = of(), by()
+        assert module is not None, "a module's method runs while the module lives"
+        if unit is None or unit.engine.suspended:
+            converted: nn.Module = type(module)._apply(module, function, recurse)
+            return converted
+        unit.convert(module, function)
+        kept, module._parameters = module._parameters, {}
+        try:
+            type(module)._apply(module, function, recurse)
+        finally:
+            module._parameters = kept
+        return module
+
+    module = of()
+    if module is not None:
+        module.__dict__["_apply"] = apply
+
+
+def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and the modules below it that are in no unit below it."""
+    yield root
+    for child in root.children():
+        if "_accordion" not in child.__dict__:
+            yield from _modules_inside(child)

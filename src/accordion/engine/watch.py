@@ -1,0 +1,186 @@
+"""Whether all ranks do the same: asked where a rank does what it did not do last time, and where one is waited for long."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.collectives import Link, Pending, broadcast
+from accordion.errors import DivergenceError
+
+PATIENCE_S = 4.0  # a wait beyond it is told to the others
+POLL_S = 1.0
+POLLS = 3  # in all of which the ranks must be found apart: one may just be leaving
+TEXT_BYTES = 112
+ADVICE = "a unit must be called by all ranks or by none: put branches that ranks take apart inside one unit."
+
+
+class Watch:
+    """Owns what this rank tells the others of where it is, through the job's store. Nothing is said in the common case.
+
+    `agree` is asked for where this rank leaves the order of the last pass: it goes on when every rank is there too, so no
+    two ranks are ever in different collectives. A rank that did not leave the order waits in its next collective meanwhile, and
+    after `PATIENCE_S` says so: when all wait and nobody can go on, ranks have drifted apart, and each says where all are.
+    On streams of NCCL the host does not wait, and those ranks say nothing; the ranks that left the order name themselves.
+    """
+
+    def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
+        """`links`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
+        links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
+        self._ranks = sorted(ranks)
+        self._store: Any = _torch.default_store() if links else None
+        self.broken: str | None = (
+            None  # ranks drifted apart: what others have sent may still arrive, no collective is safe
+        )
+        self._posted = False
+        self._num_agreed = 0
+        self._passed: tuple[str, ...] = ()  # keys of the last agreement
+        self._prefix, self._rank = f"accordion/{common_name(links)}", dist.get_rank() if links else 0
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise DivergenceError(f"ranks of this model have drifted apart before, start the job anew: {self.broken}")
+
+    # -- before a step that was not expected
+
+    def agree(self, what: str) -> None:
+        """Wait until every rank is about to do `what`; raise `DivergenceError` where one is not."""
+        if self._store is None:
+            return
+        here = f"{self._prefix}/agreed/{self._num_agreed}"
+        same, go, everyone = f"{here}/{zlib.crc32(what.encode()):x}", f"{here}/go", len(self._ranks)
+        self._store.add(same, 1)
+        if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
+            self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
+        polls = 0
+        while not self._is_there(go, POLL_S if polls else PATIENCE_S):
+            polls += 1
+            self._look(self._ranks, what, polls)
+        if self._store.get(go) != same.encode():
+            self._apart(what)
+        self.forget()
+        self._num_agreed += 1
+        if self._rank == self._ranks[0]:  # every rank has passed the one before
+            for key in self._passed:
+                self._store.delete_key(key)
+            self._passed = (same, go, f"{here}/all")
+
+    def _apart(self, what: str) -> NoReturn:
+        """All ranks have come to the same agreement, and say different things."""
+        self._post({"ranks": self._ranks, "what": what})
+        deadline = time.monotonic() + PATIENCE_S
+        while len(posts := self._posts()) < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.broken = f"ranks are not at the same place: {_each(posts)}; {ADVICE}"
+        raise DivergenceError(self.broken)
+
+    def _is_there(self, key: str, timeout_s: float) -> bool:
+        """Whether a key appears in time. Asked again and again: a wait in the store warns of its time-out on stderr."""
+        deadline, pause_s = time.monotonic() + timeout_s, 5e-5
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        return True
+
+    # -- in a collective
+
+    def wait(self, pending: Pending, what: str) -> None:
+        """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
+        for work in pending.works:
+            polls = 0
+            while not self._done(work, POLL_S if polls else PATIENCE_S, what):
+                polls += 1
+                self._look(pending.link.ranks, what, polls)
+        self.forget()
+
+    def _done(self, work: Any, timeout_s: float, what: str) -> bool:
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if "Operation timed out" in str(error) and not work.is_completed():
+                return False
+            # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
+            text = f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, or is"
+            self.fail(f"{text} elsewhere: {ADVICE}", error)
+        return True
+
+    def _look(self, ranks: list[int], what: str, polls: int) -> None:
+        self._post({"ranks": ranks, "what": what})
+        posts = self._posts()
+        for rank, post in posts.items():
+            if "failed" in post:
+                self.broken = f"while this rank {what}, rank {rank} failed: {post['failed']}"
+                raise DivergenceError(self.broken)
+        complete = any(
+            all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values()
+        )  # slow, but it goes on
+        if polls < POLLS or complete or len(posts) < len(self._ranks):
+            return
+        self.fail(f"ranks wait for each other in different places: {_each(posts)}; {ADVICE}")
+
+    def _post(self, what: dict[str, Any]) -> None:
+        self._store.set(self._key(self._rank), json.dumps(what))
+        self._posted = True
+
+    def _posts(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for rank in self._ranks:
+            if self._store.check([self._key(rank)]):
+                found[rank] = json.loads(self._store.get(self._key(rank)))
+        return found
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    # -- failures
+
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
+        """Tell the others, who may wait for this rank, and raise."""
+        self.tell(text)
+        self.broken = text
+        raise DivergenceError(text) from cause
+
+    def tell(self, text: str) -> None:
+        """Let those who wait for this rank know that it will not come."""
+        if self._store is not None:
+            self._post({"failed": text})
+
+    def forget(self) -> None:
+        """What was told holds no longer."""
+        if self._posted:
+            self._store.delete_key(self._key(self._rank))
+            self._posted = False
+
+    def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
+        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there."""
+        if self._store is None:
+            return
+        if rows.device.type != "cpu":
+            _torch.assert_on_device((rows == mine).all(), text([]))
+        elif not torch.equal(rows, mine.expand_as(rows)):
+            self.fail(text(rows.tolist()))
+
+
+def _each(posts: dict[int, dict[str, Any]]) -> str:
+    return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
+
+
+def common_name(links: Sequence[Link]) -> str:
+    """A name that no other model of this job has, the same on all ranks; a collective."""
+    if not links:
+        return ""
+    number = torch.tensor(secrets.randbits(62), device=links[0].device)
+    broadcast([number], links)
+    return f"{int(number):x}"

@@ -1,0 +1,21 @@
+"""The errors that callers may catch, as one tree."""
+
+
+class AccordionError(Exception):
+    """Anything that this package raises on purpose and that is not a plain `ValueError`."""
+
+
+class CheckpointError(AccordionError):
+    """A folder is no checkpoint, is damaged, or belongs to another model; the message lists every tensor concerned."""
+
+
+class DivergenceError(AccordionError):
+    """Ranks disagree on what must be equal on all of them; raised on every rank, naming both values."""
+
+
+class UsageError(AccordionError, ValueError):
+    """The caller asked for something that cannot be done; says what was asked, what was found and what to do."""
+
+
+class NonFiniteError(AccordionError, ArithmeticError):
+    """`shard(debug="finite")` found NaN or inf; says in which unit and phase it came up first. Raised on every rank."""

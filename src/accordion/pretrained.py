@@ -1,0 +1,507 @@
+"""Pretrained weights out of safetensors: every rank reads its own rows, straight into its shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from accordion.checkpoint.format import DTYPES, PLAIN_FILE
+from accordion.checkpoint.state import WRAPPERS, local_data
+from accordion.checkpoint.team import Team
+from accordion.engine.engine import Engine
+from accordion.engine.group import own_rows
+from accordion.errors import CheckpointError, UsageError
+from accordion.initialise import is_of_transformers, materialised_buffers
+from accordion.state import sharded_engine
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIXES = ("model.", "transformer.", "module.")  # of models inside models and of DistributedDataParallel
+# Saved by old versions of transformers, recomputed now.
+MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+COMPARE_BYTES = 16 * 2**20  # read at a time of tensors that should be equal
+
+
+def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
+    """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
+
+    `folder`: it has `model.safetensors` or `model.safetensors.index.json` and the files that this names; or the name of a
+    model on the hub, "owner/name". Each rank reads its own rows of each tensor into its shard, cast to its dtype, and holds
+    nothing else: files are mapped, and their pages are the system's cache. Names may differ by the usual prefixes; names and
+    layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
+    Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
+    transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
+    parameters keep what they hold.
+
+    Raises `CheckpointError` on every rank before any weight changes, naming every missing, extra or misshapen tensor.
+    """
+    engine = sharded_engine(model, "load_pretrained")
+    if engine.suspended:
+        raise UsageError("load_pretrained does not work inside full_params; leave it first.")
+    engine.recover()
+    team = Team.of(model.parameters())
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        source = team.agree(lambda: local_folder(folder))
+        found, own = team.agree(lambda: _fitting(model, engine, source, list(ignore), stack))
+        filled = {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        with materialised_buffers(model, engine) as buffers:
+            left = team.agree(lambda: buffers.compute_left(but=filled, params=own))
+            if left:
+                raise UsageError(
+                    f"{len(left)} buffers of the meta device are not in {source} and no module computes them: {', '.join(left)}; "
+                    "compute them in the `reset_parameters` of their modules, or build these modules off the meta device."
+                )
+            team.agree(lambda: _read(model, engine, found))
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder itself, or the one into which a model of the hub is downloaded. Raises `CheckpointError`."""
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    if not HUB_NAME.fullmatch(str(folder)):
+        raise CheckpointError(f"{str(folder)!r} is no folder, and no name of a model on the hub, as in 'owner/name'.")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of many kinds, from a missing package to a proxy
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{str(folder)!r} is no folder, and the hub did not give it: {text}") from error
+
+
+# -- tensors that are not read yet
+
+
+Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
+"""Called with (into, start): fills `into` with the part of a tensor that begins at `start` and has its shape."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """A tensor that is read in parts, or a function of some. Functions of torch apply, and nothing is read when they do.
+
+    So the conversions of transformers run as they are. Stacking, joining, splitting and transposing read no more than is
+    asked for; any other function computes the whole tensor, once for each part that is asked for.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    fill: Fill
+
+    def narrow(self, dim: int, start: int, length: int) -> Rows:
+        dim %= len(self.shape)
+        shape = torch.Size([*self.shape[:dim], length, *self.shape[dim + 1 :]])
+
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            self.fill(into, (*at[:dim], at[dim] + start, *at[dim + 1 :]))
+
+        return Rows(shape, self.dtype, fill)
+
+    def whole(self) -> Tensor:
+        into = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(into, (0,) * into.dim())
+        return into
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Rows:
+        return self
+
+    def transpose(self, dim0: int, dim1: int) -> Rows:
+        return _transpose(self, dim0, dim1)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _deferred(torch.Tensor.__getitem__, (self, index), {})
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+        if name.startswith("_") or not callable(method):
+            raise AttributeError(f"a tensor that is not read yet has no {name!r}")
+        return partial(_call, method, self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lazily = LAZY.get(func)
+        return lazily(*args, **(kwargs or {})) if lazily else _deferred(func, args, kwargs or {})
+
+
+def stored(file: Any, name: str) -> Rows:
+    """A tensor of an open safetensors file. Raises `CheckpointError` where its dtype is unknown."""
+    part = file.get_slice(name)
+    if part.get_dtype() not in DTYPES:
+        raise CheckpointError(f"{name} has the dtype {part.get_dtype()}, which cannot be loaded.")
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        into.copy_(part[tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True)) or ...])
+
+    return Rows(torch.Size(part.get_shape()), DTYPES[part.get_dtype()], fill)
+
+
+def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    return _deferred(method, args, kwargs)
+
+
+def _rows(value: Any) -> Rows:
+    """A tensor that is there already, as one that is not read yet."""
+    if isinstance(value, Rows):
+        return value
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        into.copy_(value[tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True))])
+
+    return Rows(value.shape, value.dtype, fill)
+
+
+def _stack(tensors: Iterable[Any], dim: int = 0) -> Rows:
+    parts = [_rows(t) for t in tensors]
+    dim %= len(parts[0].shape) + 1
+    if len({part.shape for part in parts}) > 1:
+        raise ValueError(f"tensors of the shapes {[tuple(part.shape) for part in parts]} do not stack")
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        for i, piece in enumerate(into.unbind(dim)):
+            parts[at[dim] + i].fill(piece, (*at[:dim], *at[dim + 1 :]))
+
+    shape = parts[0].shape
+    return Rows(torch.Size([*shape[:dim], len(parts), *shape[dim:]]), parts[0].dtype, fill)
+
+
+def _cat(tensors: Iterable[Any], dim: int = 0) -> Rows:
+    parts = [_rows(t) for t in tensors]
+    dim %= len(parts[0].shape)
+    if len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
+        raise ValueError(f"tensors of the shapes {[tuple(part.shape) for part in parts]} do not join on dim {dim}")
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        first, stop, begin = at[dim], at[dim] + into.shape[dim], 0
+        for part in parts:
+            end = begin + part.shape[dim]
+            low, high = max(first, begin), min(stop, end)
+            if low < high:
+                part.fill(into.narrow(dim, low - first, high - low), (*at[:dim], low - begin, *at[dim + 1 :]))
+            begin = end
+
+    shape = parts[0].shape
+    rows = sum(part.shape[dim] for part in parts)
+    return Rows(torch.Size([*shape[:dim], rows, *shape[dim + 1 :]]), parts[0].dtype, fill)
+
+
+def _split(tensor: Rows, sizes: int | list[int], dim: int = 0) -> tuple[Rows, ...]:
+    rows = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, rows - start) for start in range(0, rows, sizes)]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if sum(sizes) != rows:
+        raise ValueError(f"{rows} rows do not split into {sizes}")
+    return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _chunk(tensor: Rows, chunks: int, dim: int = 0) -> tuple[Rows, ...]:
+    return _split(tensor, max(1, -(-tensor.shape[dim] // chunks)), dim)
+
+
+def _transpose(tensor: Rows, dim0: int, dim1: int) -> Rows:
+    def swapped(values: Iterable[int]) -> list[int]:
+        new = list(values)
+        new[dim0], new[dim1] = new[dim1], new[dim0]
+        return new
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        tensor.fill(into.transpose(dim0, dim1), tuple(swapped(at)))
+
+    return Rows(torch.Size(swapped(tensor.shape)), tensor.dtype, fill)
+
+
+LAZY: Mapping[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+    torch.transpose: _transpose,
+}
+
+
+def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives, for tensors that are not read yet: its shapes now, from the meta device, its values when asked for."""
+
+    def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
+        def replaced(tree: Any) -> Any:
+            if isinstance(tree, (list, tuple)):
+                return type(tree)([replaced(item) for item in tree])
+            return tensor_of(tree) if isinstance(tree, Rows) else tree
+
+        return func(*replaced(args), **{key: replaced(value) for key, value in kwargs.items()})
+
+    def rows(tensor: Tensor, index: int | None) -> Rows:
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            out = run(Rows.whole)
+            _rows(out if index is None else out[index]).fill(into, at)
+
+        return Rows(tensor.shape, tensor.dtype, fill)
+
+    shapes = run(lambda r: torch.empty(r.shape, dtype=r.dtype, device="meta"))
+    if isinstance(shapes, Tensor):
+        return rows(shapes, None)
+    if isinstance(shapes, (list, tuple)) and all(isinstance(shape, Tensor) for shape in shapes):
+        return tuple(rows(shape, i) for i, shape in enumerate(shapes))
+    return shapes
+
+
+# -- which tensor is which
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of the folder under the model's name for it; `stored_as`: under which names it lies there."""
+
+    rows: Rows
+    stored_as: tuple[str, ...]
+
+
+def _fitting(
+    model: nn.Module, engine: Engine, folder: Path, ignore: list[str], stack: ExitStack
+) -> tuple[dict[str, Found], set[int]]:
+    """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init.
+
+    Raises `CheckpointError` where the folder does not fit.
+    """
+    held, wanted = open_folder(folder, stack), names_of(model)
+    named, extra, wrong = _named(model, held, wanted)
+    found = {name: f for name, f in named.items() if not _matches(name, ignore)}
+    first: dict[int, str] = {}  # of the tied names that are in the folder
+    ties = [(known, name) for name in found if (known := first.setdefault(id(wanted[name]), name)) != name]
+    absent = {name: t for name, t in wanted.items() if id(t) not in first and not _matches(name, ignore)}
+    own = {name for name in absent if _searched(name, _class_patterns(model, "missing"))}
+    unlike = [
+        *_listed(
+            "missing in the folder", [f"{name} {tuple(t.shape)}" for name, t in absent.items() if name not in own]
+        ),
+        *_listed("in the folder but not in the model", _surplus(model, held, extra, ignore)),
+        *_listed("that do not fit", [*wrong, *_misfits(found, wanted)]),
+    ] or _listed("tied in the model but not equal in the folder", _untied(model, engine, found, ties))
+    if unlike:
+        raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {'; '.join(unlike)}.")
+    made = {id(absent[name]) for name in own if isinstance(absent[name], nn.Parameter)}
+    return {name: found[name] for name in first.values()}, made
+
+
+def _surplus(model: nn.Module, held: Mapping[str, Rows], extra: list[str], ignore: list[str]) -> list[str]:
+    patterns = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
+    return [f"{k} {tuple(held[k].shape)}" for k in extra if not (_matches(k, ignore) or _searched(k, patterns))]
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _searched(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _class_patterns(model: nn.Module, kind: str) -> list[str]:
+    """What transformers lets a model's files lack or have in addition, as regular expressions."""
+    attribute = f"_keys_to_ignore_on_load_{kind}"
+    return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
+
+
+def names_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones under each of theirs."""
+    result = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
+            )
+        for wrapper in WRAPPERS:
+            key = key.replace(wrapper, "")
+        result[key] = tensor
+    return result
+
+
+def _misfits(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[str]:
+    result = []
+    for name, f in found.items():
+        tensor = wanted[name]
+        there, here = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (f.rows, tensor))
+        same_kind = f.rows.dtype.is_floating_point == tensor.dtype.is_floating_point
+        if f.rows.shape != tensor.shape or not same_kind or f.rows.dtype.is_complex != tensor.dtype.is_complex:
+            stored_as = "" if f.stored_as == (name,) else f" (from {', '.join(f.stored_as)})"
+            result.append(f"{name} is {there} in the folder{stored_as} and {here} in the model")
+    return result
+
+
+def _untied(model: nn.Module, engine: Engine, found: Mapping[str, Found], ties: Iterable[tuple[str, str]]) -> list[str]:
+    """Names of one tensor of the model under which the folder holds different values, in this rank's rows."""
+    result = []
+    for first, second in ties:
+        a, b = (_own(found[name].rows, names_of(model)[first], engine) for name in (first, second))
+        if not _equal(a, b):
+            result.append(f"{first} and {second}")
+    return result
+
+
+def _equal(a: Rows, b: Rows) -> bool:
+    if not a.shape:
+        return torch.equal(a.whole(), b.whole())
+    step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
+    for start in range(0, a.shape[0], step):
+        one, other = (rows.narrow(0, start, min(step, a.shape[0] - start)).whole() for rows in (a, b))
+        if not torch.equal(one, other.to(one.dtype)):
+            return False
+    return True
+
+
+def _named(
+    model: nn.Module, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
+) -> tuple[dict[str, Found], list[str], list[str]]:
+    """What the folder holds by the model's names; what of it the model has no name for; what cannot be made."""
+    found, extra, wrong = _converted(model, held, wanted) if is_of_transformers(model) else ({}, list(held), [])
+    prefixes: tuple[str, ...] = PREFIXES
+    if is_of_transformers(model) and model.base_model_prefix:
+        prefixes = (f"{model.base_model_prefix}.", *PREFIXES)
+    left = []
+    for key in extra:
+        name = own_name(key, wanted, prefixes)
+        if name is None:
+            left.append(key)
+        elif name in found:
+            wrong.append(f"{key} and {', '.join(found[name].stored_as)} both stand for {name}")
+        else:
+            found[name] = Found(held[key], (key,))
+    return found, left, wrong
+
+
+def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
+    """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
+    names = [key]
+    for wrapper in WRAPPERS:
+        key = key.replace(wrapper, "")
+    while True:
+        names.append(key)
+        prefix = next((p for p in prefixes if key.startswith(p)), None)
+        if prefix is None:
+            break
+        key = key.removeprefix(prefix)
+    names += [prefix + name for name in names for prefix in prefixes]
+    return next((name for name in names if name in wanted), None)
+
+
+def _converted(
+    model: Any, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
+) -> tuple[dict[str, Found], list[str], list[str]]:
+    """`_named` by the rules of transformers, which renames, merges and splits what other versions and formats hold."""
+    from transformers import conversion_mapping, core_model_loading
+
+    rules = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, Found] = {}
+    extra, wrong = [], []
+    makers: dict[str, tuple[Any, list[str]]] = {}
+    for key in sorted(held, key=core_model_loading.dot_natural_key):
+        name, pattern = core_model_loading.rename_source_key(
+            key, renamings, converters, model.base_model_prefix, wanted
+        )
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if name not in wanted or (pattern is None and name in found):
+            extra.append(key)
+        elif pattern is None:
+            found[name] = Found(held[key], (key,))
+        else:
+            maker, keys = makers.setdefault(name, (deepcopy(by_pattern[pattern]), []))
+            maker.add_tensor(name, key, pattern, held[key])
+            keys.append(key)
+    for name, (maker, keys) in makers.items():
+        try:
+            for target, made in maker.convert(name, model=model, config=model.config).items():
+                rows = _rows(made[0] if isinstance(made, (list, tuple)) else made)
+                if target in found:
+                    wrong.append(f"{', '.join(keys)} and {', '.join(found[target].stored_as)} both stand for {target}")
+                elif target in wanted:
+                    found[target] = Found(rows, tuple(keys))
+                else:
+                    wrong.append(f"{', '.join(keys)} become {target}, which the model has not")
+        except Exception as error:  # whatever an operation of transformers meets
+            wrong.append(f"{name} cannot be made of {', '.join(keys)}: {error}")
+    return found, extra, wrong
+
+
+# -- files
+
+
+def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
+    """Every tensor that the folder holds, nothing of it read. Raises `CheckpointError`, naming every file that is wrong."""
+    places = _places(folder)
+    files: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name in dict.fromkeys(places.values() if places is not None else [SINGLE]):
+        try:
+            files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise CheckpointError(f"{folder} has files that cannot be read: {'; '.join(wrong)}.")
+    held = {name: set(file.keys()) for name, file in files.items()}
+    if places is None:
+        places = dict.fromkeys(held[SINGLE], SINGLE)
+    lost = [f"{key} in {name}" for key, name in places.items() if key not in held[name]]
+    if lost:
+        raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that are not there: {', '.join(lost)}.")
+    return {key: stored(files[places[key]], key) for key in sorted(places)}
+
+
+def _places(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
+    if (folder / SINGLE).is_file():
+        return None
+    try:
+        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.") from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / INDEX} is no index of safetensors: {type(error).__name__}: {error}."
+        ) from error
+    if bad:
+        raise CheckpointError(f"{folder / INDEX} names {bad[0]!r}, which is not the plain name of a safetensors file.")
+    return dict(places)
+
+
+# -- reading
+
+
+def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
+    """What this rank holds of a tensor of the model."""
+    param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
+    return rows if param is None else own_rows(rows, param.cut, engine.wiring)  # type: ignore[arg-type, return-value]
+
+
+def _read(model: nn.Module, engine: Engine, found: Mapping[str, Found]) -> None:
+    wanted = names_of(model)
+    for name, f in found.items():
+        own, into = _own(f.rows, wanted[name], engine), local_data(wanted[name])
+        assert own.shape == into.shape, f"{name}: this rank holds {tuple(into.shape)} and reads {tuple(own.shape)}"
+        if into.numel():
+            own.fill(into, (0,) * into.dim())

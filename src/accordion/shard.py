@@ -1,0 +1,341 @@
+"""`shard`: validate what was asked, cut the parameters, and attach the engine to the model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import weakref
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from typing import Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from accordion import _torch
+from accordion.activations import checkpoint_forward
+from accordion.agreement import same_model
+from accordion.config import FULL_SHARD, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
+from accordion.engine.autograd import engine_of
+from accordion.engine.axis import Axis
+from accordion.engine.collectives import Link, alone, broadcast, gathered_rows, own_communicator
+from accordion.engine.engine import Engine
+from accordion.engine.finite import Finite
+from accordion.engine.group import Group, Param, Wiring, own_rows
+from accordion.engine.hooks import Hooks
+from accordion.engine.layout import Cut, cut
+from accordion.engine.streams import Lane
+from accordion.engine.unit import Unit
+from accordion.engine.watch import Watch
+from accordion.errors import UsageError
+from accordion.state import attach_state_dict_hooks
+from accordion.units import Owned, UnitChoice, choose_units, owned_parameters
+
+log = logging.getLogger("accordion")
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    units: UnitChoice = None,
+    strategy: Strategy = FULL_SHARD,
+    precision: Precision | None = None,
+    prefetch: Prefetch | None = None,
+    checkpoint_activations: str = "none",
+    reduce_op: Literal["mean", "sum"] = "mean",
+    sync: bool = False,
+    debug: str | Iterable[str] = (),
+) -> nn.Module:
+    """Shard `model` in place over the ranks of `mesh` and return it; call it on every rank, before making an optimizer.
+
+    `model`: real, equal on all ranks (a checksum tells; `sync=True` takes the first rank's), or on the meta device, then
+    its shards are zeros until they are loaded. `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default
+    all ranks. `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable
+    (name, module) -> bool; by default the repeated blocks. `checkpoint_activations`: none, full, selective or every:K.
+    `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
+    go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
+    ranks agree on each collective before it, as they do in the first step without; "finite" names the unit and the phase
+    in which NaN or inf came up first.
+    Afterwards each parameter is a DTensor at its optimizer's placement.
+
+    Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where ranks hold different models.
+    """
+    precision, prefetch = precision or Precision(), prefetch or Prefetch()
+    checkpointing = checkpointing_named(checkpoint_activations)
+    modes = debug_modes(debug)
+    _check(model, reduce_op)
+    with torch.no_grad(), torch.inference_mode(False):
+        mesh = _mesh(model, mesh, strategy)
+        wiring = _wiring(mesh, strategy, reduce_op, late="streams" in modes)
+        chosen = choose_units(model, units)
+        owned = owned_parameters(model, chosen)
+        _check_hooks(owned)
+        precisions = _unit_precisions(chosen, precision)
+        same_model(owned, chosen, strategy, wiring, sync)
+        engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
+        if "finite" in modes:
+            engine.finite = Finite([wiring.shard.gather, wiring.replicate.gather], wiring.device)
+        for i, (name, module) in enumerate(chosen):
+            mine = [o for o in owned if o.owner == i]
+            groups = _groups(mine, precisions[i], wiring, mesh, strategy, (i, name))
+            own = precisions[i]
+            inputs = own.params if own.cast_inputs else None
+            outputs = own.output if i == 0 or own is not precision else None
+            unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
+            module.__dict__["_accordion"] = unit
+            Hooks(unit).attach(module)
+        _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
+    for i, (_, module) in enumerate(chosen[1:]):
+        if checkpointing.every and i % checkpointing.every == 0:
+            checkpoint_forward(module, checkpointing)
+    attach_state_dict_hooks(model)
+    _torch.answer_anomaly_checks()
+    weakref.finalize(model, engine.dismantle)
+    _announce(engine, owned, chosen, mesh)
+    return model
+
+
+def entry_point(module: nn.Module, name: str) -> None:
+    """Let the method `name` of a unit's module use full parameters as `forward` does: `generate`, `encode` and the like.
+
+    `module`: the sharded model, or a module that is a unit. Raises `UsageError` where it is no unit or has no such method.
+    """
+    unit = module.__dict__.get("_accordion")
+    if not isinstance(unit, Unit):
+        raise UsageError(
+            f"{type(module).__name__} is no unit; entry points are methods of the sharded model or of a unit's module."
+        )
+    if not callable(getattr(type(module), name, None)):
+        raise UsageError(f"{type(module).__name__} has no method {name!r}; name one that its class defines.")
+    unit.engine.siblings[unit.index].attach_method(module, name)
+
+
+def _check(model: nn.Module, reduce_op: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
+    if engine_of(model) is not None:
+        raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
+    if reduce_op not in ("mean", "sum"):
+        raise UsageError(f"reduce_op={reduce_op!r} is not known; pass 'mean' or 'sum'.")
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to shard.")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(
+                f"module {name!r} asks for sparse gradients, which are not sharded; build it with sparse=False."
+            )
+        if getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"module {name!r} renormalises its weight in its forward (max_norm), which shards would not follow."
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise UsageError(f"parameter {name!r} is a DTensor already; shard() takes plain parameters.")
+        if not param.dtype.is_floating_point and param.requires_grad:
+            raise UsageError(
+                f"parameter {name!r} is {param.dtype} and requires gradients; only floating ones are trained."
+            )
+
+
+def _check_hooks(owned: list[Owned]) -> None:
+    """Two objects over one memory have a gradient each, and so hooks; of the one sharded parameter they would see the sum."""
+    for o in owned:
+        if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
+            raise UsageError(
+                f"{', '.join(o.names)} are parameters over one memory, and one of them has a hook on its gradient, which would "
+                "become a hook on the sum; make them one object before shard(), or register the hook after it."
+            )
+
+
+def _mesh(model: nn.Module, mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
+    if mesh is None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is not initialised; start with torchrun, or call init_process_group first."
+            )
+        if strategy.hybrid:
+            raise UsageError(
+                f"{strategy.name} needs a mesh with two axes; pass init_device_mesh(device, (nodes, gpus), "
+                "mesh_dim_names=('replicate', 'shard'))."
+            )
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+        return init_device_mesh(kind, (dist.get_world_size(),))
+    names, wanted = mesh.mesh_dim_names, ("replicate", "shard")
+    if strategy.hybrid and (mesh.ndim != 2 or names not in (None, wanted)):
+        raise UsageError(
+            f"the mesh has {mesh.ndim} axes, named {names}, but {strategy.name} needs two, {wanted}; pass "
+            f"init_device_mesh(device, (nodes, gpus), mesh_dim_names={wanted})."
+        )
+    if not strategy.hybrid and mesh.ndim != 1:
+        raise UsageError(
+            f"the mesh has {mesh.ndim} axes, named {names}, but {strategy.name} shards over one; pass a 1-D mesh or a slice "
+            "of this one, or strategy=HYBRID_SHARD."
+        )
+    return mesh
+
+
+def _wiring(mesh: DeviceMesh, strategy: Strategy, reduce_op: str, late: bool) -> Wiring:
+    device = (
+        torch.device("cpu")
+        if mesh.device_type == "cpu"
+        else torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    )
+    links = [Link(mesh.get_group(i), device) for i in range(mesh.ndim)]
+    nobody = alone(device)
+    if strategy.hybrid:
+        replicate, sharding = links
+    elif strategy.optim is Place.REPLICATE:
+        replicate, sharding = links[0], nobody
+    else:
+        replicate, sharding = nobody, links[0]
+    axes = [
+        Axis(link, own_communicator(link, device), one_node=_one_node(link, device), algorithm=strategy.reduce)
+        for link in (sharding, replicate)
+    ]
+    watch = Watch([axis.gather for axis in axes], mesh.mesh.flatten().tolist())
+    return Wiring(
+        shard=axes[0],
+        replicate=axes[1],
+        relay=strategy.optim_over_replicas,
+        resident=strategy.params is Place.REPLICATE,
+        keep_until_backward=strategy.keep_until_backward,
+        scale=1.0 / mesh.size() if reduce_op == "mean" else 1.0,
+        gather_lane=Lane(device, watch, late),
+        reduce_lane=Lane(device, watch, late),
+        watch=watch,
+        device=device,
+    )
+
+
+def _one_node(link: Link, device: torch.device) -> bool:
+    """Whether all ranks of a link run on one host, by name."""
+    if link.num_ranks == 1:
+        return True
+    digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
+    rows = gathered_rows(torch.tensor([digest], device=device), link)
+    return bool((rows == digest).all())
+
+
+def _unit_precisions(chosen: Sequence[tuple[str, nn.Module]], precision: Precision) -> list[Precision]:
+    """The precision of each unit: an override by name (a pattern) or class, else the model's."""
+    result, used = [], set()
+    for name, module in chosen:
+        mine = precision
+        for key, override in precision.overrides.items():
+            if fnmatch(name, key) if isinstance(key, str) else isinstance(module, key):
+                mine = override
+                used.add(key)
+        result.append(mine)
+    unused = [str(key) for key in precision.overrides if key not in used]
+    if unused:
+        names = ", ".join(sorted({f"{n or '(root)'}: {type(m).__name__}" for n, m in chosen})[:8])
+        raise UsageError(
+            f"Precision.overrides names {', '.join(unused)}, which is no unit; the units are {names}; add it to `units`."
+        )
+    return result
+
+
+def _groups(
+    mine: list[Owned],
+    precision: Precision,
+    wiring: Wiring,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    place: tuple[int, str],
+) -> list[Group]:
+    """Cut the parameters of one unit; they lie together by the dtype in which they are gathered."""
+    by_dtype: dict[torch.dtype, list[Owned]] = {}
+    for o in mine:
+        by_dtype.setdefault(precision.compute_dtype(o.original.dtype), []).append(o)
+    groups = []
+    for dtype, entries in by_dtype.items():
+        params = [
+            Param(
+                name=o.names[0],
+                places=o.places,
+                cut=cut(o.original.shape, wiring.shard.num_ranks, dtype.itemsize),
+                dtype=precision.master_dtype(o.original.dtype, o.original.requires_grad),
+                requires_grad=o.original.requires_grad,
+            )
+            for o in entries
+        ]
+        group = Group(wiring, params, dtype, precision.reduce_dtype(dtype), place)
+        for i, (param, o) in enumerate(zip(params, entries, strict=True)):
+            if not o.original.is_meta:
+                group.home.locals[i].copy_(own_rows(o.original.detach(), param.cut, wiring))
+            _replace(o, param, group.home.locals[i], mesh, _placements(param.cut, mesh, strategy))
+        groups.append(group)
+    return groups
+
+
+def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]:
+    if c.dim is None or strategy.optim is Place.REPLICATE:
+        return [Replicate()] * mesh.ndim
+    if strategy.optim_over_replicas:
+        return [_torch.StridedShard(c.dim, split_factor=mesh.size(1)), Shard(c.dim)]
+    return [Replicate(), Shard(c.dim)] if strategy.hybrid else [Shard(c.dim)]
+
+
+def _replace(o: Owned, param: Param, local: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    shape = o.original.shape
+    stride = torch.empty(shape, device="meta").stride()
+    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    param.sharded = nn.Parameter(sharded, requires_grad=o.original.requires_grad)
+    for original in (*reversed(o.others), o.original):
+        vars(param.sharded).update(_torch.marks_of(original))
+    _torch.hand_over_hooks(o.original, param.sharded)
+    for ref, attr in param.places:
+        module = ref()
+        assert module is not None
+        module._parameters[attr] = param.sharded
+    o.original.data = o.original.data.new_empty(0)
+    o.original.__class__ = Moved
+
+
+class Moved(nn.Parameter):
+    """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        raise UsageError(
+            "this optimizer was made before shard(), so its parameters are not the model's any more; "
+            "make the optimizer from model.parameters() after shard()."
+        )
+
+
+def _place_buffers(model: nn.Module, precisions: dict[int, Precision], wiring: Wiring, sync: bool) -> None:
+    def place(module: nn.Module, precision: Precision) -> None:
+        precision = precisions.get(id(module), precision)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                dtype = precision.buffers if buffer.is_floating_point() else None
+                module._buffers[key] = buffer.to(device=wiring.device, dtype=dtype)
+        for child in module.children():
+            place(child, precision)
+
+    place(model, precisions[id(model)])
+    if sync:
+        broadcast([b for b in model.buffers() if not b.is_meta], [wiring.shard.gather, wiring.replicate.gather])
+
+
+def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:
+    """Say once, on the first rank, what was decided."""
+    if mesh.get_local_rank(0) or (mesh.ndim > 1 and mesh.get_local_rank(1)):
+        return
+    padding = sum((p.cut.padded_numel - p.cut.numel) * p.dtype.itemsize for u in engine.units for p in u.params)
+    log.info(
+        "%s over %d ranks: %d parameters in %d units (%s), %d bytes of padding",
+        engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
+    )  # fmt: skip
+    for o in owned:
+        if len(o.names) > 1:
+            log.info("tied: %s are one parameter, owned by unit %s", ", ".join(o.names), chosen[o.owner][0] or "(root)")
+    if engine.precision.params is not None:
+        log.info("precision: %s", engine.precision)

@@ -1,0 +1,142 @@
+"""The model's parameters for the outside: full ones in the registry, full and sharded state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.engine.autograd import engine_of
+from accordion.engine.engine import Engine
+from accordion.engine.group import Param, gathered, own_rows
+from accordion.errors import UsageError
+
+
+def sharded_engine(model: nn.Module, what: str) -> Engine:
+    """The engine of `model`; raises `UsageError` where it is not sharded."""
+    engine = engine_of(model)
+    if engine is None:
+        raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
+    return engine
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communicating: forward and backward inside add up full gradients on each rank.
+
+    The first backward of a forward made outside reduces the sum, also of units that it does not visit.
+    """
+    engine = sharded_engine(model, "no_sync")
+    before, engine.sync = engine.sync, False
+    try:
+        yield
+    finally:
+        engine.sync = before
+
+
+@contextmanager
+def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """Full parameters in the registry, plain and in the dtype of the shards: evaluation, EMA, generation, export.
+
+    The model runs inside as the unsharded one. With `write` each rank takes its rows of what the parameters are
+    at the end; every rank must write the same. Memory: the whole model once.
+    """
+    engine = sharded_engine(model, "full_params")
+    if engine.suspended:
+        raise UsageError("full_params is open already on this model; leave it first.")
+    engine.recover()
+    shown: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    fulls: dict[int, nn.Parameter] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for param in _all_params(engine):
+            full = fulls[id(param)] = nn.Parameter(full_of(param, engine), requires_grad=param.sharded.requires_grad)
+            vars(full).update(_torch.marks_of(param.sharded))
+            for ref, attr in param.places:
+                module = ref()
+                if module is not None:
+                    shown.append((module, attr, param.sharded, full))
+    _register([(module, attr, full) for module, attr, _, full in shown])
+    engine.suspended = True
+    try:
+        yield
+    finally:
+        engine.suspended = False
+        _register([(module, attr, sharded) for module, attr, sharded, _ in shown])
+        if write:
+            with torch.no_grad():
+                for param in _all_params(engine):
+                    _torch.local_of(param.sharded).copy_(own_rows(fulls[id(param)].data, param.cut, engine.wiring))
+
+
+def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    for module, attr, param in entries:
+        module._parameters[attr] = param
+    for module in {id(m): m for m, _, _ in entries}.values():
+        if isinstance(module, nn.RNNBase):  # it keeps its parameters in a list too
+            module.__dict__["_flat_weights"] = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+def _all_params(engine: Engine) -> Iterator[Param]:
+    for unit in engine.units:
+        yield from unit.params
+
+
+def full_of(param: Param, engine: Engine) -> Tensor:
+    return gathered(_torch.local_of(param.sharded), param.cut, engine.wiring)
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
+    """The state dict of the unsharded model, gathered one tensor at a time; empty on other ranks with `rank0_only`.
+
+    Collective: call it on every rank. Tied parameters are one tensor under each of their names.
+    """
+    engine = sharded_engine(model, "full_state_dict")
+    engine.recover()
+    first = engine.wiring.shard.rank == 0 and engine.wiring.replicate.rank == 0
+    params = {id(p.sharded): p for p in _all_params(engine)}
+    result: dict[str, Tensor] = {}
+    done: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):  # the extra state of a module
+                result[name] = value
+                continue
+            if id(value) not in done:
+                param = params.get(id(value))
+                full = value.detach() if param is None else full_of(param, engine)
+                if rank0_only and not first:
+                    full = full.new_empty(0)
+                done[id(value)] = full.cpu() if cpu else full
+            result[name] = done[id(value)]
+    return {} if rank0_only and not first else result
+
+
+def attach_state_dict_hooks(model: nn.Module) -> None:
+    """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows."""
+    model.register_load_state_dict_pre_hook(_cut_full_tensors)
+
+
+def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    engine = sharded_engine(module, "load_state_dict")
+    params = {id(p.sharded): p for p in _all_params(engine)}
+    for name, sharded in module.named_parameters(remove_duplicate=False):
+        given, param = state.get(prefix + name), params.get(id(sharded))
+        if (
+            param is None
+            or not isinstance(sharded, DTensor)
+            or not isinstance(given, Tensor)
+            or given.shape != sharded.shape
+        ):
+            continue  # torch's own message names missing and misshapen tensors
+        if isinstance(given, DTensor):
+            if given.placements == sharded.placements and given.device_mesh == sharded.device_mesh:
+                continue
+            given = given.full_tensor()
+        local = _torch.local_of(sharded)
+        rows = own_rows(given, param.cut, engine.wiring).to(device=local.device, dtype=local.dtype)
+        state[prefix + name] = _torch.as_dtensor(rows.contiguous(), sharded)

@@ -1,0 +1,1 @@
+"""The main job: one command that trains a sharded model on text."""

@@ -1,0 +1,107 @@
+"""The checkpoints of a run: names, which one to go on from, and how many are kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accordion.checkpoint import latest
+from accordion.checkpoint.format import MANIFEST
+from accordion.checkpoint.load import read_manifest
+from accordion.config import nearest
+from accordion.errors import CheckpointError, UsageError
+
+SHOWN = 3  # tensors named in a message of one line
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps lies; names sort by age."""
+    return folder / f"step-{step:06d}"
+
+
+def choose(folder: Path, resume: str) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none."""
+    newest = latest(folder) if folder.is_dir() else None
+    if resume == "auto":
+        return None if newest is None else Path(newest)
+    if resume == "none":
+        if newest is not None:
+            raise UsageError(
+                f"checkpoint.resume is 'none' but {str(folder)!r} holds checkpoints, the newest {Path(newest).name!r}; "
+                "take another run.dir, or remove them."
+            )
+        return None
+    path = Path(resume)
+    if not path.is_dir():
+        near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        valid = nearest(path.name, ["auto", "none", *near])
+        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor 'none' nor a folder; {valid}")
+    if not (path / MANIFEST).is_file() and (inside := latest(path)) is not None:
+        raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
+    _extra(path)
+    return path
+
+
+def _extra(path: Path) -> Mapping[str, Any]:
+    """What the run that saved `path` kept beside the tensors."""
+    try:
+        extra = read_manifest(path).extra
+    except (CheckpointError, OSError) as error:
+        raise UsageError(str(error)) from None
+    if not isinstance(extra, dict) or not {"step", "tokenizer", "config"} <= set(extra):
+        raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
+    return extra
+
+
+def check_run(path: Path, steps: int, tokenizer_digest: str) -> None:
+    """Raise `UsageError` where the run is over before `path`, or where the checkpoint's tokens mean something else."""
+    extra = _extra(path)
+    if not isinstance(extra["step"], int) or extra["step"] > steps:
+        raise UsageError(
+            f"checkpoint {str(path)!r} is at step {extra['step']}, beyond train.steps {steps}; raise train.steps or take another "
+            "run.dir."
+        )
+    if extra["tokenizer"] != tokenizer_digest:
+        raise UsageError(
+            f"checkpoint {str(path)!r} was trained with another tokenizer (other data, or another model folder); take the data "
+            "it was trained on, another run.dir, or a model.path that holds its tokenizer.json."
+        )
+
+
+def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `UsageError` where the checkpoint is of another model, naming what differs.
+
+    `shapes`: of everything in the model's state dict.
+    """
+    manifest = read_manifest(path)
+    held = {
+        name.removeprefix("model/"): entry.shape
+        for name, entry in manifest.tensors.items()
+        if name.startswith("model/")
+    }
+    wrong = [
+        f"{name} is {held[name]} there and {shape} here"
+        for name, shape in shapes.items()
+        if held.get(name, shape) != shape
+    ]
+    wrong += [f"{name} is not in it" for name in shapes if name not in held and f"model/{name}" not in manifest.aliases]
+    wrong += [f"{name} is not in the model" for name in held if name not in shapes]
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise UsageError(
+            f"checkpoint {str(path)!r} is of another model: {'; '.join(wrong[:SHOWN])}{more}. Take the model.preset or "
+            "model.path it was trained with, or another run.dir."
+        )
+
+
+def prune(folder: Path, keep: int, newest: Path) -> None:
+    """Remove all but the `keep` newest checkpoints; never `newest`. Only folders that this module names are touched."""
+    if keep == 0:
+        return
+    ours = sorted(path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file())
+    for path in [path for path in ours if path != newest][: max(0, len(ours) - keep)]:
+        doomed = path.with_name(f".{path.name}.old")  # whole or gone: half a checkpoint is never seen under its name
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""`accordion train`: reads the configuration, prepares, and runs this rank or starts all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+from jsonargparse import ArgumentParser
+from torch.distributed.distributed_c10d import Store
+
+from accordion.train import launch, loop
+from accordion.train.config import Config, check, flat
+from accordion.train.options import parse
+from accordion.train.prepare import prepare
+from accordion.train.screen import Screen
+
+
+def make_parser() -> ArgumentParser:
+    """The parser of the keys in `Config`, for flags and for run files."""
+    parser = ArgumentParser(
+        prog="accordion train",
+        description="Train a causal language model, sharded over ranks, on text. Without arguments: a Llama of 10 M "
+        "parameters on the Python standard library's source, on every GPU found or on two CPU ranks.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", metavar="RUN.yaml", help="run file with the keys below; flags win")
+    parser.add_class_arguments(Config)
+    return parser
+
+
+def read(words: list[str]) -> Config:
+    """The configuration in `words` and in the run files they name. Raises `UsageError`."""
+    parsed = parse(make_parser(), words, list(flat(Config())))
+    empty = Config()
+    groups = {group.name: replace(getattr(empty, group.name), **parsed[group.name]) for group in fields(empty)}
+    config = Config(**groups)
+    check(config)
+    return config
+
+
+def run(words: list[str], environ: Mapping[str, str]) -> int:
+    """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
+    config = read(words)
+    place = launch.place_of(environ)
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
+    if place is not None:
+        launch.guarded(_started_rank, config, cache)
+        return 0
+    device, world = launch.choose(config.launch, None, torch.cuda.device_count())
+    prepared = prepare(config, world, world, cache, Screen().note)
+    return launch.start(loop.train, (config, prepared, device), world)
+
+
+def _started_rank(place: launch.Place, store: Store, config: Config, cache: Path) -> None:
+    """One rank that another launcher started: the first on each host prepares for the others."""
+    device, world = launch.choose(config.launch, place, torch.cuda.device_count())
+    say = Screen(speaks=place.rank == 0).note
+    prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say))
+    loop.train(place, store, config, prepared, device)

@@ -1,0 +1,274 @@
+"""What a run is told: the typed keys of `accordion train`, their defaults and their limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from accordion.config import checkpointing_named, nearest, strategy_named
+from accordion.errors import UsageError
+
+# No `slots=True` here: jsonargparse reads defaults of nested dataclasses through `vars`.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model.
+
+    Args:
+        preset: a Llama shape: `llama-tiny`, `llama-10m`, `llama-30m`, `llama-125m`, `llama-1b` or `llama-8b`
+        path: folder with `config.json` (any causal language model of transformers), in place of a preset;
+            its `tokenizer.json` is used where there is one
+        init: `scratch` draws the weights from `train.seed`, `pretrained` reads the safetensors in `model.path`
+    """
+
+    preset: str = "llama-10m"
+    path: str | None = None
+    init: Literal["scratch", "pretrained"] = "scratch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text.
+
+    Args:
+        path: a text file, JSONL, parquet, a folder of such files, or a saved datasets folder;
+            without it: the Python standard library's own source files on this machine
+        text_field: column of JSONL, parquet and datasets that holds the text
+        seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them
+    """
+
+    path: str | None = None
+    text_field: str = "text"
+    seq_len: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """How the model lies over the ranks.
+
+    Args:
+        strategy: `full_shard`, `shard_grad_op`, `shard_optim`, `no_shard`, `hybrid_shard` or `hybrid_shard_optim`
+        replicas: copies of the sharded model with a hybrid strategy; 0: one for each node
+        units: what is gathered together: `auto` (the repeated blocks), class names separated by commas,
+            or `min_params:N`
+        precision: dtype of the computation: `auto` (bf16 on accelerators that have it, fp32 on CPU), `fp32`, `bf16`
+            or `fp16` (with gradient scaling); masters and optimizer state stay in fp32
+        checkpoint_activations: recompute activations in backward: `none`, `full`, `selective` or `every:K`
+    """
+
+    strategy: str = "full_shard"
+    replicas: int = 0
+    units: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    checkpoint_activations: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimization: AdamW, linear warmup, cosine decay to a tenth of the peak.
+
+    Args:
+        steps: optimizer steps in all
+        micro_batch: sequences in one forward of one rank
+        accumulate: micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences
+        lr: learning rate at the peak
+        warmup: steps of linear warmup
+        weight_decay: decay of matrices; vectors have none
+        clip: largest gradient norm; 0: no clipping
+        seed: of the initial weights and of the order of the data
+        eval_every: steps between validations; 0: only at the end
+    """
+
+    steps: int = 100
+    micro_batch: int = 8
+    accumulate: int = 1
+    lr: float = 1e-3
+    warmup: int = 5
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints.
+
+    Args:
+        dir: folder that holds them; without it: `checkpoints` in the run folder
+        every: steps between checkpoints; 0: only at the end
+        keep: how many of the newest are kept; 0: all
+        resume: `auto` goes on from the newest in `checkpoint.dir` where there is one, `none` refuses a folder that
+            holds some, a path goes on from that one
+    """
+
+    dir: str | None = None
+    every: int = 0
+    keep: int = 0
+    resume: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The ranks, where accordion starts them itself (not under torchrun or srun).
+
+    Args:
+        nproc: ranks on this machine; 0: one for each GPU found, else 2
+        device: `auto` takes the GPUs where there are some
+    """
+
+    nproc: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The record.
+
+    Args:
+        dir: folder for metrics.jsonl, TensorBoard files and checkpoints; without it: `runs/<model>-<data>`
+    """
+
+    dir: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run.
+
+    Args:
+        model: the model
+        data: the text
+        shard: how the model lies over the ranks
+        train: the optimization
+        checkpoint: checkpoints
+        launch: the ranks, where accordion starts them itself
+        run: the record
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+AT_LEAST = {
+    "data.seq_len": 2,
+    "shard.replicas": 0,
+    "train.steps": 1,
+    "train.micro_batch": 1,
+    "train.accumulate": 1,
+    "train.lr": 0,
+    "train.warmup": 0,
+    "train.weight_decay": 0,
+    "train.clip": 0,
+    "train.seed": 0,
+    "train.eval_every": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 0,
+    "launch.nproc": 0,
+}
+LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """`group.key` -> value, as written on a command line."""
+    groups = {group.name: getattr(config, group.name) for group in fields(config)}
+    return {f"{name}.{key.name}": getattr(group, key.name) for name, group in groups.items() for key in fields(group)}
+
+
+def as_yaml(config: Config) -> str:
+    """A run file with every key; values are written as JSON, which is YAML too."""
+    groups = {group.name: getattr(config, group.name) for group in fields(config)}
+    lines = [
+        line
+        for name, group in groups.items()
+        for line in (f"{name}:", *(f"  {key.name}: {json.dumps(getattr(group, key.name))}" for key in fields(group)))
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def check(config: Config) -> None:
+    """What can be said without looking at files or devices. Raises `UsageError` naming the key, the value and the limit."""
+    values, defaults = flat(config), flat(Config())
+    unset = next((key for key, value in values.items() if value is None and defaults[key] is not None), None)
+    if unset is not None:
+        raise UsageError(f"{unset} is null; leave it out for its default, {defaults[unset]!r}.")
+    for key, least in AT_LEAST.items():
+        value = values[key]
+        if not (math.isfinite(value) and least <= value <= LARGEST):
+            raise UsageError(f"{key} is {value}; it must be between {least} and {LARGEST}.")
+    if config.train.lr == 0:
+        raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
+    for key, value in values.items():
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            raise UsageError(f"{key} is empty; leave it out for its default.")
+    strategy = strategy_named(config.shard.strategy)
+    checkpointing_named(config.shard.checkpoint_activations)
+    parse_units(config.shard.units)
+    if config.shard.replicas and not strategy.hybrid:
+        raise UsageError(
+            f"shard.replicas is {config.shard.replicas} but strategy {strategy.name!r} has no replicas; "
+            "take hybrid_shard or leave it out."
+        )
+    if config.model.path is None:
+        if config.model.preset not in PRESETS:
+            raise UsageError(
+                f"model.preset {config.model.preset!r} does not exist; {nearest(config.model.preset, PRESETS)}"
+            )
+        if config.model.init == "pretrained":
+            raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitChoice:
+    """`shard.units` read: class names, or a least number of parameters, or neither for the engine's own choice."""
+
+    classes: tuple[str, ...] = ()
+    min_params: int = 0
+
+
+def parse_units(text: str) -> UnitChoice:
+    """Read `auto`, `min_params:N` or class names separated by commas."""
+    if text == "auto":
+        return UnitChoice()
+    head, colon, count = text.partition(":")
+    if colon:
+        if head != "min_params" or not count.isdecimal() or int(count) == 0:
+            raise UsageError(f"shard.units {text!r} is not understood; {nearest(text, ['auto', 'min_params:1000000'])}")
+        return UnitChoice(min_params=int(count))
+    names = tuple(name.strip() for name in text.split(","))
+    wrong = next((name for name in names if not name.isidentifier()), None)
+    if wrong is not None:
+        raise UsageError(
+            f"shard.units {text!r} is not understood: {wrong!r} is no class name; valid: auto, min_params:N."
+        )
+    return UnitChoice(classes=names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A Llama shape; `vocab` is also the size of the tokenizer trained for it."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+
+
+PRESETS = {
+    "llama-tiny": Preset(vocab=1024, hidden=64, layers=2, heads=2, kv_heads=2, mlp=192),
+    "llama-10m": Preset(vocab=4096, hidden=320, layers=6, heads=5, kv_heads=5, mlp=864),
+    "llama-30m": Preset(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, mlp=1376),
+    "llama-125m": Preset(vocab=32768, hidden=768, layers=12, heads=12, kv_heads=12, mlp=2048),
+    "llama-1b": Preset(vocab=32768, hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192),
+    "llama-8b": Preset(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+}

@@ -1,0 +1,167 @@
+"""Which sequence goes where: the global order, each rank's part of it, and a loader that resumes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from accordion.errors import UsageError
+
+IGNORED = -100  # label that the loss leaves out
+EVAL_SEQUENCES = 256  # a validation reads at most this many sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of every global batch: position p of the order belongs to rank p % world.
+
+    A global batch is `world * micro_batch * accumulate` positions, so another number of ranks with the same global batch
+    sees the same sequences at every step.
+    """
+
+    rank: int
+    world: int
+    micro_batch: int
+    accumulate: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.world * self.micro_batch * self.accumulate
+
+    def positions(self, micro_step: int) -> range:
+        """Positions in the order that this rank reads in its `micro_step`-th micro-batch."""
+        start = micro_step * self.micro_batch * self.world + self.rank
+        return range(start, start + self.micro_batch * self.world, self.world)
+
+
+def shuffled(index: int, count: int, seed: int) -> int:
+    """Where position `index` lies in a random order of `count` things: a bijection, computed without a table.
+
+    A Feistel network of four rounds over the least even number of bits that holds `count`, walked until the result is
+    below it (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): no rank keeps a permutation in memory.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(right, seed * 4 + turn) & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+def _mix(value: int, key: int) -> int:
+    """64 well-mixed bits of two numbers: the finisher of splitmix64."""
+    bits = (value * 0x9E3779B97F4A7C15 + key * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & (2**64 - 1)
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return bits ^ (bits >> 31)
+
+
+class Sequences(Dataset[Tensor]):
+    """Packed tokens cut into windows of `seq_len + 1`: inputs, and the same one token later. Owns nothing."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
+        self.tokens, self.seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return num_sequences(self.tokens.size, self.seq_len)
+
+    def __getitem__(self, index: int) -> Tensor:  # (seq_len + 1,) int64
+        start = index * self.seq_len
+        return torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+
+
+def num_sequences(num_tokens: int, seq_len: int) -> int:
+    """Whole windows in `num_tokens` tokens; a window shares its last token with the next."""
+    return max(0, (num_tokens - 1) // seq_len)
+
+
+def check_enough(num_train: int, num_validation: int, seq_len: int, global_batch: int, where: str) -> None:
+    """Raise `UsageError` unless the data has one sequence and one global batch."""
+    count = num_sequences(num_train, seq_len)
+    if count == 0 or num_validation < 2:
+        raise UsageError(
+            f"data.seq_len {seq_len} is longer than the data: {where} has {num_train:,} tokens to train on and "
+            f"{num_validation:,} to validate on; shorten data.seq_len or give more text."
+        )
+    if count < global_batch:
+        raise UsageError(
+            f"one step takes {global_batch} sequences of {seq_len} tokens (ranks x train.micro_batch x train.accumulate), "
+            f"{where} has {count}; lower one of these, shorten data.seq_len or give more text."
+        )
+
+
+class GlobalOrder(Sampler[list[int]]):
+    """The indices of this rank's micro-batches, epoch after epoch. Owns how many sequences all ranks have read.
+
+    Each epoch is a new order of all sequences; what does not fill a global batch at its end is left out, so that ranks
+    always have equally many batches.
+    """
+
+    def __init__(self, count: int, share: Share, seed: int) -> None:
+        self.count, self.share, self.seed = count, share, seed
+        self.steps_per_epoch = count // share.global_batch
+        self.num_read = 0
+
+    @property
+    def num_dropped(self) -> int:
+        """Sequences left out at the end of each epoch."""
+        return self.count - self.steps_per_epoch * self.share.global_batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        used, each = self.steps_per_epoch * self.share.global_batch, self.share.world * self.share.micro_batch
+        while True:
+            epoch, start = divmod(self.num_read, used)
+            self.num_read += each
+            positions = self.share.positions(start // each)
+            yield [shuffled(position, self.count, self.seed + epoch) for position in positions]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
+
+    def continues(self, state: dict[str, int]) -> bool:
+        """Whether `state` is a place in this order: of as many sequences, shuffled by the same seed."""
+        return (state["count"], state["seed"]) == (self.count, self.seed)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where another run stopped, with any number of ranks."""
+        assert self.continues(state)
+        self.num_read = state["num_read"]
+
+
+def make_loader(tokens: np.ndarray, seq_len: int, share: Share, seed: int) -> StatefulDataLoader:
+    """Micro-batches (micro_batch, seq_len + 1) of this rank, without end; its `state_dict` holds the place in the order."""
+    sequences = Sequences(tokens, seq_len)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
+        return StatefulDataLoader(sequences, batch_sampler=GlobalOrder(len(sequences), share, seed))
+
+
+def validation_batches(tokens: np.ndarray, seq_len: int, share: Share) -> Iterator[Tensor]:
+    """This rank's validation batches (micro_batch, seq_len + 1), as many on every rank.
+
+    The last window is filled up, and so are ranks that have fewer windows, with `IGNORED`: averages go by tokens.
+    """
+    count = min(-(-(tokens.size - 1) // seq_len), EVAL_SEQUENCES)
+    each = share.world * share.micro_batch
+    for start in range(0, count, each):
+        batch = torch.full((share.micro_batch, seq_len + 1), IGNORED)
+        for row, index in enumerate(range(start + share.rank, start + each, share.world)):
+            if index < count:
+                window = tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
+                batch[row, : window.size] = torch.from_numpy(window)
+        yield batch
+
+
+def inputs_and_labels(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """(b, seq_len + 1) tokens -> (b, seq_len) inputs and labels; a filled-up input is token 0, its label ignored."""
+    return batch[:, :-1].clamp(min=0), batch[:, 1:]

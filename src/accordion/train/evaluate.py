@@ -1,0 +1,65 @@
+"""What a model is worth: its loss on held-out text, and a sample of what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from accordion.report import describe
+from accordion.state import full_params
+from accordion.train.data import IGNORED, inputs_and_labels
+
+SMALL_BYTES = 4 << 30  # below it a sample is drawn from full parameters, above it from the sharded model, unit by unit
+TEMPERATURE = 0.8
+
+
+def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
+    """The sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
+    inputs, labels = inputs_and_labels(batch)
+    logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Iterable[Tensor], device: torch.device) -> float:
+    """The mean loss of a token over the batches of all ranks; every rank must have equally many batches."""
+    was_training = model.training
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
+    for batch in batches:
+        batch = batch.to(device)
+        total[0] += token_losses(model, batch)
+        total[1] += (batch[:, 1:] != IGNORED).sum()
+    dist.all_reduce(total)
+    model.train(was_training)
+    loss, tokens = total.tolist()
+    return float(loss / tokens)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: list[int], num_tokens: int, longest: int, seed: int) -> list[int]:
+    """`num_tokens` tokens after `prompt`, the same on every rank; all ranks call it, since the model may be gathered for each.
+
+    `longest`: how many tokens the model is shown at most.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    small = describe(model).total_params * 4 <= SMALL_BYTES
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    ids = list(prompt)
+    with full_params(model) if small else nullcontext():
+        for _ in range(num_tokens):
+            shown = torch.tensor([ids[-longest:]], device=device)  # (1, tokens)
+            logits = model(input_ids=shown, use_cache=False).logits[0, -1].float().cpu()  # (vocab,)
+            chances = torch.softmax(logits / TEMPERATURE, dim=-1)
+            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+    model.train(was_training)
+    return ids[len(prompt) :]

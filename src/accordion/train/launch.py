@@ -1,0 +1,227 @@
+"""The ranks: who started this process, and starting them through torchrun's library where nobody did."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
+
+from accordion.errors import AccordionError, UsageError
+from accordion.train.config import LaunchConfig as Choice
+
+CPU_RANKS = 2  # without GPUs and without launch.nproc: the least that shards
+LONG = timedelta(days=2)  # the wait of other ranks while one reads the data
+ECHO_S = (
+    1.0  # a failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first
+)
+FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
+Device = Literal["cpu", "cuda"]
+Entry = Callable[..., None]
+"""What a rank runs, called with (place, store, *args); a module's own function, so that other processes can import it."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which rank this process is, and who said so."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    starter: str
+    url: str
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """Read torchrun's variables, else srun's; None in a process that no launcher started."""
+    try:
+        if "RANK" in environ and "WORLD_SIZE" in environ:
+            return Place(
+                rank=int(environ["RANK"]),
+                world=int(environ["WORLD_SIZE"]),
+                local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+                local_world=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
+                starter="torchrun",
+                url="env://",
+            )
+        return _slurm_place(environ)
+    except ValueError as error:
+        raise UsageError(f"the launcher's environment is not understood: {error}.") from None
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place | None:
+    """A task of an srun step with several tasks. A batch script itself is none: it has a job id but no step id."""
+    world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
+    in_batch_script = "SLURM_JOB_ID" in environ and not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ)
+    if "SLURM_PROCID" not in environ or world == 1 or in_batch_script:
+        return None
+    hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    host = environ.get("MASTER_ADDR", first_host(hosts))
+    port = environ.get("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000))
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
+    return Place(
+        rank=int(environ["SLURM_PROCID"]),
+        world=world,
+        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        local_world=-(-world // nodes),
+        starter="srun",
+        url=f"tcp://{host}:{port}",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name in SLURM's compressed list: `gpu[03-05,9],login` -> `gpu03`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
+    if match is None:
+        raise ValueError(f"node list {nodes!r}")
+    return "".join(part or "" for part in match.groups())
+
+
+def choose(choice: Choice, place: Place | None, gpus: int) -> tuple[Device, int]:
+    """Device and number of ranks in all. Raises `UsageError` for more ranks on this machine than GPUs in it."""
+    device: Device = "cpu" if choice.device == "cpu" or (choice.device == "auto" and gpus == 0) else "cuda"
+    if device == "cuda" and gpus == 0:
+        raise UsageError("launch.device is 'cuda' but no GPU is found; take 'cpu', or check `nvidia-smi`.")
+    world = choice.nproc or (gpus if device == "cuda" else CPU_RANKS)
+    needed = world
+    if place is not None:
+        if choice.nproc not in (0, place.local_world):
+            raise UsageError(
+                f"launch.nproc is {choice.nproc} but {place.starter} started {place.local_world} ranks; leave it out."
+            )
+        world, needed = place.world, place.local_rank + 1
+    if device == "cuda" and needed > gpus:
+        raise UsageError(
+            f"{needed} ranks are more than the {gpus} GPUs found here; lower launch.nproc, or take --launch.device cpu."
+        )
+    return device, world
+
+
+def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:
+    """Run `entry(place, store, *args)` in `nproc` ranks on this machine; the exit code.
+
+    The first rank that fails says why, and ends the others.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
+    newer: dict[str, Any] = (
+        {"shutdown_timeout": 5} if "shutdown_timeout" in {f.name for f in fields(LaunchConfig)} else {}
+    )
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(),
+        **newer,
+    )
+    try:
+        elastic_launch(config, guarded)(entry, *args)
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    except ChildFailedError as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: ChildFailedError) -> int:
+    """Say what the failing rank could not say itself; the exit code."""
+    if sys.stderr.isatty():
+        print("\033[?25h", end="", file=sys.stderr)  # the progress bar of a rank that was ended had hidden the cursor
+    for rank, failure in error.failures.items():
+        if failure.exitcode < 0:
+            print(
+                f"accordion: rank {rank} was ended by {failure.signal_name()}; the others were stopped.",
+                file=sys.stderr,
+            )
+    return max(1, *(failure.exitcode for failure in error.failures.values()))
+
+
+def guarded(entry: Entry, *args: Any) -> None:
+    """Be one rank. The rank that fails first says why; those that fail because of it end silently."""
+    faulthandler.enable()
+    place = place_of(os.environ)
+    assert place is not None, "ranks are started by a launcher"
+    if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
+        torch.set_num_threads(max(1, num_cores() // place.local_world))
+    store: Store = next(iter(rendezvous(place.url, place.rank, place.world)))[0]
+    try:
+        entry(place, store, *args)
+    except KeyboardInterrupt:
+        os._exit(130)
+    except Exception as error:
+        code = _tell(error, place.rank, store)
+        get_error_handler().record_exception(error)  # torchrun shows it in its summary
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # not sys.exit: that waits for collectives in flight
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _tell(error: Exception, rank: int, store: Store) -> int:
+    """Print why this rank ends, if it is the first one to fail. The exit code of the first, for all of them."""
+    code = 2 if isinstance(error, UsageError) else 1
+    if isinstance(error, RuntimeError):
+        time.sleep(ECHO_S)
+    try:
+        first = store.compare_set(FAILED, "", f"{rank} {code}").decode()
+    except (RuntimeError, torch.distributed.DistError):
+        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone.", file=sys.stderr)
+        return code
+    if first != f"{rank} {code}":
+        return int(first.split()[1])
+    if isinstance(error, AccordionError):
+        print(f"accordion: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        print(f"accordion: rank {rank} failed:\n{''.join(traceback.format_exception(error))}", end="", file=sys.stderr)
+    return code
+
+
+def once_per_host(place: Place, store: Store, do: Callable[[], T]) -> T:
+    """`do` on the first rank of this host, then on its other ranks. A `UsageError` is raised by every rank of the host."""
+    key = f"accordion/host/{socket.gethostname()}"
+    if place.local_rank == 0:
+        message = "broken"
+        try:
+            result = do()
+            message = ""
+        except UsageError as error:
+            message = str(error)
+            raise
+        finally:
+            store.set(key, message)
+        return result
+    store.wait([key], LONG)
+    if message := store.get(key).decode():
+        raise UsageError(message)
+    return do()

@@ -1,0 +1,295 @@
+"""The training loop: what every rank does from joining the group to the sample at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import accordion as acc
+from accordion.checkpoint import load, save
+from accordion.config import Place as Lies
+from accordion.config import strategy_named
+from accordion.train import checkpoints
+from accordion.train.config import Config, TrainConfig, as_yaml, flat, parse_units
+from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
+from accordion.train.evaluate import sample, token_losses, validation_loss
+from accordion.train.launch import Device, Place
+from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
+from accordion.train.model import build, configuration
+from accordion.train.prepare import Prepared
+from accordion.train.screen import Screen
+
+LAST_LR = 0.1  # the cosine ends at this share of the peak
+PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
+    """Train as `config` says: the whole of one rank."""
+    device = _join(place, store, kind)
+    _agree(prepared, place)
+    with ExitStack() as stack:
+        screen = stack.enter_context(Screen(speaks=place.rank == 0))
+        run = _make(config, prepared, place, device)
+        screen.units(acc.describe(run.model))
+        _say_share(run, screen)
+        done = _resume(run, screen)
+        log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
+        screen.start(done, config.train.steps)
+        batches = iter(run.loader)
+        for step in range(done + 1, config.train.steps + 1):
+            metrics = _step(run, batches, step)
+            screen.step(metrics)
+            if log is not None:
+                log.step(metrics)
+            last = step == config.train.steps
+            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                _save(run, step)
+            if not last and config.train.eval_every and step % config.train.eval_every == 0:
+                _validate(run, step, screen, log)
+        screen.stop()
+        _finish(run, screen, log)
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the parts of the loop share."""
+
+    config: Config
+    prepared: Prepared
+    place: Place
+    device: torch.device
+    share: Share
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    loader: StatefulDataLoader
+    sums_locally: bool
+
+
+def _join(place: Place, store: Store, kind: Device) -> torch.device:
+    """Take this rank's device and join the group of all ranks."""
+    if kind == "cpu":
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", place.local_rank)
+        torch.accelerator.set_device_index(place.local_rank)
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        store=PrefixStore("accordion/group", store),
+        rank=place.rank,
+        world_size=place.world,
+        device_id=device if kind == "cuda" else None,
+    )
+    return device
+
+
+def _agree(prepared: Prepared, place: Place) -> None:
+    """Raise `DivergenceError` on every rank where ranks found different data or another checkpoint."""
+    tokens = prepared.tokens
+    mine = {
+        "training tokens": f"{tokens.num_train:,} ({tokens.digest[:12]})",
+        "a tokenizer": tokens.tokenizer_digest[:12],
+        "a checkpoint to go on from": str(prepared.resume),
+    }
+    found: list[dict[str, str]] = [{}] * place.world
+    dist.all_gather_object(found, mine)
+    for what, value in found[0].items():
+        other = next((rank for rank, theirs in enumerate(found) if theirs[what] != value), None)
+        if other is not None:
+            raise acc.DivergenceError(
+                f"ranks differ in {what}: rank 0 has {value}, rank {other} has {found[other][what]}; give every machine the same "
+                "data.path and checkpoint.dir, on storage that they share."
+            )
+
+
+def _make(config: Config, prepared: Prepared, place: Place, device: torch.device) -> Run:
+    """Build, shard, and connect what a run needs."""
+    shard, options = config.shard, config.train
+    strategy = strategy_named(shard.strategy)
+    name = _precision(shard.precision, device)
+    sizes = {"shard": place.world // prepared.replicas}
+    if strategy.hybrid:
+        sizes = {"replicate": prepared.replicas, **sizes}
+    units = parse_units(shard.units)
+    model = acc.shard(
+        build(configuration(config.model, config.data), config.model, options.seed),
+        init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
+        units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
+        strategy=strategy,
+        precision=acc.Precision(params=DTYPES[name]),
+        checkpoint_activations=shard.checkpoint_activations,
+    )
+    share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
+    return Run(
+        config=config,
+        prepared=prepared,
+        place=place,
+        device=device,
+        share=share,
+        model=model,
+        optimizer=_optimizer(model, options),
+        scaler=torch.amp.GradScaler(device.type, enabled=name == "fp16"),
+        loader=make_loader(prepared.tokens.read("train"), config.data.seq_len, share, options.seed),
+        sums_locally=strategy.grads is Lies.REPLICATE,
+    )
+
+
+def _precision(name: str, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _optimizer(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves vectors alone."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    present = [group for group in groups if group["params"]]
+    return acc.wrap_optimizer(torch.optim.AdamW(present, lr=options.lr, betas=(0.9, 0.95), fused=True))
+
+
+def _say_share(run: Run, screen: Screen) -> None:
+    order = run.loader.batch_sampler
+    assert isinstance(order, GlobalOrder)
+    share = run.share
+    sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
+    screen.note(f"a step is {share.global_batch} sequences of {run.config.data.seq_len} tokens: {sizes}")
+    uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
+    screen.note(f"an epoch is {order.steps_per_epoch:,} steps{uneven}")
+
+
+def lr_at(step: int, options: TrainConfig) -> float:
+    """The learning rate of step 1, 2, ...: linear warmup, then a cosine down to a tenth."""
+    if step <= options.warmup:
+        return options.lr * step / options.warmup
+    left = (step - options.warmup) / max(1, options.steps - options.warmup)
+    return options.lr * (LAST_LR + (1 - LAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, left))))
+
+
+def _step(run: Run, batches: Iterator[Tensor], step: int) -> StepMetrics:
+    """Forward and backward of each micro-batch, one optimizer step, and its figures averaged over ranks."""
+    options, began = run.config.train, time.perf_counter()
+    lr = lr_at(step, options)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    num_tokens = options.micro_batch * run.config.data.seq_len  # of a micro-batch, the same in each
+    loss = torch.zeros((), device=run.device)
+    for i in range(options.accumulate):
+        batch = next(batches).to(run.device, non_blocking=True)
+        later = run.sums_locally and i + 1 < options.accumulate
+        with acc.no_sync(run.model) if later else nullcontext():
+            mean = token_losses(run.model, batch) / (num_tokens * options.accumulate)
+            torch.autograd.backward(run.scaler.scale(mean))
+        loss += mean.detach()
+    run.scaler.unscale_(run.optimizer)
+    norm = acc.clip_grad_norm_(run.model, options.clip or math.inf)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
+    most = torch.tensor(peak_bytes(run.device), device=run.device)
+    dist.all_reduce(loss)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    mean_loss = float(loss) / run.place.world  # waits for the device, so that the time is that of the whole step
+    step_s = time.perf_counter() - began
+    return StepMetrics(
+        step=step,
+        loss=mean_loss,
+        grad_norm=float(norm),
+        lr=lr,
+        tokens_per_s=run.share.global_batch * run.config.data.seq_len / step_s,
+        step_s=step_s,
+        peak_bytes=int(most),
+    )
+
+
+def _open_record(run: Run, done: int) -> MetricsLog:
+    """Write down what is run, and open the record; rank 0 only."""
+    folder = Path(run.prepared.run_dir)
+    (folder / "config.yaml").write_text(as_yaml(run.config))
+    return MetricsLog(folder, done)
+
+
+def _save(run: Run, step: int) -> None:
+    folder = Path(run.prepared.checkpoint_dir)
+    path = checkpoints.path_of(folder, step)
+    extra = {
+        "step": step,
+        "config": flat(run.config),
+        "data": run.prepared.tokens.digest,
+        "tokenizer": run.prepared.tokens.tokenizer_digest,
+        "loader": dict(run.loader.state_dict()),
+        "scaler": run.scaler.state_dict(),
+    }
+    save(path, run.model, run.optimizer, extra=extra)
+    if run.place.rank == 0:
+        checkpoints.prune(folder, run.config.checkpoint.keep, path)
+
+
+def _resume(run: Run, screen: Screen) -> int:
+    """Fill the run from the checkpoint that was chosen; how many steps are done."""
+    path = run.prepared.resume
+    if path is None:
+        return 0
+    extra = load(path, run.model, run.optimizer)
+    run.scaler.load_state_dict(extra["scaler"])
+    done = int(extra["step"])
+    screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
+    order = run.loader.batch_sampler
+    assert isinstance(order, GlobalOrder)
+    if extra["data"] == run.prepared.tokens.digest and order.continues(extra["loader"]["_index_sampler_state"]):
+        run.loader.load_state_dict(extra["loader"])
+    else:
+        screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
+    changed = _changes(extra["config"], flat(run.config))
+    if changed:
+        screen.note(f"changed since: {', '.join(changed)}")
+    if done == run.config.train.steps:
+        screen.note("nothing is left to train; raise train.steps to go on, or take another run.dir to start over")
+    return done
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Settings of the maths that differ from those of the checkpoint, as `key old -> new`."""
+    keys = [key for key in now if key.startswith(("model.", "data.", "train.", "shard.precision"))]
+    return [f"{key} {before[key]} -> {now[key]}" for key in keys if key in before and before[key] != now[key]]
+
+
+def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> float:
+    tokens = run.prepared.tokens.read("validation")
+    loss = validation_loss(run.model, validation_batches(tokens, run.config.data.seq_len, run.share), run.device)
+    screen.note(f"validation loss {loss:.4f} after {step} steps (perplexity {math.exp(min(loss, 700.0)):,.1f})")
+    if log is not None:
+        log.validation(step, loss)
+    return loss
+
+
+def _finish(run: Run, screen: Screen, log: MetricsLog | None) -> None:
+    """The end: validation loss, where things lie, and generated text."""
+    steps = run.config.train.steps
+    _validate(run, steps, screen, log)
+    at = run.prepared.resume or ""
+    folder = Path(run.prepared.checkpoint_dir)
+    newest = checkpoints.path_of(folder, steps)
+    screen.note(f"checkpoint: {newest if newest.is_dir() else at}")
+    screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
+    prompt = [int(token) for token in run.prepared.tokens.read("validation")[:PROMPT_TOKENS]]
+    written = sample(run.model, prompt, SAMPLE_TOKENS, run.config.data.seq_len, run.config.train.seed)
+    tokenizer = run.prepared.tokens.tokenizer()
+    screen.sample(tokenizer.decode(prompt), tokenizer.decode(written))

@@ -1,0 +1,134 @@
+"""The model: a preset or a folder, built by transformers, without dropout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accordion.errors import UsageError
+from accordion.train.config import PRESETS, DataConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def check_folder(path: str, pretrained: bool) -> dict[str, Any]:
+    """Raise `UsageError` unless `path` is a model's folder; its config.json. Cheap: no weights are read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"model.path {path!r} is no model: it has no config.json.") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model.path {path!r} is no model: its config.json cannot be read: {error}") from None
+    if not isinstance(described, dict) or not isinstance(described.get("model_type"), str):
+        raise UsageError(f"model.path {path!r} is no model: its config.json names no model_type.")
+    if pretrained:
+        _check_weights(folder)
+    return described
+
+
+def _check_weights(folder: Path) -> None:
+    """Every safetensors file that is needed is there and its header is whole."""
+    from safetensors import SafetensorError, safe_open
+
+    single, index = (folder / name for name in WEIGHTS)
+    names = [single.name]
+    if not single.is_file():
+        if not index.is_file():
+            raise UsageError(
+                f"model.path {str(folder)!r} has no {WEIGHTS[0]}; model.init 'pretrained' reads safetensors only."
+            )
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise UsageError(f"{str(index)!r} is no index of safetensors files.") from None
+    for name in names:
+        try:
+            with safe_open(str(folder / name), framework="pt"):
+                pass
+        except FileNotFoundError:
+            raise UsageError(f"model.path {str(folder)!r} lacks {name!r}, which its index names.") from None
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{str(folder / name)!r} is no whole safetensors file: {error}") from None
+
+
+def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
+    """What transformers builds the model from; dropout is off. Raises `UsageError` where it knows no such model."""
+    from transformers import AutoConfig, LlamaConfig
+
+    if model.path is None:
+        shape = PRESETS[model.preset]
+        return LlamaConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.mlp,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=max(4096, data.seq_len),
+            initializer_range=shape.hidden**-0.5,  # transformers' 0.02 suits 2048; at 320 it learns slower, in spikes
+            bos_token_id=None,
+            eos_token_id=0,
+        )
+    try:
+        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+    except Exception as error:  # transformers checks its configurations with errors of many kinds
+        raise UsageError(f"model.path {model.path!r} is no model: {_brief(error)}") from None
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and data.seq_len > longest:
+        raise UsageError(f"data.seq_len {data.seq_len} is longer than the {longest} positions of {model.path!r}.")
+    for key, value in vars(config).items():
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def _brief(error: Exception) -> str:
+    """The first sentence: transformers lists every model it knows."""
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."
+
+
+def on_meta(config: PretrainedConfig, where: str) -> nn.Module:
+    """The model without storage: its names, shapes and classes. Raises `UsageError` where it is no language model."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
+        raise UsageError(f"{where} is no causal language model that transformers can build: {_brief(error)}") from None
+    return model
+
+
+def build(config: PretrainedConfig, model: ModelConfig, seed: int) -> nn.Module:
+    """The model on the CPU in float32, equal on every rank."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    if model.init == "scratch":
+        built: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return built.train()
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        model.path,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    absent = sorted(report["missing_keys"])
+    if absent:
+        raise UsageError(
+            f"the weights in {model.path!r} lack {len(absent)} tensors of the model: {', '.join(absent[:5])}."
+        )
+    trained: nn.Module = loaded.train()
+    return trained

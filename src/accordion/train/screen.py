@@ -1,0 +1,164 @@
+"""What a person sees: tables, a progress bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from accordion.config import STRATEGIES, Place
+from accordion.report import Report, UnitReport
+from accordion.train.metrics import StepMetrics
+
+PLAIN_WIDTH = 110  # of tables where there is no terminal to ask
+PLAIN_LINES = 100  # about so many lines of progress where there is no terminal
+
+
+def human(num_bytes: float) -> str:
+    """`num_bytes` in the largest binary unit that keeps it above one: 1536 -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def millions(count: int) -> str:
+    """A number of parameters: 10059840 -> `10.06 M`."""
+    return f"{count / 1e6:,.2f} M" if count < 1e9 else f"{count / 1e9:,.2f} B"
+
+
+class Screen:
+    """Owns the console and the progress bar of rank 0; on other ranks every call does nothing."""
+
+    def __init__(self, *, speaks: bool = True) -> None:
+        self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._live = self._console.is_terminal
+        if not self._live:
+            self._console.width = PLAIN_WIDTH
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._total = 0
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._console.print(Text(text))
+
+    def units(self, report: Report) -> None:
+        """The start table: what lies on each rank, beside what unsharded data parallel would keep there."""
+        self._console.print(units_table(report))
+
+    def start(self, done: int, total: int) -> None:
+        """Begin to show progress."""
+        self._total = total
+        if not self._live:
+            return
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes what the others leave
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done, figures="")
+        self._progress.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        figures = (
+            f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.tokens_per_s:,.0f} tok/s  "
+            f"{human(metrics.peak_bytes)}/rank"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics.step, figures=figures)
+        elif metrics.step == self._total or metrics.step % max(1, self._total // PLAIN_LINES) == 0:
+            self.note(
+                f"step {metrics.step}/{self._total}  {figures}  grad norm {metrics.grad_norm:.2f}  {metrics.step_s:.2f} s"
+            )
+
+    def stop(self) -> None:
+        """End the progress bar; may be called twice."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def sample(self, prompt: str, continuation: str) -> None:
+        """Generated text, told apart from what it goes on from."""
+        self._console.print(Text("sample:", style="bold"))
+        self._console.print(Text.assemble((prompt, "dim"), ("▸" if self._live else "", "green"), continuation))
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Bytes on a rank. `copies`: kept beside the shards all the time; `gathered`: of one unit, while it is used."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    copies: int
+    gathered: int
+
+    def cells(self, with_copies: bool) -> list[str]:
+        kept = [self.parameters, self.gradients, self.optimizer, self.copies]
+        return [
+            *(human(n) for n in [*kept[: 3 + with_copies], sum(kept)]),
+            human(self.gathered) if self.gathered else "",
+        ]
+
+
+def units_table(report: Report) -> Table:
+    """A row for each run of equal units, their sum, and data parallelism without sharding."""
+    strategy = STRATEGIES.get(report.strategy)
+    resident = strategy is not None and strategy.params is Place.REPLICATE
+    rows = [(unit, _row_of(unit, resident)) for unit in report.units]
+    with_copies = any(row.copies for _, row in rows)
+    title = f"{report.strategy} over {report.world} ranks: bytes on each rank"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("unit")
+    copies = ["copies"] * with_copies
+    for name in ("size", "weights", "gradients", "optimizer", *copies, "in all", "gathered"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, run in groupby(rows, key=lambda pair: (pair[0].kind, pair[1])):
+        alike = list(run)
+        first, last = alike[0][0].name, alike[-1][0].name.rpartition(".")[2]
+        name = first if len(alike) == 1 else f"{first}-{last}"
+        count = sum(unit.num_params for unit, _ in alike)
+        table.add_row(name, millions(count), *_sum([row for _, row in alike]).cells(with_copies))
+    table.add_section()
+    total = _sum([row for _, row in rows])
+    table.add_row("all units", millions(report.total_params), *total.cells(with_copies), style="bold")
+    quarter = report.unsharded_bytes // 4  # parameters, gradients and two states of AdamW, alike in bytes
+    unsharded = _Row(quarter, quarter, 2 * quarter, 0, 0)
+    table.add_row("without sharding", millions(report.total_params), *unsharded.cells(with_copies))
+    return table
+
+
+def _row_of(unit: UnitReport, resident: bool) -> _Row:
+    always = unit.relay_bytes + (unit.full_bytes if resident else 0)
+    return _Row(
+        unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always, 0 if resident else unit.full_bytes
+    )
+
+
+def _sum(rows: list[_Row]) -> _Row:
+    """What is kept adds up; of what is gathered, the largest counts."""
+    return _Row(
+        sum(row.parameters for row in rows),
+        sum(row.gradients for row in rows),
+        sum(row.optimizer for row in rows),
+        sum(row.copies for row in rows),
+        max(row.gathered for row in rows),
+    )

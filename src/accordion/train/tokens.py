@@ -1,0 +1,270 @@
+"""Text to token files: the tokenizer, and packed tokens in a cache that is made whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import IO
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from accordion.errors import UsageError
+from accordion.train.sources import Piece, Source, Split, split_of
+
+FORMAT = 1  # of the cache; a change of the code below that changes tokens takes the next number
+END_OF_TEXT = "<|endoftext|>"
+TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
+BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
+SPOOL_BYTES = 256 << 20  # held in memory until the data is known to be usable
+TAIL_SHARE = 20  # where no document falls to validation, the last 1/20 of the tokens does
+Files = dict[Split, IO[bytes]]
+Say = Callable[[str], None]
+"""Takes a line about what goes on."""
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer as data: `spec` is its tokenizer.json."""
+
+    spec: str
+    size: int
+    end_id: int
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.end_id} {self.spec}".encode()).hexdigest()
+
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_str(self.spec)
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
+        return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFiles:
+    """Packed tokens on disk. `digest` is of the tokens themselves: equal on ranks that read equal data."""
+
+    folder: str
+    dtype: str
+    num_train: int
+    num_validation: int
+    num_documents: int
+    end_id: int
+    digest: str
+    tokenizer_digest: str
+
+    def read(self, split: Split) -> np.ndarray:
+        """The tokens of a split, mapped: (num_tokens,)."""
+        return np.memmap(Path(self.folder, f"{split}.bin"), dtype=self.dtype, mode="r")
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(Path(self.folder, "tokenizer.json")))
+
+
+def train_vocabulary(source: Source, size: int) -> Vocabulary:
+    """A byte-level BPE tokenizer trained on the training split. Raises `UsageError` where there is no text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(source), trainer)
+    return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=0)
+
+
+def _training_text(source: Source) -> Iterator[str]:
+    """The training split up to a limit; all of a small source that has only validation by its hash."""
+    chars, spare = 0, []
+    for piece in source.pieces():
+        if split_of(piece) == "train":
+            yield piece.text
+            chars += len(piece.text)
+        elif chars == 0:
+            spare.append(piece.text)
+        if chars > TRAINING_CHARS:
+            return
+    if chars == 0:
+        yield from spare
+
+
+def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
+    """The tokenizer of a model's folder, None where it has none. `end_id`: what its config.json says."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise UsageError(f"{str(path)!r} is no tokenizer: {error}") from None
+    end = end_id[0] if isinstance(end_id, list) and end_id else end_id
+    if not isinstance(end, int):
+        found = (tokenizer.token_to_id(word) for word in (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"))
+        end = next((number for number in found if number is not None), None)
+    if end is None:
+        raise UsageError(f"{str(folder)!r} names no end-of-text token; set eos_token_id in its config.json.")
+    return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=end)
+
+
+def cached_vocabulary(source: Source, size: int, cache: Path, say: Say) -> tuple[Vocabulary, Callable[[], None]]:
+    """The tokenizer for `source` from the cache, else trained; the second part writes it there."""
+    path = cache / "tokenizers" / f"{_key(source.stamp, str(size))}.json"
+    try:
+        held = Vocabulary(**json.loads(path.read_text()))
+        held.tokenizer()
+    except Exception:  # absent, damaged or of another version: trained again
+        say(f"training a tokenizer on {source.label} (once; kept in {path.parent})")
+        vocabulary = train_vocabulary(source, size)
+        return vocabulary, lambda: write_whole(path, json.dumps(asdict(vocabulary)))
+    return held, lambda: None
+
+
+def cached_tokens(
+    source: Source, vocabulary: Vocabulary, cache: Path, accept: Callable[[int, int], None], say: Say
+) -> TokenFiles:
+    """The token files of `source`, from the cache or put there.
+
+    `accept` is called with the numbers of training and validation tokens and may raise: then nothing was written.
+    """
+    folder = cache / "tokens" / _key(source.stamp, vocabulary.digest)
+    try:
+        held = TokenFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        sizes = [held.num_train, held.num_validation]
+        if [held.read(split).size for split in SPLITS] != sizes:
+            raise ValueError(f"token files in {folder} do not have {sizes} tokens")
+    except (OSError, ValueError, TypeError):  # absent or damaged: made again
+        say(f"tokenizing {source.label} (once; kept in {folder.parent})")
+        return _tokenize(source, vocabulary, folder, accept)
+    accept(held.num_train, held.num_validation)
+    return held
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
+
+
+def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Callable[[int, int], None]) -> TokenFiles:
+    """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
+    dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
+    near = next(str(place) for place in folder.absolute().parents if place.is_dir())
+    tokenizer, num_documents = vocabulary.tokenizer(), 0
+    with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
+        files: Files = {"train": train, "validation": held_out}
+        for split, ids, ends in _encoded(source, tokenizer, vocabulary.end_id):
+            files[split].write(np.asarray(ids, dtype).tobytes())
+            num_documents += ends
+        if num_documents == 0:
+            raise UsageError(f"{source.label!r} holds no text.")
+        _balance(files, dtype.itemsize)
+        num_train, num_validation = (files[split].seek(0, os.SEEK_END) // dtype.itemsize for split in SPLITS)
+        accept(num_train, num_validation)
+        made = TokenFiles(
+            folder=str(folder),
+            dtype=dtype.name,
+            num_train=num_train,
+            num_validation=num_validation,
+            num_documents=num_documents,
+            end_id=vocabulary.end_id,
+            digest=_digest(files),
+            tokenizer_digest=vocabulary.digest,
+        )
+        _publish(made, files, vocabulary)
+    return made
+
+
+def _encoded(source: Source, tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:
+    for batch in _batches(source.pieces()):
+        encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield split_of(piece), encoding.ids + [end_id] * piece.ends, piece.ends
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch, chars = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _balance(files: Files, itemsize: int) -> None:
+    """Where one split has no document, it is cut off the other: the last part of the tokens is validation."""
+    train, validation = (files[split] for split in SPLITS)
+    if train.tell() == 0:
+        files["train"], files["validation"] = validation, train
+        train, validation = validation, train
+    if validation.tell() == 0:
+        total = train.tell() // itemsize
+        keep = (total - total // TAIL_SHARE) * itemsize
+        train.seek(keep)
+        shutil.copyfileobj(train, validation)
+        train.truncate(keep)
+
+
+def _digest(files: Files) -> str:
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        files[split].seek(0)
+        while chunk := files[split].read(1 << 20):
+            digest.update(chunk)
+        digest.update(split.encode())
+    return digest.hexdigest()
+
+
+def _publish(made: TokenFiles, files: Files, vocabulary: Vocabulary) -> None:
+    """Write beside the place and rename: another process finds all of it or nothing."""
+    folder = Path(made.folder)
+    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    draft.mkdir(parents=True)
+    try:
+        for split in SPLITS:
+            files[split].seek(0)
+            with (draft / f"{split}.bin").open("wb") as target:
+                shutil.copyfileobj(files[split], target)
+        (draft / "tokenizer.json").write_text(vocabulary.spec)
+        (draft / "meta.json").write_text(json.dumps(asdict(made)))
+        if folder.exists():  # damaged, or another process was quicker: its files are the same as these
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not (folder / "meta.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that a reader finds the old one, the new one, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def check_fits(vocabulary: Vocabulary, model_vocab: int, where: str) -> None:
+    """A model cannot look up a token that it has no row for."""
+    if vocabulary.size > model_vocab or vocabulary.end_id >= model_vocab:
+        raise UsageError(
+            f"the tokenizer of {where} has {vocabulary.size} tokens (end of text: {vocabulary.end_id}), the model rows for "
+            f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
+        )

@@ -1,0 +1,177 @@
+"""Which modules become units, and which unit owns each parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from accordion.config import UnitRule, nearest
+from accordion.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class MinParams:
+    """A rule by size: a module is a unit where at least `num_params` of its parameters are in no unit below it."""
+
+    num_params: int
+
+
+def min_params(num_params: int) -> MinParams:
+    """Units of at least `num_params` parameters each, formed from the leaves up."""
+    if num_params < 1:
+        raise UsageError(f"min_params({num_params}) makes no sense; pass a positive number of parameters.")
+    return MinParams(num_params)
+
+
+UnitChoice = Iterable[type[nn.Module] | str] | type[nn.Module] | MinParams | UnitRule | None
+
+
+@dataclass(slots=True)
+class Owned:
+    """A parameter as found: every place that reads it, under its names. `owner`: index of the unit that gathers it.
+
+    `others`: more objects over the same memory.
+    """
+
+    names: list[str]
+    original: nn.Parameter
+    others: list[nn.Parameter]
+    places: list[tuple[weakref.ref[nn.Module], str]]
+    owner: int
+
+
+def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every unit, the root first and then in module order. Raises `UsageError` where nothing matches."""
+    if choice is None:
+        chosen = _repeated_blocks(model)
+    elif isinstance(choice, MinParams):
+        chosen = _by_size(model, choice.num_params)
+    elif callable(choice) and not isinstance(choice, type):
+        chosen = {id(m) for name, m in model.named_modules() if choice(name, m)}
+    else:
+        chosen = _by_class(model, choice)
+    return [("", model)] + [
+        (n, m) for n, m in model.named_modules() if m is not model and id(m) in chosen and has_params(m)
+    ]
+
+
+def has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(model: nn.Module) -> set[int]:
+    """The blocks that transformers names, else the outermost lists of two or more modules of one class.
+
+    A list in a list is looked through: what nobody calls has no forward around which to gather.
+    """
+    named = getattr(model, "_no_split_modules", None)
+    if named:
+        chosen = {id(m) for m in model.modules() if type(m).__name__ in named and m is not model}
+        if chosen:
+            return chosen
+    found: set[int] = set()
+
+    def search(module: nn.Module) -> None:
+        children = [c for c in module.children() if has_params(c)]
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            listed = list(_called_below(module))
+            counts = Counter(type(c) for c in listed)
+            found.update(id(c) for c in listed if counts[type(c)] > 1 and any(True for _ in c.children()))
+        for child in children:
+            if id(child) not in found:
+                search(child)
+
+    search(model)
+    return found
+
+
+def _called_below(module: nn.Module) -> Iterator[nn.Module]:
+    """The children with parameters, and in place of one that nobody calls, those below it."""
+    for child in module.children():
+        if has_params(child):
+            yield from [child] if is_called(child) else _called_below(child)
+
+
+def _by_size(model: nn.Module, num_params: int) -> set[int]:
+    chosen: set[int] = set()
+
+    def search(module: nn.Module, taken: set[int]) -> None:
+        for child in () if isinstance(module, nn.MultiheadAttention) else module.children():
+            search(child, taken)
+        mine = [p for p in module.parameters() if id(p) not in taken]
+        if sum(p.numel() for p in mine) >= num_params and is_called(module):
+            chosen.add(id(module))
+            taken.update(id(p) for p in mine)
+
+    search(model, set())
+    return chosen
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own; containers are only read."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
+    wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
+    chosen: set[int] = set()
+    classes = sorted({type(m).__name__ for m in model.modules()})
+    for cls in wanted:
+        if isinstance(cls, str):
+            found = {id(m) for m in model.modules() if cls in (c.__name__ for c in type(m).__mro__)}
+        elif isinstance(cls, type) and issubclass(cls, nn.Module):
+            found = {id(m) for m in model.modules() if isinstance(m, cls)}
+        else:
+            raise UsageError(f"units has {cls!r}, which is no module class; pass classes, min_params(n) or a callable.")
+        if not found:
+            name = cls if isinstance(cls, str) else cls.__name__
+            raise UsageError(f"units names {name}, but the model has no such module; {nearest(name, classes)}")
+        chosen |= found
+    return chosen
+
+
+def owned_parameters(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[Owned]:
+    """Every parameter once, with the smallest unit that holds all its users: tied weights, or a module with several parents."""
+    index = {id(module): i for i, (_, module) in enumerate(units)}
+    found: dict[object, Owned] = {}
+    above: dict[object, list[int]] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str, chain: list[int]) -> None:
+        again = id(module) in seen  # below another parent: more names and other units around it, the same places
+        seen.add(id(module))
+        if id(module) in index:
+            chain = [*chain, index[id(module)]]
+        for attr, param in module._parameters.items():
+            if param is None:
+                continue
+            key = storage_key(param)
+            if key not in found:
+                found[key], above[key] = Owned([], param, [], [], 0), chain
+            entry = found[key]
+            entry.names.append(prefix + attr)
+            if not again:
+                entry.places.append((weakref.ref(module), attr))
+            if all(param is not known for known in (entry.original, *entry.others)):
+                entry.others.append(param)
+            above[key] = [i for i in above[key] if i in chain]
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{prefix}{name}.", chain)
+
+    walk(model, "", [])
+    for key, entry in found.items():
+        entry.owner = above[key][-1]
+    return list(found.values())
+
+
+def storage_key(param: nn.Parameter) -> object:
+    """Equal for parameters that are one memory: the same object, or two objects over the same storage."""
+    if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:
+        return id(param)
+    return param.data_ptr(), param.shape, param.stride(), param.dtype

@@ -1,0 +1,117 @@
+"""Ranks that accordion starts: the first that fails ends the others, and its traceback is the one shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from accordion.errors import UsageError
+from accordion.train import launch
+from accordion.train.launch import Place
+
+WITHIN_S = 10.0
+
+
+def join(place: Place, store: Store) -> None:
+    dist.init_process_group("gloo", store=PrefixStore("test", store), rank=place.rank, world_size=place.world)
+    dist.all_reduce(torch.ones(1))
+
+
+def fails(place: Place, store: Store, kind: str, mark: str) -> None:
+    """Rank 1 fails in its own way, while rank 0 waits for it in a collective."""
+    join(place, store)
+    if place.rank == 1:
+        with open(mark, "w") as file:
+            file.write(str(time.time()))
+        if kind == "raises":
+            raise ZeroDivisionError("planted in rank 1")
+        if kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "refuses":
+            raise UsageError("planted,\nin rank 1")
+    dist.all_reduce(torch.ones(1))
+    time.sleep(600)
+
+
+def hangs(place: Place, store: Store, mark: str) -> None:
+    """Rank 1 raises while rank 0 is not in a collective and would not notice by itself."""
+    fails(place, store, "raises" if place.rank == 1 else "sleeps", mark) if place.rank == 1 else _sleep(place, store)
+
+
+def _sleep(place: Place, store: Store) -> None:
+    join(place, store)
+    time.sleep(600)
+
+
+def ended_within(mark: str) -> bool:
+    with open(mark) as file:
+        return time.time() - float(file.read()) < WITHIN_S
+
+
+EXPECTED = {
+    "raises": (1, "ZeroDivisionError: planted in rank 1"),
+    "dies": (1, "accordion: rank 1 was ended by SIGKILL; the others were stopped.\n"),
+    "refuses": (2, "accordion: planted, in rank 1\n"),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_failing_rank_ends_the_others(
+    kind: str, tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    mark = os.path.join(tmp_path, "mark")
+    code, message = EXPECTED[kind]
+    assert launch.start(fails, (kind, mark), 2) == code
+    assert ended_within(mark)
+    told = capfd.readouterr().err
+    assert message in told
+    if kind == "raises":
+        assert told.startswith("accordion: rank 1 failed:\nTraceback")
+        assert told.count("Traceback") == 1
+        assert "raise ZeroDivisionError" in told
+    else:
+        assert told == message
+
+
+def test_a_rank_that_does_not_communicate_is_ended_too(
+    tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    mark = os.path.join(tmp_path, "mark")
+    assert launch.start(hangs, (mark,), 2) == 1
+    assert ended_within(mark)
+    assert "ZeroDivisionError: planted in rank 1" in capfd.readouterr().err
+
+
+def succeeds(place: Place, store: Store, folder: str) -> None:
+    join(place, store)
+    answer = launch.once_per_host(place, store, lambda: place.rank)
+    with open(os.path.join(folder, str(place.rank)), "w") as file:
+        file.write(f"{place.world} {answer} {torch.get_num_threads()}")
+    dist.destroy_process_group()
+
+
+def test_ranks_share_the_cores(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch.start(succeeds, (str(tmp_path),), 3) == 0
+    threads = max(1, launch.num_cores() // 3)
+    for rank in range(3):
+        with open(os.path.join(tmp_path, str(rank))) as file:
+            assert file.read() == f"3 {rank} {threads}"
+
+
+def prepares(place: Place, store: Store) -> None:
+    def do() -> None:
+        raise UsageError("the first rank of the host refuses")
+
+    launch.once_per_host(place, store, do)
+
+
+def test_what_the_first_rank_refuses_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.start(prepares, (), 2) == 2
+    assert capfd.readouterr().err == "accordion: the first rank of the host refuses\n"

@@ -1,0 +1,220 @@
+"""The main job as a person runs it: it learns, ranks do not change the maths, and resume goes on with the same curve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, Store
+
+from accordion import cli
+from accordion.train import launch, loop
+from accordion.train.command import read
+from accordion.train.launch import Place
+from accordion.train.prepare import prepare
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+TEXT = str(Path(asyncio.__file__).parent)  # half a megabyte that every machine has
+TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
+Metrics = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with a cache that the tests of this file share."""
+    folder = tmp_path_factory.mktemp("train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        yield folder
+
+
+def metrics(run_dir: Path) -> Metrics:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(run_dir: Path, *flags: str) -> Metrics:
+    assert cli.main(["train", "--run.dir", str(run_dir), *flags]) == 0
+    return metrics(run_dir)
+
+
+def losses(found: Metrics) -> list[float]:
+    return [line["loss"] for line in found]
+
+
+@pytest.fixture(scope="module")
+def main_job(place: Path) -> tuple[Metrics, Path]:
+    """30 steps of what `make train` does on a machine without GPUs."""
+    return train(place / "two", "--launch.device", "cpu", "--train.steps", "30"), place / "two"
+
+
+def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path]) -> None:
+    found, run_dir = main_job
+    assert losses(found)[0] - losses(found)[-1] >= 1.5
+    assert losses(found)[0] == pytest.approx(math.log(4096), abs=0.8)
+    assert [line["step"] for line in found] == list(range(1, 31))
+    for line in found:
+        assert list(line) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes"]
+        assert line["tokens_per_s"] == pytest.approx(16 * 128 / line["step_s"])
+        assert 100e6 < line["peak_bytes"] < 4e9
+    assert list(run_dir.glob("events.out.tfevents.*"))
+    saved = {path.name for path in (run_dir / "checkpoints" / "step-000030").iterdir()}
+    assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+def test_one_rank_sees_the_same_batches_and_losses(main_job: tuple[Metrics, Path], place: Path) -> None:
+    flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "30")
+    one = losses(train(place / "one", *flags))
+    assert one == pytest.approx(losses(main_job[0]), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> tuple[Metrics, str]:
+    """A small run of 12 steps, and what it printed."""
+    flags = ["--train.steps", "12", "--checkpoint.every", "3", "--checkpoint.keep", "3", "--train.eval_every", "5"]
+    words = ["train", *TINY, *flags, "--run.dir", "whole"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "accordion", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stderr == ""
+    return metrics(place / "whole"), shown.stdout
+
+
+def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]) -> None:
+    found, shown = whole
+    assert "\033" not in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("step ")] == [
+        f"{i}/12" for i in range(1, 13)
+    ]
+    assert f"loss {losses(found)[-1]:.3f}" in shown
+    for words in (
+        "without sharding",
+        "model.layers.0-1",
+        "validation loss",
+        "after 5 steps",
+        "after 12 steps",
+    ):
+        assert words in shown
+    assert f"checkpoint: {Path('whole', 'checkpoints', 'step-000012')}" in shown
+    assert "sample:" in shown
+
+
+def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place: Path) -> None:
+    kept = sorted(path.name for path in (place / "whole" / "checkpoints").iterdir())
+    assert kept == ["step-000006", "step-000009", "step-000012"]
+
+
+def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: Path) -> None:
+    checkpoint = str(place / "whole" / "checkpoints" / "step-000006")
+    found = train(place / "resumed", *TINY, "--train.steps", "12", "--checkpoint.resume", checkpoint)
+    expected = whole[0][6:]
+    for key in ("step", "loss", "grad_norm", "lr"):
+        assert [line[key] for line in found] == [line[key] for line in expected], key
+
+
+def test_resume_with_another_number_of_ranks(whole: tuple[Metrics, str], place: Path) -> None:
+    checkpoint = str(place / "whole" / "checkpoints" / "step-000009")
+    flags = ["--train.steps", "12", "--launch.nproc", "1", "--train.accumulate", "2", "--checkpoint.resume", checkpoint]
+    found = train(place / "fewer", *TINY, *flags)
+    assert losses(found) == pytest.approx(losses(whole[0])[9:], abs=1e-4)
+
+
+def test_auto_finds_the_newest_and_metrics_go_on(
+    whole: tuple[Metrics, str], place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = place / "auto"
+    train(run_dir, *TINY, "--train.steps", "3")
+    with (run_dir / "metrics.jsonl").open("a") as file:  # of a run that was killed after its last checkpoint
+        file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')
+    capfd.readouterr()
+    found = train(run_dir, *TINY, "--train.steps", "5", "--train.lr", "2e-3")
+    shown = capfd.readouterr().out
+    assert "3 of 5 steps are done" in shown
+    assert "train.lr 0.001 -> 0.002" in shown
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
+    assert losses(found)[3] > 1
+
+
+VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losses may lie from those of full_shard
+    "full_shard": ([], 0),
+    "shard_grad_op": (["--shard.strategy", "shard_grad_op"], 0),
+    "shard_optim": (["--shard.strategy", "shard_optim"], 1e-5),
+    "no_shard": (["--shard.strategy", "no_shard"], 1e-5),
+    "hybrid": (["--shard.strategy", "hybrid_shard", "--shard.replicas", "2"], 1e-5),
+    "hybrid over replicas": (["--shard.strategy", "hybrid_shard_optim", "--shard.replicas", "2"], 1e-5),
+    "accumulated": (["--train.micro_batch", "2", "--train.accumulate", "4"], 1e-5),
+    "accumulated locally": (
+        ["--shard.strategy", "shard_optim", "--train.micro_batch", "4", "--train.accumulate", "2"],
+        1e-5,
+    ),
+    "recomputed": (["--shard.checkpoint_activations", "full"], 1e-5),
+    "recomputed every second": (["--shard.checkpoint_activations", "every:2"], 1e-5),
+    "recomputed selectively": (["--shard.checkpoint_activations", "selective"], 1e-5),
+    "units by size": (["--shard.units", "min_params:20000"], 1e-5),
+    "units by class": (["--shard.units", "LlamaMLP,LlamaAttention"], 1e-5),
+    "bf16": (["--shard.precision", "bf16"], 0.05),
+    "fp16": (["--shard.precision", "fp16"], 0.05),
+}
+
+
+def several(place: Place, store: Store, jobs: list[tuple[Any, ...]]) -> None:
+    for i, job in enumerate(jobs):
+        loop.train(place, PrefixStore(str(i), store), *job)
+
+
+def test_every_switch_trains_the_same_model(place: Path) -> None:
+    jobs = []
+    for name, (flags, _) in VARIANTS.items():
+        config = read([*TINY, "--train.steps", "6", "--run.dir", f"variants/{name}", *flags])
+        jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None), "cpu"))
+    assert launch.start(several, (jobs,), 2) == 0
+    expected = losses(metrics(place / "variants" / "full_shard"))
+    assert len(expected) == 6
+    for name, (_, tolerance) in VARIANTS.items():
+        assert losses(metrics(place / "variants" / name)) == pytest.approx(expected, rel=0, abs=tolerance), name
+
+
+def test_under_torchrun(whole: tuple[Metrics, str], place: Path) -> None:
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "accordion", "train", *TINY, "--train.steps", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, "--run.dir", "torchrun", "--train.warmup", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses(metrics(place / "torchrun"))[0] == whole[0][0]["loss"]
+    assert done.stdout.count("validation loss") == 1
+
+
+def test_under_srun(whole: tuple[Metrics, str], place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ["train", *TINY, "--train.steps", "2", "--run.dir", "srun", "--train.warmup", "0"]
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "accordion", *words],
+            env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [task.communicate(timeout=300) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], told
+    assert losses(metrics(place / "srun"))[0] == whole[0][0]["loss"]
+    assert "validation loss" in told[0][0]
+    assert told[1][0] == ""

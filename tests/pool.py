@@ -1,0 +1,277 @@
+"""Rank processes for tests: one pool started once serves every world test, and fake ranks answer for large worlds."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import math
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+RANKS = 4
+TIMEOUT_S = 60.0
+GRACE_S = 5.0  # how long the others may still run once one rank has failed: they mostly wait for it in a collective
+START_S = 60.0
+MeshKey = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank is asked to do: make a mesh with the others or, where there is a `call`, run it on that mesh.
+
+    `call`: a pickled (function, args, kwargs). `path` and `filters` are the parent's import path and warning filters,
+    so that a rank runs a test as pytest would; the path is set before `call` is read: the function travels by name.
+    """
+
+    mesh: MeshKey
+    call: bytes | None = None
+    fake_rank: int | None = None
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+
+
+class Pool:
+    """Owns `num_ranks` rank processes of one process group; started at the first run, and anew after a failure.
+
+    Tests call `run` and `run_mesh` only. A failed test costs its own time and a restart; the next test finds new ranks.
+    """
+
+    def __init__(self, num_ranks: int = RANKS, device_type: str = "cpu", backend: str = "gloo") -> None:
+        self.num_ranks, self.device_type, self.backend = num_ranks, device_type, backend
+        self._ranks: list[_Rank] = []
+        self._meshes: set[MeshKey] = set()
+        self._store: dist.TCPStore | None = None
+
+    def run(
+        self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
+    ) -> Any:
+        """Call `fn(mesh, *args, **kwargs)` on the first `num_ranks` ranks; returns their results in rank order.
+
+        `fn`: a function of a module, for it travels by name. `mesh`: 1-D over those ranks, its axis named "shard".
+        Raises `AssertionError` with the traceback of every rank that failed, died or did not answer in `timeout_s`.
+        """
+        __tracebackhide__ = True
+        return self.run_mesh((num_ranks,), ("shard",), fn, *args, timeout_s=timeout_s, **kwargs)
+
+    def run_mesh(
+        self,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = TIMEOUT_S,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`run` on a mesh of any shape, over the first `prod(shape)` ranks."""
+        __tracebackhide__ = True
+        count, key = math.prod(shape), (tuple(shape), tuple(names))
+        if count > self.num_ranks:
+            raise ValueError(f"a mesh of shape {shape} needs {count} ranks and the pool has {self.num_ranks}")
+        try:
+            if not self._ranks:
+                self._start()
+            if key not in self._meshes:  # groups are made by all ranks together, members or not
+                _ask(self._ranks, Job(mesh=key), START_S)
+                self._meshes.add(key)
+            return _ask(self._ranks[:count], Job(mesh=key, call=pickle.dumps((fn, args, kwargs))), timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the rank processes; a later run starts new ones."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks, self._store = [], None
+        self._meshes.clear()
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group = (self.device_type, self.backend, self._store.port, self.num_ranks)
+        self._ranks = [_Rank(rank, _serve, group) for rank in range(self.num_ranks)]
+        _answers(self._ranks, START_S)
+
+
+def run_fake(
+    world: int | tuple[int, ...],
+    rank: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    **kwargs: Any,
+) -> Any:
+    """Call `fn(mesh, *args, **kwargs)` as rank `rank` of a world that does not exist; returns its result.
+
+    `world`: number of ranks, or a shape with the axes ("replicate", "shard"). Collectives of torch's fake process group
+    return at once and move nothing. Every call has a process of its own: DTensor caches meshes for the process's life.
+    """
+    __tracebackhide__ = True
+    shape = (world,) if isinstance(world, int) else tuple(world)
+    one = _Rank(rank, _serve_fake, ())
+    try:
+        key = (shape, ("replicate", "shard")[-len(shape) :])
+        return _ask([one], Job(mesh=key, call=pickle.dumps((fn, args, kwargs)), fake_rank=rank), timeout_s)[0]
+    finally:
+        one.kill()
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """The default process group of this process is a fake one of `size` ranks, seen as `rank`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Rank:
+    """The parent's end of one rank process: owns the process, the pipe to it and the file of its stack dumps."""
+
+    def __init__(self, rank: int, serve: Callable[..., None], group: tuple[Any, ...]) -> None:
+        context = mp.get_context("forkserver")  # a restart must not import torch again
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
+        )
+        self.rank = rank
+        self.dump = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".stack")  # noqa: SIM115
+        self.conn, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(rank, theirs, self.dump.name, *group), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stack(self) -> str:
+        """Where every thread of the process is now."""
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return self.dump.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.conn.close()
+        self.dump.close()
+
+
+def _ask(ranks: list[_Rank], job: Job, timeout_s: float) -> list[Any]:
+    """Give all of `ranks` the same job and return what they answer."""
+    __tracebackhide__ = True
+    message = pickle.dumps(job)  # not Connection.send, which would share tensors' memory between processes
+    for rank in ranks:
+        rank.conn.send_bytes(message)
+    return _answers(ranks, timeout_s)
+
+
+def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
+    """Wait for one answer of each rank; raises `AssertionError` naming every rank without a good one."""
+    __tracebackhide__ = True
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    start = time.monotonic()
+    deadline = start + timeout_s
+    open_ranks = {rank.conn: rank for rank in ranks}
+    while open_ranks and (left := deadline - time.monotonic()) > 0:
+        for conn in wait(list(open_ranks), timeout=left):
+            rank = open_ranks.pop(conn)  # type: ignore[index]
+            try:
+                good, answer = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, ConnectionError):
+                rank.process.join(GRACE_S)
+                good, answer = False, f"the process ended with exit code {rank.process.exitcode}\n{rank.stack()}"
+            if good:
+                results[rank.rank] = answer
+            else:
+                failures[rank.rank] = answer
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    waited = time.monotonic() - start
+    for rank in open_ranks.values():
+        failures[rank.rank] = f"no answer after {waited:.1f} s; it was here, most recent call first:\n{rank.stack()}"
+    if failures:
+        raise AssertionError(_report(failures))
+    return [results[rank.rank] for rank in ranks]
+
+
+def _report(failures: dict[int, str]) -> str:
+    """All failures as one text; ranks that failed in the same way share a paragraph."""
+    same: dict[str, list[int]] = {}
+    for rank, text in failures.items():
+        same.setdefault(text, []).append(rank)
+    return "\n\n".join(f"rank {', '.join(map(str, sorted(ranks)))}: {text.rstrip()}" for text, ranks in same.items())
+
+
+def _begin(dump: str) -> None:
+    """What every rank process does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the ranks
+    faulthandler.register(signal.SIGUSR1, open(dump, "w"), all_threads=True)  # noqa: SIM115
+    torch.set_num_threads(1)
+
+
+def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: str, port: int, num_ranks: int) -> None:
+    """A rank's whole life: join the process group, then answer jobs until the parent hangs up."""
+    _begin(dump)
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=300)
+    )
+    conn.send_bytes(pickle.dumps((True, None)))
+    meshes: dict[MeshKey, DeviceMesh] = {}
+    gc.collect()
+    gc.freeze()  # collections between tests look only at what tests made
+    with contextlib.suppress(EOFError):
+        while True:
+            conn.send_bytes(_answer(conn.recv_bytes(), meshes, device_type))
+            gc.collect()
+
+
+def _serve_fake(rank: int, conn: Connection, dump: str) -> None:
+    """Answer one job in a fake world."""
+    _begin(dump)
+    conn.send_bytes(_answer(conn.recv_bytes(), {}, "cpu"))
+
+
+def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str) -> bytes:
+    """Do one job; returns the pickled (True, result) or (False, traceback)."""
+    try:
+        job: Job = pickle.loads(message)
+        shape, names = job.mesh
+        size = math.prod(shape)
+        with fake_world(size, job.fake_rank) if job.fake_rank is not None else contextlib.nullcontext():
+            if job.mesh not in meshes:
+                meshes[job.mesh] = DeviceMesh(device_type, torch.arange(size).view(shape), mesh_dim_names=names)
+            return pickle.dumps((True, None if job.call is None else _call(job, meshes[job.mesh])))
+    except BaseException as error:  # pytest.fail raises outside of Exception
+        return pickle.dumps((False, "".join(traceback.format_exception(error))))
+
+
+def _call(job: Job, mesh: DeviceMesh) -> Any:
+    """Run the test's function as pytest would: its import path, its warning filters, no leftover random state."""
+    assert job.call is not None
+    sys.path[:] = job.path
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # also makes Python notice that the filters changed
+        warnings.filters[:] = job.filters
+        fn, args, kwargs = pickle.loads(job.call)
+        return fn(mesh, *args, **kwargs)

@@ -1,0 +1,277 @@
+"""Checkpoints of a model that is not sharded: one process, no process group."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accordion.checkpoint import latest, load, save
+from accordion.errors import CheckpointError
+
+
+class Tied(nn.Module):
+    """Two layers, a tied head, a 0-d parameter and both kinds of buffers."""
+
+    def __init__(self, rows=5, width=3, tie=True):
+        super().__init__()
+        self.embed = nn.Embedding(rows, width)
+        self.head = nn.Linear(width, rows, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.rand(()))
+        self.register_buffer("seen", torch.randint(9, (4,)))
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)) * self.scale
+
+
+def trained(model, steps=2, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    for _ in range(steps):
+        model(torch.arange(4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def assert_same_state(optimizer, other):
+    ours, theirs = optimizer.state_dict(), other.state_dict()
+    assert repr(ours) == repr(theirs)
+    assert ours["param_groups"] == theirs["param_groups"]
+
+
+def test_round_trip_into_the_same_storage(tmp_path):
+    model, fresh = Tied(), Tied()
+    optimizer = trained(model)
+    save(tmp_path / "c", model, optimizer, extra={"step": 2, "shape": (1, 2)})
+    places = {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()}
+    other = torch.optim.AdamW(fresh.parameters())
+    assert load(tmp_path / "c", fresh, other) == {"step": 2, "shape": (1, 2)}
+    assert {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()} == places
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+    assert_same_state(optimizer, other)
+    assert fresh.head.weight is fresh.embed.weight
+
+
+def test_state_that_exists_is_filled_in_place(tmp_path):
+    model = Tied()
+    optimizer = trained(model)
+    save(tmp_path / "c", model, optimizer)
+    kept = optimizer.state[model.scale]["exp_avg"]
+    wanted = kept.clone()
+    trained_on = optimizer.state_dict()
+    kept.fill_(7)
+    load(tmp_path / "c", model, optimizer)
+    assert optimizer.state[model.scale]["exp_avg"] is kept
+    assert torch.equal(kept, wanted)
+    assert repr(optimizer.state_dict()) == repr(trained_on)
+
+
+def test_the_folder_holds_plain_names_and_no_pickle(tmp_path):
+    save(tmp_path / "c", Tied())
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "rank-00000.safetensors"]
+    words = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert words["aliases"] == {"model/head.weight": "model/embed.weight"}
+    assert sorted(words["tensors"]) == ["model/embed.weight", "model/scale", "model/seen"]
+    assert sorted(load_file(tmp_path / "c" / "rank-00000.safetensors")) == [
+        "model/embed.weight[0,0]",
+        "model/scale[]",
+        "model/seen[0]",
+    ]
+
+
+def test_options_of_groups_round_trip(tmp_path):
+    model = Tied()
+    groups = [
+        {"params": [model.scale], "lr": torch.tensor(0.25), "weight_decay": 1e-17, "note": ["a", (None, True)]},
+        {"params": [model.embed.weight], "betas": (0.1, 0.2), "schedule": {"warmup": 3}},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, foreach=False)
+    save(tmp_path / "c", model, optimizer)
+    bare = [{"params": [model.scale]}, {"params": [model.embed.weight]}]
+    other = torch.optim.AdamW(bare, lr=1)
+    load(tmp_path / "c", model, other)
+    for saved, loaded in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert {k: v for k, v in saved.items() if k != "params"} == {k: v for k, v in loaded.items() if k != "params"}
+    assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
+    assert isinstance(other.param_groups[1]["betas"], tuple)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adagrad(params),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: torch.optim.LBFGS(params, max_iter=2),
+        lambda params: torch.optim.AdamW(params, amsgrad=True, capturable=False),
+    ],
+)
+def test_other_optimizers(tmp_path, make):
+    model = Tied()
+
+    def closure():
+        loss = model(torch.arange(4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer, other = make(model.parameters()), make(model.parameters())
+    optimizer.step(closure)
+    save(tmp_path / "c", model, optimizer)
+    load(tmp_path / "c", model, other)
+    assert_same_state(optimizer, other)
+
+
+def test_names_are_without_wrappers(tmp_path):
+    model = nn.Sequential(Tied())
+    save(tmp_path / "c", torch.compile(model, backend="eager"))
+    load(tmp_path / "c", model)
+
+
+def test_dtypes_are_cast(tmp_path):
+    model, half = Tied(), Tied().bfloat16()
+    save(tmp_path / "c", model)
+    load(tmp_path / "c", half)
+    assert half.scale.dtype == torch.bfloat16
+    assert torch.equal(half.embed.weight, model.embed.weight.bfloat16())
+
+
+def test_a_tied_checkpoint_fills_an_untied_model_and_not_the_other_way(tmp_path):
+    tied, untied = Tied(), Tied(tie=False)
+    save(tmp_path / "tied", tied)
+    load(tmp_path / "tied", untied)
+    assert torch.equal(untied.head.weight, tied.embed.weight)
+    save(tmp_path / "untied", untied)
+    with pytest.raises(CheckpointError, match=r"model/head.weight \(the model ties it to model/embed.weight\)"):
+        load(tmp_path / "untied", tied)
+
+
+def test_every_difference_is_named_and_nothing_changes(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model)
+    other = Tied(rows=6)
+    other.bias = nn.Parameter(torch.rand(2))
+    del other.seen
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "c", other)
+    for words in (
+        "does not fit",
+        "1 missing in the checkpoint: model/bias",
+        "1 in the checkpoint but not in the model: model/seen",
+        "model/embed.weight is (5, 3) in the checkpoint and (6, 3) in the model",
+    ):
+        assert words in str(caught.value)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_optimizers_that_differ_are_named(tmp_path):
+    model = Tied()
+    save(tmp_path / "none", model)
+    save(tmp_path / "part", model, torch.optim.AdamW([model.scale]))
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        load(tmp_path / "none", model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(CheckpointError, match=r"1 missing in the checkpoint's parameter group 0: embed\.weight"):
+        load(tmp_path / "part", model, torch.optim.AdamW(model.parameters()))
+    two = torch.optim.AdamW([{"params": [model.scale]}, {"params": [model.embed.weight]}])
+    with pytest.raises(CheckpointError, match="has 1 parameter groups and the optimizer has 2"):
+        load(tmp_path / "part", model, two)
+    with pytest.raises(CheckpointError, match=r"shape \(2,\) that is not the model's"):
+        save(tmp_path / "foreign", model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1))
+    load(tmp_path / "part", model)
+
+
+def test_a_model_without_data_is_refused(tmp_path):
+    save(tmp_path / "c", Tied())
+    with pytest.raises(CheckpointError, match="meta device"):
+        load(tmp_path / "c", Tied().to("meta"))
+
+
+def test_a_damaged_file_changes_nothing(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model)
+    file = tmp_path / "c" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    before = model.scale.clone()
+    with pytest.raises(CheckpointError, match=r"is damaged: rank-00000\.safetensors"):
+        load(tmp_path / "c", model)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"is damaged: rank-00000\.safetensors"):
+        load(tmp_path / "c", model)
+    assert torch.equal(before, model.scale)
+
+
+def test_a_file_of_another_checkpoint_is_noticed(tmp_path):
+    save(tmp_path / "c", Tied())
+    save(tmp_path / "d", Tied(rows=6))
+    os.replace(tmp_path / "d" / "rank-00000.safetensors", tmp_path / "c" / "rank-00000.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"model/embed.weight\[0,0\] is F32 \(6, 3\) in rank-00000.safetensors and"
+    ):
+        load(tmp_path / "c", Tied())
+
+
+def test_no_checkpoint_and_no_folder(tmp_path):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+            load(path, Tied())
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="extra/rng is a Tensor"):
+        save(tmp_path / "c", Tied(), extra={"rng": torch.zeros(1)})
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path / "c", Tied())
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_older_checkpoint_is_replaced_and_other_folders_are_not(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model, extra=1)
+    save(tmp_path / "c", model, extra=2)
+    assert load(tmp_path / "c", model) == 2
+    assert os.listdir(tmp_path) == ["c"]
+    (tmp_path / "home").mkdir()
+    save(tmp_path / "home", model)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("...")
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        save(tmp_path / "precious", model)
+    assert (tmp_path / "precious" / "thesis.tex").exists()
+
+
+def test_rests_of_a_killed_save_are_cleared(tmp_path):
+    (tmp_path / ".c.tmp").mkdir()
+    (tmp_path / ".c.tmp" / "rank-00000.safetensors").write_text("half")
+    save(tmp_path / "c", Tied())
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_latest(tmp_path):
+    assert latest(tmp_path / "absent") is None
+    assert latest(tmp_path) is None
+    model = Tied()
+    for name in ("step-9", "step-100", "step-20", "best"):
+        save(tmp_path / name, model)
+    assert latest(str(tmp_path)) == str(tmp_path / "step-100")
+    (tmp_path / "step-100" / "rank-00000.safetensors").unlink()  # torn in several ways
+    (tmp_path / "step-300").mkdir()
+    (tmp_path / "step-400").mkdir()
+    (tmp_path / "step-400" / "manifest.json").write_text('{"schema": 1')
+    (tmp_path / ".step-500.tmp").mkdir()
+    (tmp_path / "step-600").write_text("a file")
+    assert latest(tmp_path) == str(tmp_path / "step-20")
+
+
+def test_latest_goes_by_time_where_names_have_no_number(tmp_path):
+    for age, name in enumerate(("a", "c", "b")):
+        save(tmp_path / name, Tied())
+        os.utime(tmp_path / name / "manifest.json", (age, age))
+    assert latest(tmp_path) == str(tmp_path / "b")

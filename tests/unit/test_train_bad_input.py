@@ -1,0 +1,208 @@
+"""Bad input ends in one line on stderr and exit code 2, before any rank starts and with nothing written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accordion import cli
+from accordion.checkpoint import save
+from accordion.train import launch
+from accordion.train.config import Config, DataConfig, ModelConfig, flat
+from accordion.train.model import build, configuration
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+SMALL = ["--model.preset", "llama-tiny", "--data.path", "corpus", "--data.seq_len", "16", "--train.micro_batch", "2"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a small corpus, and a cache of its own."""
+    (tmp_path / "work" / "corpus").mkdir(parents=True)
+    for i in range(30):
+        (tmp_path / "work" / "corpus" / f"{i}.txt").write_text(f"document {i} says {i * i} times nothing\n" * 9)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many ranks were asked for; none starts."""
+    asked: list[int] = []
+    monkeypatch.setattr(launch, "start", lambda entry, args, nproc: asked.append(nproc) or 0)
+    return asked
+
+
+def tree(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime for path in folder.rglob("*")}
+
+
+def nothing(place: Path) -> list[str]:
+    return []
+
+
+def rows(content: str) -> Callable[[Path], list[str]]:
+    def make(place: Path) -> list[str]:
+        (place / "rows.jsonl").write_text(content)
+        return ["--data.path", "rows.jsonl"]
+
+    return make
+
+
+def folder_with(**files: str) -> Callable[[Path], list[str]]:
+    def make(place: Path) -> list[str]:
+        (place / "model").mkdir()
+        for name, content in files.items():
+            (place / "model" / name.replace("__", ".")).write_text(content)
+        return ["--model.path", "model"]
+
+    return make
+
+
+def described(**changes: object) -> str:
+    config = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, "eos_token_id": 0}
+    return json.dumps(
+        {**config, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, **changes}
+    )
+
+
+def pretrained(place: Path) -> list[str]:
+    return [*folder_with(config__json=described())(place), "--model.init", "pretrained"]
+
+
+def truncated(place: Path) -> list[str]:
+    words = pretrained(place)
+    (place / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    return words
+
+
+def shard_missing(place: Path) -> list[str]:
+    words = pretrained(place)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.zeros(1)}, place / "model" / "model-1.safetensors")
+    return words
+
+
+def no_tokenizer(place: Path) -> list[str]:
+    words = pretrained(place)
+    save_file({"a": torch.zeros(1)}, place / "model" / "model.safetensors")
+    return words
+
+
+def checkpoint(preset: str, **changes: object) -> Callable[[Path], list[str]]:
+    def make(place: Path) -> list[str]:
+        model = build(configuration(ModelConfig(preset=preset), DataConfig()), ModelConfig(preset=preset), 0)
+        extra = {"step": 5, "tokenizer": "other", "config": flat(Config()), **changes}
+        save(place / "ckpts" / "step-000005", model, extra=extra)
+        return ["--checkpoint.dir", "ckpts"]
+
+    return make
+
+
+def resumed(path: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
+    return lambda place: [*make(place), "--checkpoint.resume", path]
+
+
+def foreign(place: Path) -> list[str]:
+    save(place / "ckpts" / "step-000005", torch.nn.Linear(2, 2), extra=None)
+    return ["--checkpoint.resume", "ckpts/step-000005"]
+
+
+def damaged(place: Path) -> list[str]:
+    checkpoint("llama-tiny")(place)
+    (place / "ckpts" / "step-000005" / "manifest.json").write_text("{")
+    return ["--checkpoint.resume", "ckpts/step-000005"]
+
+
+def file_in_the_way(place: Path) -> list[str]:
+    (place / "taken").touch()
+    return ["--run.dir", "taken/run"]
+
+
+def words(*given: str) -> Callable[[Path], list[str]]:
+    return lambda place: list(given)
+
+
+CASES = {
+    "no such command": (words("--x"), "--x"),
+    "unknown key": (words("--train.setps", "3"), "'--train.steps'"),
+    "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
+    "missing data": (words("--data.path", "corpsu"), "'corpus'"),
+    "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
+    "no text at all": (rows("\n"), "holds no text"),
+    "sequence longer than the data": (words("--data.seq_len", "4096"), "longer than the data"),
+    "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
+    "no GPU": (words("--launch.device", "cuda"), "no GPU"),
+    "replicas do not divide": (
+        words("--shard.strategy", "hybrid_shard", "--shard.replicas", "3"),
+        "does not divide the 2",
+    ),
+    "no such class": (words("--shard.units", "LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
+    "no folder": (words("--model.path", "model"), "is no folder"),
+    "no config": (folder_with(readme="hi"), "no config.json"),
+    "config is no JSON": (folder_with(config__json="{"), "cannot be read"),
+    "config of nothing": (folder_with(config__json="{}"), "no model_type"),
+    "unknown architecture": (folder_with(config__json='{"model_type": "nope", "vocab_size": 99}'), "is no model"),
+    "no language model": (folder_with(config__json='{"model_type": "vit"}'), "is no language model"),
+    "encoder only": (folder_with(config__json='{"model_type": "t5", "vocab_size": 1024}'), "no causal language model"),
+    "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
+    "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
+    "no weights": (pretrained, "has no model.safetensors"),
+    "weights cut off": (truncated, "no whole safetensors"),
+    "part of the weights": (shard_missing, "lacks 'model-2.safetensors'"),
+    "no tokenizer": (no_tokenizer, "no tokenizer.json"),
+    "tokenizer of another": (folder_with(config__json=described(), tokenizer__json="{}"), "no tokenizer"),
+    "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),
+    "checkpoint of another tokenizer": (checkpoint("llama-tiny"), "another tokenizer"),
+    "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
+    "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "holds checkpoints"),
+    "no such checkpoint": (resumed("step-000009"), "neither 'auto' nor 'none' nor a folder"),
+    "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),
+    "no checkpoint": (resumed("corpus"), "is no checkpoint"),
+    "checkpoint of another program": (foreign, "not one of `accordion train`"),
+    "damaged checkpoint": (damaged, "damaged"),
+    "file in the way": (file_in_the_way, "is a file"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str) -> None:
+    make, expected = CASES[case]
+    given = make(place)
+    capfd.readouterr()
+    before = tree(place.parent)
+    assert cli.main(["train", *SMALL, *given]) == 2
+    told = capfd.readouterr().err
+    assert expected in told
+    assert told.startswith("accordion: ")
+    assert told.count("\n") == 1
+    assert told.endswith("\n")
+    assert not started
+    assert tree(place.parent) == before
+
+
+def test_good_input_starts_ranks(place: Path, started: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *SMALL]) == 0
+    assert started == [2]
+    assert "30 documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["trian"], ["--help"], []])
+def test_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == (0 if argv == ["--help"] else 2)
+    shown = capsys.readouterr()
+    assert "train" in shown.out + shown.err
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "rich" else True)
+    assert cli.main(["train"]) == 2
+    assert "pip install 'accordion[train]'" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Keys of a run: flags and run files mean the same, and every mistake is one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from accordion.errors import UsageError
+from accordion.train import command
+from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, parse_units
+
+
+def test_defaults_are_valid() -> None:
+    check(Config())
+    assert command.read([]) == Config()
+
+
+def test_flags_and_run_file_have_the_same_names(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train:\n  steps: 7\n  lr: 1e-4\nmodel: {preset: llama-tiny}\ndata.seq_len: 64\n")
+    flags = ["--train.steps", "7", "--train.lr=1e-4", "--model.preset", "llama-tiny", "--data.seq_len", "64"]
+    assert command.read(["--config", str(file)]) == command.read(flags)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_flags_win_over_the_file_wherever_they_stand(tmp_path: Path, order: int) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 7}\n")
+    words = [["--config", str(file)], ["--train.steps", "9"]]
+    assert command.read(words[order] + words[1 - order]).train.steps == 9
+
+
+def test_printed_configuration_is_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.read(["--train.steps", "5", "--train.lr", "1e-5", "--print_config"])
+    assert stop.value.code in (0, None)
+    file = tmp_path / "run.yaml"
+    file.write_text(capsys.readouterr().out)
+    config = command.read(["--config", str(file)])
+    assert config.train == replace(TrainConfig(), steps=5, lr=1e-5)
+
+
+def test_recorded_configuration_is_a_run_file(tmp_path: Path) -> None:
+    config = replace(Config(), train=replace(TrainConfig(), lr=1e-5, steps=3))
+    file = tmp_path / "config.yaml"
+    file.write_text(as_yaml(config))
+    assert command.read(["--config", str(file)]) == config
+
+
+def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.read(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for key in flat(Config()):
+        assert f"--{key}" in shown
+    for words in (
+        "largest gradient norm; 0: no clipping",
+        "column of JSONL, parquet and datasets",
+        "sequences in one forward",
+    ):
+        assert words in shown
+
+
+MISTAKES = [
+    (["--train.step", "5"], "'--train.steps'"),
+    (["--train.steps"], "expected one argument"),
+    (["--train.steps", "many"], "a whole number"),
+    (["--train.steps", "2.5"], "a whole number"),
+    (["--train.lr", "fast"], "a number"),
+    (["--train.lr", "nan"], "a number"),
+    (["--train.lr", "0"], "train.lr is 0"),
+    (["--model.init", "pretraind"], "'pretrained'"),
+    (["--model.preset", "llama10m"], "'llama-10m'"),
+    (["--model.init", "pretrained"], "names no folder"),
+    (["--shard.strategy", "fullshard"], "'full_shard'"),
+    (["--shard.precision", "bf61"], "'bf16'"),
+    (["--shard.checkpoint_activations", "fool"], "'full'"),
+    (["--shard.units", "min_param:100"], "min_params"),
+    (["--shard.units", "min_params:0"], "min_params"),
+    (["--shard.units", "Llama Layer"], "no class name"),
+    (["--shard.replicas", "2"], "has no replicas"),
+    (["--launch.device", "gpu"], "launch.device"),
+    (["--data.path", ""], "data.path is empty"),
+    (["--run.dir", "a\0b"], "run.dir"),
+    (["stray"], "stray"),
+    (["--train", "foo"], "train"),
+    (["--config"], "names no file"),
+    (["--config", "absent.yaml"], "does not exist"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_mistakes_are_named(words: list[str], expected: str) -> None:
+    with pytest.raises(UsageError) as error:
+        command.read(words)
+    assert expected in str(error.value)
+
+
+@pytest.mark.parametrize("key", AT_LEAST)
+def test_numbers_have_limits(key: str) -> None:
+    for value in (AT_LEAST[key] - 1, 2**31):
+        with pytest.raises(UsageError, match=key):
+            command.read([f"--{key}", str(value)])
+
+
+FILES = [
+    ("train: {stps: 3}", "'steps'"),
+    ("trian: {steps: 3}", "'train'"),
+    ("train: 3", "takes keys of its own"),
+    ("train: [1", "is no YAML"),
+    ("", "holds no keys"),
+    ("- 1", "holds no keys"),
+    ("model: {path: 3}", "takes text"),
+    ("train: {steps: null}", "train.steps"),
+    ("shard: {strategy: null}", "shard.strategy"),
+    ("train: {steps: yes}", "train.steps"),
+    ("3: {steps: 1}", "'3'"),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), FILES, ids=[content for content, _ in FILES])
+def test_mistakes_in_a_file_are_named(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as error:
+        command.read(["--config", str(file)])
+    assert expected in str(error.value)
+
+
+def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        command.read(["--config", str(tmp_path)])
+
+
+def test_units() -> None:
+    assert parse_units("auto").classes == ()
+    assert parse_units("auto").min_params == 0
+    assert parse_units("min_params:100").min_params == 100
+    assert parse_units("A, B").classes == ("A", "B")
+
+
+def test_presets_name_their_size() -> None:
+    def size(name: str) -> float:
+        s = PRESETS[name]
+        attention = s.hidden * s.hidden * (2 + 2 * s.kv_heads / s.heads)
+        return 2 * s.vocab * s.hidden + s.layers * (attention + 3 * s.hidden * s.mlp)
+
+    sizes = {name: size(name) / 1e6 for name in PRESETS}
+    named = {"llama-10m": 10, "llama-30m": 30, "llama-125m": 125, "llama-1b": 1000, "llama-8b": 8000}
+    for name, millions in named.items():
+        assert sizes[name] == pytest.approx(millions, rel=0.2), (name, sizes[name])

@@ -1,0 +1,101 @@
+"""Who started a process is read from its environment alone, and so is what it may use."""
+
+from __future__ import annotations
+
+import pytest
+
+from accordion.errors import UsageError
+from accordion.train.config import LaunchConfig
+from accordion.train.launch import Place, choose, first_host, place_of
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9],login",
+}
+
+
+def test_torchrun() -> None:
+    place = place_of(TORCHRUN)
+    assert place == Place(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", url="env://")
+
+
+def test_srun() -> None:
+    place = place_of(SRUN)
+    assert place is not None
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
+    assert place.url == "tcp://gpu03:23456"
+    chosen = place_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert chosen is not None
+    assert chosen.url == "tcp://10.0.0.1:29500"
+
+
+def test_torchrun_inside_srun_is_torchrun() -> None:
+    place = place_of({**SRUN, **TORCHRUN})
+    assert place is not None
+    assert place.starter == "torchrun"
+
+
+def without(*keys: str) -> dict[str, str]:
+    return {key: value for key, value in SRUN.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{}, without("SLURM_STEP_ID"), without("SLURM_PROCID"), {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0"}],
+    ids=["none", "batch script", "salloc", "one task", "rank alone"],
+)
+def test_a_process_that_starts_its_own_ranks(environ: dict[str, str]) -> None:
+    assert place_of(environ) is None
+
+
+def test_a_broken_environment_is_named() -> None:
+    with pytest.raises(UsageError, match=r"not understood.*'x'"):
+        place_of({**TORCHRUN, "RANK": "x"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("a,b", "a"), ("n[1-3]", "n1"), ("n[007,9]-ib,m", "n007-ib"), ("gpu-a[2,5-7]", "gpu-a2")],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+PLACE = Place(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", url="env://")
+
+
+@pytest.mark.parametrize(
+    ("choice", "place", "gpus", "expected"),
+    [
+        (LaunchConfig(), None, 0, ("cpu", 2)),
+        (LaunchConfig(), None, 8, ("cuda", 8)),
+        (LaunchConfig(nproc=3), None, 0, ("cpu", 3)),
+        (LaunchConfig(nproc=3), None, 8, ("cuda", 3)),
+        (LaunchConfig(device="cpu"), None, 8, ("cpu", 2)),
+        (LaunchConfig(), PLACE, 4, ("cuda", 8)),
+        (LaunchConfig(nproc=4), PLACE, 0, ("cpu", 8)),
+    ],
+)
+def test_device_and_ranks(choice: LaunchConfig, place: Place | None, gpus: int, expected: tuple[str, int]) -> None:
+    assert choose(choice, place, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "place", "gpus", "message"),
+    [
+        (LaunchConfig(device="cuda"), None, 0, "no GPU is found"),
+        (LaunchConfig(nproc=3), None, 2, "3 ranks are more than the 2 GPUs"),
+        (LaunchConfig(), PLACE, 3, "4 ranks are more than the 3 GPUs"),
+        (LaunchConfig(nproc=2), PLACE, 8, "torchrun started 4"),
+    ],
+)
+def test_what_cannot_be_started_is_named(choice: LaunchConfig, place: Place | None, gpus: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        choose(choice, place, gpus)

@@ -1,0 +1,170 @@
+"""Text from every kind of place becomes the same documents, and what is unusable is named by file and line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from accordion.errors import UsageError
+from accordion.train.config import DataConfig
+from accordion.train.sources import PIECE_CHARS, Piece, find, split_of
+
+TEXTS = [f"document {i}\nwith two lines\n" for i in range(5)]
+
+
+def jsonl(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)) + "\n\n")
+    return path
+
+
+def parquet_file(folder: Path) -> Path:
+    path = folder / "rows.parquet"
+    parquet.write_table(pa.table({"id": range(5), "text": TEXTS}), path)
+    return path
+
+
+def text_folder(folder: Path) -> Path:
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i}.txt").write_text(text)
+    return folder
+
+
+def datasets_folder(folder: Path) -> Path:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("make", [jsonl, parquet_file, text_folder, datasets_folder])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_kind_gives_the_same_documents(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    source = find(DataConfig(path=str(make(tmp_path))))
+    assert [piece.text for piece in source.pieces()] == TEXTS
+    assert all(piece.ends for piece in source.pieces())
+    assert len({piece.key for piece in source.pieces()}) == len(TEXTS)
+
+
+def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
+    line = "x" * 99 + "\r\n"
+    text = line * (2 * PIECE_CHARS // len(line))
+    path = tmp_path / "long.txt"
+    path.write_text(text, newline="")
+    pieces = list(find(DataConfig(path=str(path))).pieces())
+    assert len(pieces) > 1
+    assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(p.text for p in pieces) == text
+    assert len({p.key for p in pieces}) == 1
+
+
+def test_a_folder_leaves_out_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (tmp_path / "zeros").write_bytes(b"text\0more")
+    (tmp_path / "settings.json").write_text('{\n  "a": 1\n}\n')
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("ä" * 40000)  # longer than what is looked at, cut inside a character
+    texts = {p.key: p.text for p in find(DataConfig(path=str(tmp_path))).pieces()}
+    assert set(texts) == {"settings.json", os.path.join("sub", "a.txt")}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    pieces = list(find(DataConfig(path=str(tmp_path / "saved"))).pieces())
+    assert {piece.text: split_of(piece) for piece in pieces} == {"train": "train", "validation": "validation"}
+
+
+def test_the_standard_library_is_always_there() -> None:
+    source = find(DataConfig())
+    keys = [key for key, _, _ in source.files]
+    assert source.name == "stdlib"
+    assert "argparse.py" in keys
+    assert not any("test" in Path(key).parts for key in keys)
+    held = [key for key in keys if split_of(Piece(key, "")) == "validation"]
+    assert 0.02 < len(held) / len(keys) < 0.1
+
+
+def test_the_stamp_changes_with_the_files(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path)
+    config = DataConfig(path=str(folder))
+    first = find(config).stamp
+    assert find(config).stamp == first
+    (folder / "0.txt").write_text("other")
+    second = find(config).stamp
+    (folder / "new.txt").write_text("new")
+    assert len({first, second, find(config).stamp}) == 3
+
+
+BAD_ROWS = [
+    ('{"text": "a"}\n{"txt": "b"}\n', "line 2", "'txt'"),
+    ('{"text": "a"}\n\n{"text": 3}\n', "line 3", "is int"),
+    ('{"text": null}\n', "line 1", "NoneType"),
+    ("[1]\n", "line 1", "no object"),
+    ('{"text": "a"}\n{"text": \n', "line 2", "no JSON"),
+    ("{}\n", "line 1", "it is empty"),
+    ("[" * 100_000 + "\n", "line 1", "no JSON"),
+]
+
+
+@pytest.mark.parametrize(("content", "line", "what"), BAD_ROWS, ids=[what for _, _, what in BAD_ROWS])
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, line: str, what: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(UsageError) as error:
+        list(find(DataConfig(path=str(path))).pieces())
+    assert line in str(error.value)
+    assert what in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_bad_column_is_named(tmp_path: Path) -> None:
+    path = parquet_file(tmp_path)
+    with pytest.raises(UsageError, match=r"no column 'txt'.*'text'"):
+        list(find(DataConfig(path=str(path), text_field="txt")).pieces())
+    with pytest.raises(UsageError, match="'id' is int64"):
+        list(find(DataConfig(path=str(path), text_field="id")).pieces())
+    path.write_bytes(b"PAR1 but no more")
+    with pytest.raises(UsageError, match="no parquet file"):
+        list(find(DataConfig(path=str(path))).pieces())
+
+
+def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("text")
+    with pytest.raises(UsageError, match=r"does not exist.*'corpus.txt'"):
+        find(DataConfig(path=str(tmp_path / "corpsu.txt")))
+    with pytest.raises(UsageError, match="nor does the folder"):
+        find(DataConfig(path=str(tmp_path / "nowhere" / "a.txt")))
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UsageError, match="empty file"):
+        find(DataConfig(path=str(tmp_path / "empty.txt")))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="without files"):
+        find(DataConfig(path=str(tmp_path / "folder")))
+    (tmp_path / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
+    with pytest.raises(UsageError, match="no UTF-8"):
+        list(find(DataConfig(path=str(tmp_path / "latin.txt"))).pieces())
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(UsageError, match="neither a file nor a folder"):
+            find(DataConfig(path=str(tmp_path / "pipe")))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_broken_datasets_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UsageError, match="no saved datasets folder"):
+        list(find(DataConfig(path=str(tmp_path))).pieces())

@@ -1,0 +1,139 @@
+"""Tokens come back as the text, documents stay apart, and the cache is whole or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accordion.errors import UsageError
+from accordion.train.config import DataConfig
+from accordion.train.sources import Source, find
+from accordion.train.tokens import (
+    END_OF_TEXT,
+    TokenFiles,
+    Vocabulary,
+    cached_tokens,
+    cached_vocabulary,
+    check_fits,
+    folder_vocabulary,
+    train_vocabulary,
+)
+
+
+def corpus(folder: Path, count: int = 60) -> Source:
+    place = folder / "corpus"
+    place.mkdir(exist_ok=True)
+    for i in range(count):
+        (place / f"{i}.txt").write_text(
+            f"the {i}th document is about number {i}, naïve café \U0001f600 {END_OF_TEXT}\n"
+        )
+    return find(DataConfig(path=str(place)))
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+def make(source: Source, cache: Path, size: int = 300) -> tuple[TokenFiles, Vocabulary]:
+    vocabulary, keep = cached_vocabulary(source, size, cache, quiet)
+    keep()
+    return cached_tokens(source, vocabulary, cache, quiet, quiet), vocabulary
+
+
+def test_documents_come_back(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    files, vocabulary = make(source, tmp_path / "cache")
+    tokenizer, texts = files.tokenizer(), []
+    for split in ("train", "validation"):
+        ids = files.read(split).tolist()
+        assert ids[-1] == vocabulary.end_id
+        ends = [i for i, token in enumerate(ids) if token == vocabulary.end_id]
+        starts = [0, *(end + 1 for end in ends)]
+        texts += [tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=False)]
+    assert sorted(texts) == sorted(piece.text for piece in source.pieces())
+    assert files.num_documents == len(texts) == 60
+
+
+def test_the_cache_is_used_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache, said = corpus(tmp_path), tmp_path / "cache", []
+    files, vocabulary = make(source, cache)
+    again = cached_tokens(source, vocabulary, cache, quiet, said.append)
+    assert again == files
+    assert not said
+    assert cached_vocabulary(source, 300, cache, said.append)[0] == vocabulary
+    assert not said
+    train = Path(files.folder, "train.bin")
+    train.write_bytes(train.read_bytes()[:-2])
+    repaired = cached_tokens(source, vocabulary, cache, quiet, said.append)
+    assert repaired == files
+    assert len(said) == 1
+    assert cached_tokens(source, vocabulary, cache, quiet, said.append) == files
+    assert len(said) == 1
+    assert not [p for p in Path(files.folder).parent.iterdir() if p.name.startswith(".")]
+
+
+def test_nothing_is_written_before_it_is_kept(tmp_path: Path) -> None:
+    source, cache = corpus(tmp_path), tmp_path / "cache"
+    vocabulary, _ = cached_vocabulary(source, 300, cache, quiet)
+
+    def refuse(num_train: int, num_validation: int) -> None:
+        raise UsageError(f"{num_train} {num_validation}")
+
+    with pytest.raises(UsageError):
+        cached_tokens(source, vocabulary, cache, refuse, quiet)
+    assert not cache.exists()
+
+
+def test_two_processes_may_write_the_same_cache(tmp_path: Path) -> None:
+    source, cache = corpus(tmp_path), tmp_path / "cache"
+    vocabulary = train_vocabulary(source, 300)
+    inner: list[TokenFiles] = []
+
+    def meanwhile(*_: object) -> None:
+        if not inner:
+            inner.append(cached_tokens(source, vocabulary, cache, quiet, quiet))
+
+    outer = cached_tokens(source, vocabulary, cache, meanwhile, quiet)
+    assert inner == [outer]
+    assert outer.read("train").size == outer.num_train
+
+
+def test_a_single_document_is_split_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("".join(f"line {i} of the only document\n" for i in range(2000)))
+    files, _ = make(find(DataConfig(path=str(path))), tmp_path / "cache")
+    share = files.num_validation / (files.num_train + files.num_validation)
+    assert files.num_documents == 1
+    assert share == pytest.approx(1 / 20, rel=0.01)
+    text = files.tokenizer().decode([*files.read("train").tolist(), *files.read("validation").tolist()])
+    assert text == path.read_text()
+
+
+def test_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n\n")
+    source = find(DataConfig(path=str(path)))
+    with pytest.raises(UsageError, match="holds no text"):
+        make(source, tmp_path / "cache")
+
+
+def test_a_folders_tokenizer(tmp_path: Path) -> None:
+    vocabulary = train_vocabulary(corpus(tmp_path), 300)
+    assert folder_vocabulary(tmp_path, 5) is None
+    (tmp_path / "tokenizer.json").write_text(vocabulary.spec)
+    for end_id, expected in ((5, 5), ([7, 8], 7), (None, 0)):
+        found = folder_vocabulary(tmp_path, end_id)
+        assert found is not None
+        assert (found.size, found.end_id) == (vocabulary.size, expected)
+    check_fits(vocabulary, 300, "model")
+    with pytest.raises(UsageError, match="rows for 299"):
+        check_fits(vocabulary, 299, "model")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match="no tokenizer"):
+        folder_vocabulary(tmp_path, None)
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    assert train_vocabulary(source, 400) == train_vocabulary(source, 400)

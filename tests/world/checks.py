@@ -1,0 +1,86 @@
+"""What world tests share: meshes of a strategy, losses and gradients without sharding, comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.world import models
+
+FLAT, HYBRID = ("shard",), ("replicate", "shard")
+
+
+def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
+
+
+def run_all(world, fn, num_ranks: int = 2) -> None:
+    """Run `fn(mesh, strategy)` under every strategy."""
+    for strategy in STRATEGIES.values():
+        world.run_mesh(*mesh_of(strategy, num_ranks), fn, strategy)
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    return model.__dict__["_accordion"].engine.units
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in units_of(model)]
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """No lease, and the registry's shards are what a module shows."""
+    held = {unit.name: unit.leases for unit in units_of(model) if unit.leases}
+    assert not held, f"leases at rest: {held}, {units_of(model)[0].engine.strategy.name}"
+    for module in model.modules():
+        assert all(isinstance(p, DTensor) for p in module._parameters.values() if p is not None), (
+            "full parameters shown"
+        )
+
+
+def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
+    return models.batch(step, 0, dist.get_rank(), vocab=model.embed.num_embeddings)
+
+
+def one_loss(model: nn.Module, step: int = 0) -> Tensor:
+    tokens, targets = batch(model, step)
+    return models.loss_of(model(tokens), targets)
+
+
+def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
+    """What the ranks' own gradients of an unsharded model average to; a collective."""
+    found: dict[str, Tensor | None] = {}
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    for name, p in model.named_parameters():
+        parts: list[Tensor | None] = [None] * mesh.size()
+        dist.all_gather_object(parts, p.grad, group=group)
+        used = [part for part in parts if part is not None]
+        found[name] = sum(used) / len(parts) if used else None
+    return found
+
+
+def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:
+    assert found.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        value = found[name]
+        if expected is None or value is None:
+            assert value is expected, name
+            continue
+        assert value.shape == expected.shape, name
+        error = (value.float() - expected.float()).abs().max().item() if expected.numel() else 0.0
+        assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name} differs by {error}"
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert not [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+class PlantedError(RuntimeError):
+    pass

@@ -1,0 +1,212 @@
+"""Ranks that do different things: a named error on every rank within seconds, never a hang, never another unit's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.engine import watch
+from tests.world import models
+from tests.world.checks import mesh_of, one_loss
+
+SOON_S = 20.0
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Ranks ask each other after a second and not after four."""
+    before = watch.PATIENCE_S, watch.POLL_S
+    watch.PATIENCE_S, watch.POLL_S = 1.0, 0.3
+    try:
+        yield
+    finally:
+        watch.PATIENCE_S, watch.POLL_S = before
+
+
+class Branches(nn.Module):
+    """Blocks of one shape or of several, some of which a rank may leave out, take in another order, or wait before."""
+
+    def __init__(self, hidden: Iterable[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(32, size) for size in hidden)
+
+    def forward(self, x: Tensor, order: Iterable[int]) -> Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return x.square().mean()
+
+
+EQUAL, UNEQUAL = (64, 64, 64), (64, 80, 96)
+# What rank 1 does where the others call blocks 0, 1, 2.
+ELSEWHERE: dict[str, tuple[int, ...]] = {
+    "leaves_one_out": (0, 2),
+    "leaves_the_last_out": (0, 1),
+    "swaps": (1, 0, 2),
+    "again": (0, 1, 2, 2),
+}
+
+
+def branches(hidden: tuple[int, ...]) -> Branches:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Branches(hidden)
+
+
+def apart(
+    mesh, strategy: acc.Strategy, hidden: tuple[int, ...], order: tuple[int, ...], steps: int, **options: Any
+) -> str:
+    """The message of this rank after `steps` good steps."""
+    model = acc.shard(branches(hidden), mesh=mesh, strategy=strategy, units={models.Block}, **options)
+    x = torch.ones(2, 3, 32)
+    for _ in range(steps):
+        model(x, (0, 1, 2)).backward()
+    start = time.monotonic()
+    with impatient(), pytest.raises(acc.DivergenceError) as caught:
+        go_on(model, x, order if dist.get_rank() == 1 else (0, 1, 2))
+    assert time.monotonic() - start < SOON_S
+    return str(caught.value)
+
+
+def go_on(model: Branches, x: Tensor, order: tuple[int, ...]) -> None:
+    """Where the first step after does not show it, ranks wait for each other in the next."""
+    for _ in range(3):
+        model(x, order).backward()
+
+
+@pytest.fixture
+def alone(world):
+    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("how", ELSEWHERE)
+def test_in_the_first_step_every_rank_names_the_units(world, how, num_ranks):
+    """Each collective of the first step is announced, so both values and ranks are in the message."""
+    for name in ("full_shard", "shard_optim"):
+        for hidden in (EQUAL, UNEQUAL):
+            texts = world.run(num_ranks, apart, STRATEGIES[name], hidden, ELSEWHERE[how], 0)
+            assert all("rank 0" in text and "rank 1" in text and "unit" in text for text in texts), texts
+            assert all("inside one unit" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_the_first_step_of_every_strategy(alone, strategy):
+    strategy = STRATEGIES[strategy]
+    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, EQUAL, (0, 2), 0)
+    assert all("unit" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("hidden", [EQUAL, UNEQUAL], ids=["equal_blocks", "unequal_blocks"])
+@pytest.mark.parametrize("how", ELSEWHERE)
+def test_in_a_later_step(alone, how, hidden):
+    """Tags tell where messages fit each other, the store where ranks wait in different places."""
+    texts = alone.run(2, apart, acc.FULL_SHARD, hidden, ELSEWHERE[how], 2)
+    assert all("unit" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_a_later_step_of_every_strategy(alone, strategy):
+    strategy = STRATEGIES[strategy]
+    alone.run_mesh(*mesh_of(strategy), apart, strategy, EQUAL, (0, 2), 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_asked_for_it_is_named_in_any_step(alone, strategy):
+    texts = alone.run(2, apart, STRATEGIES[strategy], EQUAL, (0, 2), 2, debug="order")
+    assert all("rank 0" in text and "rank 1" in text for text in texts), texts
+
+
+def raises_alone(mesh, steps: int) -> str:
+    """Rank 1 raises in its forward; the others wait for it in vain."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    for step in range(steps):
+        one_loss(model, step).backward()
+    if dist.get_rank() == 1:
+        model.blocks[1].register_forward_pre_hook(lambda module, args: {}["missing"])
+    with impatient(), pytest.raises(KeyError if dist.get_rank() == 1 else acc.DivergenceError) as caught:
+        one_loss(model).backward()
+    time.sleep(4 if dist.get_rank() == 1 else 0)  # it is still there, and does not say goodbye
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
+    for rank, text in enumerate(alone.run(3, raises_alone, steps)):
+        assert "missing" in text
+        assert rank == 1 or "rank 1 failed" in text
+
+
+def slow(mesh) -> None:
+    """A rank that comes late is no error."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    with impatient():
+        for step in range(3):
+            time.sleep(2.5 if dist.get_rank() == step else 0)
+            one_loss(model, step).backward()
+
+
+def test_a_rank_that_comes_late_is_waited_for(world):
+    world.run(2, slow)
+
+
+# -- NaN and inf
+
+
+class Spoils(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float("inf")
+
+
+def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
+    """On the last rank alone something becomes NaN or inf in the second step; what every rank says then."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="finite")
+    one_loss(model, 0).backward()
+    block = model.blocks[1]
+    if where == "parameters":
+        with torch.no_grad():
+            block.up.weight.to_local().view(-1)[:1] = float("nan")
+    elif dist.get_rank() == mesh.size() - 1:
+        if where == "forward":
+            block.down.register_forward_hook(lambda module, args, out: out.log())
+        else:
+            block.norm.register_forward_hook(lambda module, args, out: Spoils.apply(out))
+    with pytest.raises(acc.NonFiniteError) as caught:
+        one_loss(model, 1).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["parameters", "forward", "backward"])
+def test_nan_and_inf_are_found_in_the_unit_and_phase_where_they_came_up(world, where):
+    for strategy in STRATEGIES.values():
+        texts = world.run_mesh(*mesh_of(strategy), spoiled, strategy, where)
+        assert len(set(texts)) == 1
+        assert "blocks.1" in texts[0]
+        assert {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}[
+            where
+        ] in texts[0]
+
+
+def found_nothing(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, debug=("finite", "order", "streams"))
+    for step in range(2):
+        one_loss(model, step).backward()
+
+
+def test_finite_numbers_pass(world):
+    world.run(2, found_nothing)

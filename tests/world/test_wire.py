@@ -1,0 +1,182 @@
+"""What goes between ranks in a step: which collectives, how many bytes, and no copies of large parameters around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.engine.layout import PACK_LIMIT_BYTES
+from tests.world import models
+from tests.world.meters import Call, Copy, Wire
+
+FLAT, HYBRID = ("shard",), ("replicate", "shard")
+NUM_BLOCKS = 3
+UNITS = NUM_BLOCKS + 1  # and the root
+TAG_BYTES = 16  # at most, of what each rank says of itself in a gather: which unit, which call
+MODELS = {"small": models.plain, "large": models.wide}
+
+
+def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
+
+
+def steady_step(
+    mesh, build: str, strategy: acc.Strategy, micros: int = 1, no_sync: bool = False, **options: Any
+) -> tuple[list[Call], list[Copy]]:
+    """Collectives and copies in forward and backward of the third step; the order of units is known by then."""
+    model = acc.shard(MODELS[build](), mesh=mesh, strategy=strategy, **options)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        wire = Wire()
+        for micro in range(micros):
+            tokens, targets = models.batch(step, micro, mesh.get_rank(), vocab=48, shape=(1, 4))
+            with wire, acc.no_sync(model) if no_sync and micro < micros - 1 else nullcontext():
+                models.loss_of(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wire.calls, wire.copies
+
+
+def units_of(build: str) -> list[list[Tensor]]:
+    """Parameters of the root and of each block."""
+    model = MODELS[build]()
+    blocks = [list(block.parameters()) for block in model.blocks]
+    inside = {id(p) for block in blocks for p in block}
+    return [[p for p in model.parameters() if id(p) not in inside], *blocks]
+
+
+def padded_bytes(params: Iterable[Tensor], num_ranks: int, itemsize: int = 4) -> int:
+    """Bytes of all parameters, each padded to the same number of rows on every rank."""
+    return sum(-(-p.shape[0] // num_ranks) * num_ranks * p[0].numel() * itemsize for p in params)
+
+
+# Collectives of one step by kind, of all units: the table of design 3.8. A gather less where a unit stays full from its
+# forward to its backward: the root and the last block may.
+TABLE: dict[str, dict[str, range]] = {
+    "full_shard": {"gather": range(2 * UNITS - 2, 2 * UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    "shard_grad_op": {"gather": range(UNITS, UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    "shard_optim": {"gather": range(UNITS, UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    "no_shard": {"all_reduce": range(UNITS, UNITS + 1)},
+    "hybrid_shard": {
+        "gather": range(2 * UNITS - 2, 2 * UNITS + 1),
+        "reduce": range(UNITS, UNITS + 1),
+        "all_reduce": range(UNITS, UNITS + 1),
+    },
+    # the rows of the other replicas once a step, and a second reduce over them
+    "hybrid_shard_optim": {
+        "gather": range(3 * UNITS - 2, 3 * UNITS + 1),
+        "reduce": range(2 * UNITS, 2 * UNITS + 1),
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_a_step_are_those_of_the_table(world, strategy):
+    policy = STRATEGIES[strategy]
+    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, "small", policy):
+        found = Counter(call.kind for call in calls)
+        assert found.keys() == TABLE[strategy].keys()
+        assert all(found[kind] in wanted for kind, wanted in TABLE[strategy].items()), found
+
+
+MICROS = 3
+ACCUMULATED: dict[tuple[str, bool], dict[str, range]] = {
+    ("full_shard", False): {
+        "gather": range(MICROS * (2 * UNITS - 2), MICROS * 2 * UNITS + 1),
+        "reduce": range(MICROS * UNITS, MICROS * UNITS + 1),
+    },
+    ("full_shard", True): {
+        "gather": range(MICROS * (2 * UNITS - 2), MICROS * 2 * UNITS + 1),
+        "reduce": range(UNITS, UNITS + 1),
+    },
+    ("shard_optim", True): {"gather": range(UNITS, UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    ("no_shard", True): {"all_reduce": range(UNITS, UNITS + 1)},
+}
+
+
+@pytest.mark.parametrize(("strategy", "no_sync"), ACCUMULATED)
+def test_accumulation_reduces_once_under_no_sync(world, strategy, no_sync):
+    wanted = ACCUMULATED[strategy, no_sync]
+    for calls, _ in world.run(2, steady_step, "small", STRATEGIES[strategy], micros=MICROS, no_sync=no_sync):
+        found = Counter(call.kind for call in calls)
+        assert found.keys() == wanted.keys()
+        assert all(found[kind] in numbers for kind, numbers in wanted.items()), found
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("reduce", ["exchange", "reduce_scatter"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard"])
+def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build):
+    """A gather carries each shard once, with a tag a rank; a reduce each gradient, with flags and a tag."""
+    policy = dataclasses.replace(STRATEGIES[strategy], reduce=reduce)
+    sizes = [padded_bytes(unit, 2) for unit in units_of(build)]
+    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(build))
+    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy):
+        sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
+        gathers = 1 if policy.keep_until_backward or strategy == "shard_optim" else 2
+        kept = 0 if gathers == 1 else sizes[0] + sizes[-1]  # the root and the last block may stay
+        assert gathers * sum(sizes) - kept <= sent["gather"] <= gathers * (sum(sizes) + 2 * TAG_BYTES * len(sizes))
+        assert sum(sizes) <= sent["reduce"] <= sum(sizes) + flags
+        summed = sum(call.num_bytes for call in calls if call.kind == "all_reduce")
+        assert (sum(sizes) / 2 <= summed <= sum(sizes) / 2 + flags) if policy.hybrid else summed == 0
+
+
+def test_two_byte_parameters_halve_what_is_gathered_and_exchanged(world):
+    """The sum is float32 all the same: the exchange adds on arrival, a reduce-scatter sends what it adds."""
+    sizes = [padded_bytes(unit, 2) for unit in units_of("large")]
+    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of("large"))
+    precision = acc.Precision(params=torch.bfloat16)
+    for reduce, width in (("exchange", 2), ("reduce_scatter", 4)):
+        policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce=reduce)
+        for calls, _ in world.run(2, steady_step, "large", policy, precision=precision):
+            sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
+            assert sum(sizes) / 2 <= sent["gather"] <= sum(sizes) / 2 + 2 * TAG_BYTES * len(sizes)
+            assert sum(sizes) / 4 * width <= sent["reduce"] <= sum(sizes) / 4 * width + flags
+            assert {call.dtype for call in calls if call.kind == "gather"} == {torch.bfloat16}
+
+
+def test_one_rank_says_nothing_and_copies_nothing(world):
+    for strategy in ("full_shard", "shard_grad_op", "shard_optim", "no_shard"):
+        for calls, copies in world.run(1, steady_step, "large", STRATEGIES[strategy]):
+            assert calls == []
+            assert large(copies, 1) == []
+
+
+def large(copies: list[Copy], num_ranks: int) -> list[Copy]:
+    """Those of a parameter beyond the packing limit, or of one rank's shard of it."""
+    limit = PACK_LIMIT_BYTES // 4 // num_ranks
+    return [copy for copy in copies if copy.numel >= limit]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_large_parameters_are_never_copied_around_a_collective(world, strategy):
+    policy = dataclasses.replace(STRATEGIES[strategy], reduce="exchange")
+    for _, copies in world.run_mesh(*mesh_of(policy), steady_step, "large", policy):
+        assert large(copies, 4 if policy.optim_over_replicas else 2) == []
+
+
+def test_nor_around_a_reduce_scatter(run_fake):
+    """On the fake group: gloo's reduce-scatter copies in its wait, where it cannot be told from ours."""
+    for shape, strategy in ((2, acc.FULL_SHARD), ((2, 2), acc.HYBRID_SHARD), ((2, 2), acc.HYBRID_SHARD_OPTIM)):
+        policy = dataclasses.replace(strategy, reduce="reduce_scatter")
+        _, copies = run_fake(shape, 0, steady_step, "large", policy)
+        assert large(copies, 4) == []
+
+
+def test_a_change_of_dtype_is_one_copy_and_no_more(world):
+    """Each gather casts the own shard into place; an exchange sends gradients as they are."""
+    policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce="exchange")
+    for _, copies in world.run(2, steady_step, "large", policy, precision=acc.Precision(params=torch.bfloat16)):
+        found = large(copies, 4)
+        big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of("large") for p in unit)
+        assert all(copy.cast for copy in found)
+        assert 0 < len(found) <= big
