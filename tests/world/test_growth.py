@@ -109,7 +109,7 @@ def assert_flat(name: str, build: str, num_ranks: int, found: dict[str, Any]) ->
     sums = units if name == "hybrid_shard" else 0  # over replicas
     assert sums <= found["calls"]["all_reduce"] <= sums + whole
     padded = sum(c.padded_numel for c in cuts if c.dim is not None) * 4
-    flags = 4 * num_ranks * len(cuts)
+    flags = 4 * num_ranks * (len(cuts) + units)  # one a parameter: has it a gradient, and one a unit: its tag
     assert padded <= found["bytes"]["reduce"] <= padded + flags
     assert padded <= found["bytes"]["gather"] <= gathers * (padded + TAG_BYTES * num_ranks * units)
 
