@@ -34,7 +34,7 @@ from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, choose_units, owned_parameters
+from accordion.units import Owned, UnitChoice, choose_units, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -90,6 +90,8 @@ def shard(
             unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
             module.__dict__["_accordion"] = unit
             Hooks(unit).attach(module)
+        for unit, reads in zip(engine.units, other_units_read(chosen, owned), strict=True):
+            unit.reads = reads
         _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
     for i, (_, module) in enumerate(chosen[1:]):
         if checkpointing.every and i % checkpointing.every == 0:

@@ -170,6 +170,19 @@ def owned_parameters(model: nn.Module, units: list[tuple[str, nn.Module]]) -> li
     return list(found.values())
 
 
+def other_units_read(units: list[tuple[str, nn.Module]], owned: list[Owned]) -> list[list[int]]:
+    """For each unit, the other units whose parameters its module reads: those inside it, and the owners of what it shares."""
+    owners: dict[int, set[int]] = {}
+    for entry in owned:
+        for ref, _ in entry.places:
+            owners.setdefault(id(ref()), set()).add(entry.owner)
+    none: set[int] = set()
+    return [
+        sorted({owner for m in module.modules() for owner in owners.get(id(m), none)} - {i})
+        for i, (_, module) in enumerate(units)
+    ]
+
+
 def storage_key(param: nn.Parameter) -> object:
     """Equal for parameters that are one memory: the same object, or two objects over the same storage."""
     if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:

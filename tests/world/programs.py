@@ -260,22 +260,19 @@ class Root(nn.Module):
 def build(program: Program) -> Root:
     """The unsharded model; its number of parameters decides what the program's numbers stand for."""
     torch.manual_seed(0)
-    made: list[tuple[Base, Node | None]] = []  # with the unit around it
+    made: list[Base] = []
 
-    def make(node: Node, around: Node | None) -> Base:
+    def make(node: Node) -> Base:
         if node.kind == "again":
-            # engine: a unit that trains nothing and reads what an outer one owns has no mark on ranks that drop its output.
-            fit = [m for m, unit in made if unit is around or (m.is_unit and not program.ties)]
-            return fit[node.turns[0] % len(fit)] if fit else Leaf(Node(kind="gain"), program.width)
+            return made[node.turns[0] % len(made)] if made else Leaf(Node(kind="gain"), program.width)
         if node.kind in LEAVES:
             module: Base = Leaf(node, program.width)
         else:
-            within = node if node.unit == "self" else around
-            module = Container(node, [make(kid, within) for kid in node.kids])
-        made.append((module, around))
+            module = Container(node, [make(kid) for kid in node.kids])
+        made.append(module)
         return module
 
-    model = Root(make(program.tree, None))
+    model = Root(make(program.tree))
     for tie in program.ties:
         places = [(m, n, p) for m in model.body.modules() for n, p in m._parameters.items() if p is not None]
         pairs = [

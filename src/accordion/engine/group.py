@@ -154,11 +154,10 @@ class Group:
         self.views = self.home.locals if self.room is None else self.room.views
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
+        # What the tags of a reduce add up to, exactly: scaled by the same operator as the sums.
         self.tag_sum = torch.full((1,), self.tag * wiring.num_ranks, dtype=reduce_dtype, device=wiring.device)
         if reduce_dtype.is_floating_point:
-            self.tag_sum.mul_(
-                wiring.scale
-            )  # what the tags of a reduce add up to, exactly: the same operator as on the sums
+            self.tag_sum.mul_(wiring.scale)
 
     @property
     def full_bytes(self) -> int:

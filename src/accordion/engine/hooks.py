@@ -145,7 +145,10 @@ class Hooks:
 
     def _is_differentiable(self, args: Any, kwargs: Any) -> bool:
         """Whether a backward may come through this call: then all ranks must gather for it, whatever they use."""
-        return bool(self.unit.trained.indices) or any(t.requires_grad for t in tensors_of((args, kwargs)))
+        unit, units = self.unit, self.engine.units
+        if unit.trained.indices or any(units[i].trained.indices for i in unit.reads):
+            return True
+        return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
     def _open(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
         """Take the lease of the forward, gather and stage ahead, and give what the module shall see."""
@@ -206,10 +209,8 @@ class Hooks:
         inside = _torch.current_graph_task() != -1
         if inside:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
-        given, error = (
-            out,
-            sys.exc_info()[1] if out is None else None,
-        )  # torch calls this hook while it handles an error too
+        given = out
+        error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
         if error is None:
             if engine.finite is not None:
                 engine.finite.look(unit.index, Moment.FORWARD, tensors_of(out))

@@ -24,9 +24,8 @@ class Expected:
         self._passes: dict[Hashable, list[Hashable]] = {}
         self._followed_by: dict[Hashable, Hashable] = {}
         self._last: Hashable = None
-        self._open: dict[
-            Phase, tuple[Hashable, list[Hashable], list[int]]
-        ] = {}  # kind, what came, place in the last pass
+        # of each pass under way: its kind, what came, the place in the last pass of that kind
+        self._open: dict[Phase, tuple[Hashable, list[Hashable], list[int]]] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
         known = self._last is not None and self._followed_by.get(self._last) == kind

@@ -21,7 +21,6 @@ from accordion.errors import DivergenceError
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 POLLS = 3  # in all of which the ranks must be found apart: one may just be leaving
-TEXT_BYTES = 112
 ADVICE = "a unit must be called by all ranks or by none: put branches that ranks take apart inside one unit."
 
 
@@ -39,9 +38,7 @@ class Watch:
         links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
         self._ranks = sorted(ranks)
         self._store: Any = _torch.default_store() if links else None
-        self.broken: str | None = (
-            None  # ranks drifted apart: what others have sent may still arrive, no collective is safe
-        )
+        self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         self._posted = False
         self._num_agreed = 0
         self._passed: tuple[str, ...] = ()  # keys of the last agreement
@@ -123,9 +120,8 @@ class Watch:
             if "failed" in post:
                 self.broken = f"while this rank {what}, rank {rank} failed: {post['failed']}"
                 raise DivergenceError(self.broken)
-        complete = any(
-            all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values()
-        )  # slow, but it goes on
+        # Where all whom a rank waits for are there, it is slow, but it goes on.
+        complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
         if polls < POLLS or complete or len(posts) < len(self._ranks):
             return
         self.fail(f"ranks wait for each other in different places: {_each(posts)}; {ADVICE}")
