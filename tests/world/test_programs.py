@@ -64,12 +64,7 @@ def works(program: Program) -> bool:
         return False
     # engine: ranks that go apart recompute at different times, which must not gather.
     recomputed = [node for node in nodes if node.checkpoint or (program.checkpoint != "none" and node.unit)]
-    if apart and any(units_in(node) > (node.unit != "") for node in recomputed):
-        return False
-    # engine: selective recomputation of nested units beside bfloat16 is not yet right in every program.
-    if program.checkpoint == "selective" and any(units_in(node) > 1 for node in nodes if node.unit):
-        return False
-    return not (program.checkpoint == "selective" and any(node.kind == "gru" for node in nodes))
+    return not (apart and any(units_in(node) > (node.unit != "") for node in recomputed))
 
 
 @st.composite

@@ -110,7 +110,7 @@ class Gathering:
             to += row.split([*(msg.cuts[i].shard_numel for i in msg.packed), msg.num_flags])
             source += [*(home.padded[i] for i in msg.packed), home.tag]
         if to:
-            torch._foreach_copy_(to, source)
+            _torch.foreach_copy_(to, source)
         if num == 1:
             return
         fulls = [room.rows[i] for i in msg.direct]
@@ -213,7 +213,7 @@ class Reduction:
         alone = self._axis.num_ranks == 1
         self._direct = [grads[i] if alone else grads[i].to(self._wire).contiguous() for i in msg.direct]
         if self._whole:
-            torch._foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
+            _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
         if self._pack.numel():
             parts = [by_rank(grads[i], msg.cuts[i]) for i in msg.packed if msg.cuts[i].shard_numel]
             if flags.numel():
@@ -224,7 +224,7 @@ class Reduction:
         link = self._axis.reduce
         if link.num_ranks == 1:
             if self._direct:
-                torch._foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
+                _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
             if self._pack.data_ptr() != self._out_pack.data_ptr():
                 self._out_pack.copy_(self._pack[0])
         elif self._exchange:

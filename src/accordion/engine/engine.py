@@ -270,9 +270,9 @@ class Engine:
         for row in rows:
             by_dtype.setdefault(row.dtype, []).append(row)
         for same in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(same, found, one)
+            _torch.find_non_finite_(same, found, one)
         overflow = torch.where(reduced(found, links) > 0, float("inf"), 0.0)
-        torch._foreach_add_(whole, overflow)
+        _torch.foreach_add_(whole, overflow)
 
     # -- ahead of use
 

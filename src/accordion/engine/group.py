@@ -290,7 +290,7 @@ class Reduced:
         else:
             yield wiring.replicate.reduce.sum(first.buffers)
         if wiring.scale != 1.0:
-            torch._foreach_mul_(self._last.buffers, wiring.scale)
+            _torch.foreach_mul_(self._last.buffers, wiring.scale)
 
     def _check(self) -> None:
         """Ranks that reduce different units at the same time would add up each other's gradients."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accordion import _torch
 from accordion.engine.collectives import Link, reduced
 
 
@@ -35,10 +36,10 @@ def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     filled = [t for t in tensors if t.numel()]
     if not filled:
         return [torch.zeros((), dtype=torch.float32, device=tensors[0].device)]
-    return [n.to(torch.float32) for n in torch._foreach_norm(filled, norm_type, dtype=torch.float32)]
+    return [n.to(torch.float32) for n in _torch.foreach_norm(filled, norm_type, dtype=torch.float32)]
 
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiply all by max_norm / norm where that is under one; no read of the device."""
     if tensors:
-        torch._foreach_mul_(list(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        _torch.foreach_mul_(list(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))

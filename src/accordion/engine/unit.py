@@ -49,7 +49,9 @@ class Unit:
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
         self.index = len(engine.units)
-        self.reads: list[int] = []  # other units of whose parameters this one's module reads some: inner ones, owners of ties
+        self.reads: list[
+            int
+        ] = []  # other units of whose parameters this one's module reads some: inner ones, owners of ties
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
         self.full_bytes = sum(g.full_bytes for g in groups)
