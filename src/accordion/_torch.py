@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -146,32 +146,18 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def gather_options(async_op: bool) -> Any:
-    """Options of a gather. `asyncOp=False` keeps NCCL on the current stream instead of a hidden one of its own."""
-    options = _c10d.AllgatherOptions()
+def _options(kind: Any, async_op: bool) -> Any:
+    """Options of a collective. `asyncOp=False` keeps NCCL on the current stream instead of a hidden one of its own."""
+    options = kind()
     options.asyncOp = async_op
     return options
 
 
-def exchange_options(async_op: bool) -> Any:
-    """Options of an all-to-all; see `gather_options`."""
-    options = _c10d.AllToAllOptions()
-    options.asyncOp = async_op
-    return options
-
-
-def reduce_scatter_options(async_op: bool) -> Any:
-    """Options of a summing reduce-scatter; see `gather_options`."""
-    options = _c10d.ReduceScatterOptions()
-    options.asyncOp = async_op
-    return options
-
-
-def all_reduce_options(async_op: bool) -> Any:
-    """Options of a summing all-reduce; see `gather_options`."""
-    options = _c10d.AllreduceOptions()
-    options.asyncOp = async_op
-    return options
+# Each is called with `async_op`. What reduces, sums.
+gather_options: Callable[[bool], Any] = partial(_options, _c10d.AllgatherOptions)
+exchange_options: Callable[[bool], Any] = partial(_options, _c10d.AllToAllOptions)
+reduce_scatter_options: Callable[[bool], Any] = partial(_options, _c10d.ReduceScatterOptions)
+all_reduce_options: Callable[[bool], Any] = partial(_options, _c10d.AllreduceOptions)
 
 
 def gather_coalesced(group: Any) -> Callable[..., Any]:

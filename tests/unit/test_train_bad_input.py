@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
-from accordion.train.model import build, configuration
+from accordion.train.model import configuration
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SMALL = ["--model.preset", "llama-tiny", "--data.path", "corpus", "--data.seq_len", "16", "--train.micro_batch", "2"]
@@ -93,13 +94,19 @@ def shard_missing(place: Path) -> list[str]:
 
 def no_tokenizer(place: Path) -> list[str]:
     words = pretrained(place)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place / "model")).save_pretrained(place / "model")
+    return words
+
+
+def other_weights(place: Path) -> list[str]:
+    words = pretrained(place)
     save_file({"a": torch.zeros(1)}, place / "model" / "model.safetensors")
     return words
 
 
 def checkpoint(preset: str, **changes: object) -> Callable[[Path], list[str]]:
     def make(place: Path) -> list[str]:
-        model = build(configuration(ModelConfig(preset=preset), DataConfig()), ModelConfig(preset=preset), 0)
+        model = AutoModelForCausalLM.from_config(configuration(ModelConfig(preset=preset), DataConfig()))
         extra = {"step": 5, "tokenizer": "other", "config": flat(Config()), **changes}
         save(place / "ckpts" / "step-000005", model, extra=extra)
         return ["--checkpoint.dir", "ckpts"]
@@ -155,9 +162,10 @@ CASES = {
     "encoder only": (folder_with(config__json='{"model_type": "t5", "vocab_size": 1024}'), "no causal language model"),
     "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
     "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
-    "no weights": (pretrained, "has no model.safetensors"),
-    "weights cut off": (truncated, "no whole safetensors"),
-    "part of the weights": (shard_missing, "lacks 'model-2.safetensors'"),
+    "no weights": (pretrained, "has neither model.safetensors nor"),
+    "weights cut off": (truncated, "cannot be read: model.safetensors"),
+    "part of the weights": (shard_missing, "model-2.safetensors"),
+    "weights of another": (other_weights, "12 missing in the folder: model.embed_tokens.weight (1024, 32)"),
     "no tokenizer": (no_tokenizer, "no tokenizer.json"),
     "tokenizer of another": (folder_with(config__json=described(), tokenizer__json="{}"), "no tokenizer"),
     "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),

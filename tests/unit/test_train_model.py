@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
-from accordion.errors import UsageError
+import accordion as acc
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.evaluate import token_losses
-from accordion.train.model import build, check_folder, configuration, on_meta
+from accordion.train.model import check_folder, configuration, fill, on_meta
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
@@ -22,7 +25,19 @@ TINY = ModelConfig(preset="llama-tiny")
 
 @pytest.fixture(scope="module")
 def tiny() -> nn.Module:
-    return build(configuration(TINY, DataConfig()), TINY, seed=3)
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(configuration(TINY, DataConfig()), dtype=torch.float32)  # type: ignore[no-any-return]
+
+
+def filled(mesh: DeviceMesh, choices: list[tuple[ModelConfig, int]]) -> list[dict[str, torch.Tensor]]:
+    """The weights of a run on one rank for each choice and seed."""
+    found = []
+    for choice, seed in choices:
+        model = acc.shard(on_meta(configuration(choice, DataConfig()), "a test"), mesh)
+        fill(model, choice, seed)
+        assert model.training
+        found.append(acc.full_state_dict(model))
+    return found
 
 
 def test_the_default_has_about_ten_million_parameters() -> None:
@@ -37,34 +52,22 @@ def test_presets_can_be_built() -> None:
         ).is_meta
 
 
-def test_weights_come_from_the_seed(tiny: nn.Module) -> None:
-    again = build(configuration(TINY, DataConfig()), TINY, seed=3)
-    other = build(configuration(TINY, DataConfig()), TINY, seed=4)
-    assert all(torch.equal(a, b) for a, b in zip(tiny.parameters(), again.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(tiny.parameters(), other.parameters(), strict=True))
-    assert tiny.training
-    assert all(p.dtype == torch.float32 for p in tiny.parameters())
+def test_weights_come_from_the_seed(run_fake: Any, tiny: nn.Module) -> None:
+    first, again, other = run_fake(1, 0, filled, [(TINY, 3), (TINY, 3), (TINY, 4)])
+    assert first.keys() == tiny.state_dict().keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert all(value.dtype == torch.float32 for value in first.values())
 
 
-def test_a_folder_is_read_from_scratch_and_pretrained(tiny: nn.Module, tmp_path: Path) -> None:
+def test_a_folder_is_read_from_scratch_and_pretrained(run_fake: Any, tiny: nn.Module, tmp_path: Path) -> None:
     tiny.save_pretrained(tmp_path)  # type: ignore[operator]
-    assert check_folder(str(tmp_path), pretrained=True)["vocab_size"] == 1024
-    choice = ModelConfig(path=str(tmp_path), init="pretrained")
-    loaded = build(configuration(choice, DataConfig()), choice, seed=9)
-    for (name, a), (_, b) in zip(tiny.named_parameters(), loaded.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
-    scratch = ModelConfig(path=str(tmp_path))
-    drawn = build(configuration(scratch, DataConfig()), scratch, seed=9)
-    assert not torch.equal(next(drawn.parameters()), next(loaded.parameters()))
-
-
-def test_absent_weights_are_named(tiny: nn.Module, tmp_path: Path) -> None:
-    tiny.save_pretrained(tmp_path)  # type: ignore[operator]
-    described = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**described, "num_hidden_layers": 3}))
-    choice = ModelConfig(path=str(tmp_path), init="pretrained")
-    with pytest.raises(UsageError, match=r"lack 9 tensors of the model: model.layers.2"):
-        build(configuration(choice, DataConfig()), choice, seed=0)
+    assert check_folder(str(tmp_path))["vocab_size"] == 1024
+    pretrained, scratch = ModelConfig(path=str(tmp_path), init="pretrained"), ModelConfig(path=str(tmp_path))
+    loaded, drawn = run_fake(1, 0, filled, [(pretrained, 9), (scratch, 9)])
+    for name, value in tiny.state_dict().items():
+        assert torch.equal(value, loaded[name]), name
+    assert not torch.equal(drawn["lm_head.weight"], loaded["lm_head.weight"])
 
 
 def test_dropout_is_off(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +27,22 @@ def run_all(world, fn, num_ranks: int = 2) -> None:
     """Run `fn(mesh, strategy)` under every strategy."""
     for strategy in STRATEGIES.values():
         world.run_mesh(*mesh_of(strategy, num_ranks), fn, strategy)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the library says to its log meanwhile, in this rank's process."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("accordion")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def units_of(model: nn.Module) -> list[Any]:

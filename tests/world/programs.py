@@ -34,7 +34,7 @@ DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Of the largest values that are summed over ranks and backwards, not of the sum: gradients may cancel. In bfloat16
 # autograd rounds the sum of two uses of a parameter; the engine adds calls of a unit in float32.
 TOLERANCES = {torch.float32: 2e-6, torch.float64: 2e-6, torch.bfloat16: 2e-2}
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0
 
 
 class Short:

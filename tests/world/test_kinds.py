@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
+from tests.world.checks import logged
 from tests.world.compare import (
     RANKS,
     Case,
@@ -88,25 +87,9 @@ def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
     return loss.detach()
 
 
-@contextmanager
-def messages_of_accordion() -> Iterator[list[str]]:
-    """What the library logs meanwhile, in this rank's process."""
-    found: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("accordion")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def tied_training(mesh, tie: str) -> None:
     case = Case(build=functools.partial(Stack, tie), run=stack_loss, units={Pair}, exact=False, tolerance=2e-6)
-    with messages_of_accordion() as messages:
+    with logged() as messages:
         model = compare(mesh, case)
     plain = seeded(case.build)
     if tie == "two parameters over one storage":  # two objects without sharding, whose gradients are never one
@@ -132,7 +115,7 @@ def tied_storage(mesh) -> None:
         seeded(functools.partial(Stack, "two parameters over one storage")),
     )
     plain.head.weight = plain.embed.weight
-    with messages_of_accordion() as messages:
+    with logged() as messages:
         model = acc.shard(model, mesh=mesh, units={Pair})
     assert model.head.weight is model.embed.weight
     if mesh.get_local_rank() == 0:
@@ -151,7 +134,7 @@ def tied_meta(mesh, tie: str) -> None:
     for how in ("load_state_dict", "initialise"):
         with torch.device("meta"):
             model = Stack(tie)
-        with messages_of_accordion() as messages:
+        with logged() as messages:
             model = acc.shard(model, mesh=mesh, units={Pair})
         if mesh.get_local_rank() == 0:
             assert sum(m.startswith("tied") for m in messages) == len(MERGED[tie])

@@ -7,9 +7,6 @@ are in test_checkpoint.py, and the many device streams of 9 to 14 need devices: 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +22,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine.unit import Unit
 from tests.world import models, reference
-from tests.world.checks import assert_at_rest, assert_close, batch, mean_grads, mesh_of, one_loss, units_of
+from tests.world.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss, units_of
 from tests.world.meters import Wire
 from tests.world.models import Block
 from tests.world.reference import Recipe, grads_of, local_of, params_of
@@ -36,22 +33,6 @@ from tests.world.test_streams import FAULTS, step
 
 BF16 = torch.bfloat16
 ONE_AXIS = [strategy for strategy in STRATEGIES.values() if not strategy.hybrid]
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """What the library says to its log."""
-    messages: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("accordion")
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -20,12 +19,25 @@ from tests.world.checks import (
     assert_close,
     assert_equal,
     batch,
+    logged,
     mean_grads,
     one_loss,
     run_all,
 )
 from tests.world.models import Block, Tiny
 from tests.world.reference import grads_of
+
+
+def assert_trains_alike(mesh, plain: nn.Module, model: nn.Module, num_steps: int) -> None:
+    """Forwards and backwards give the gradients of the unsharded model, and memory is back at rest."""
+    for _ in range(num_steps):
+        one_loss(plain).backward()
+        one_loss(model).backward()
+        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
+        assert_at_rest(model)
+        plain.zero_grad()
+        model.zero_grad()
+
 
 # -- modes
 
@@ -123,13 +135,7 @@ def twice() -> Twice:
 
 def repeated(mesh, strategy: acc.Strategy) -> None:
     plain, model = twice(), acc.shard(twice(), mesh=mesh, strategy=strategy)
-    for _ in range(3):
-        one_loss(plain).backward()
-        one_loss(model).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-        assert_at_rest(model)
-        plain.zero_grad()
-        model.zero_grad()
+    assert_trains_alike(mesh, plain, model, num_steps=3)
 
 
 def test_a_unit_may_be_called_twice(world):
@@ -365,13 +371,7 @@ def recomputed(mesh, strategy: acc.Strategy) -> None:
         model.__class__ = Recomputed
         model.reentrant = reentrant
         model = acc.shard(model, mesh=mesh, strategy=strategy)
-        for _ in range(2):
-            one_loss(plain).backward()
-            one_loss(model).backward()
-            assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
-            assert_at_rest(model)
-            plain.zero_grad()
-            model.zero_grad()
+        assert_trains_alike(mesh, plain, model, num_steps=2)
 
 
 def test_checkpointing_by_the_caller(world):
@@ -382,18 +382,8 @@ def test_checkpointing_by_the_caller(world):
 
 
 def ties(mesh, strategy: acc.Strategy) -> None:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("accordion")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
+    with logged() as messages:
         model = acc.shard(models.tied(), mesh=mesh, strategy=strategy, units={Block, nn.Linear})
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     assert model.head.weight is model.embed.weight
     assert len(list(model.parameters())) == len(list(models.tied().parameters()))
     if dist.get_rank() == 0:

@@ -2,8 +2,8 @@
 
 What happens in one call of a unit:
 1. forward, before: the unit is gathered, the next one is gathered ahead and staged, the full parameters are shown.
-2. forward, after: they are hidden and let go; a hook on each output waits for the backward.
-3. backward, first gradient of an output: the unit is gathered again, the one before it ahead.
+2. forward, after: they are hidden and let go; a mark, made last, and hooks on outputs wait for the backward.
+3. backward, its mark or an output is reached: the unit is gathered again, the one before it ahead.
 4. backward, gradients of the inputs are there: the lease ends. Gather.backward begins the reduce.
 5. Stage.backward waits for the reduce and hands the sharded gradients to autograd. Stage was made one unit earlier than
    Gather, so its sequence number is lower than those of the unit before, and autograd runs it after that unit's backward.
@@ -51,7 +51,7 @@ class Call:
         self.shown: dict[int, Sequence[Tensor]] = {}
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Hook on every output: the backward has reached this call."""
+        """Hook on the mark and on outputs: the backward has reached this call."""
         task = _torch.current_graph_task()
         if task in self.waiting:
             return

@@ -78,8 +78,7 @@ class Watch:
         deadline = time.monotonic() + PATIENCE_S
         while len(posts := self._posts()) < len(self._ranks) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self.broken = f"ranks are not at the same place: {_each(posts)}; {ADVICE}"
-        raise DivergenceError(self.broken)
+        self._break(f"ranks are not at the same place: {_each(posts)}; {ADVICE}")
 
     def _is_there(self, key: str, timeout_s: float) -> bool:
         """Whether a key appears in time. Asked again and again: a wait in the store warns of its time-out on stderr."""
@@ -118,8 +117,7 @@ class Watch:
         posts = self._posts()
         for rank, post in posts.items():
             if "failed" in post:
-                self.broken = f"while this rank {what}, rank {rank} failed: {post['failed']}"
-                raise DivergenceError(self.broken)
+                self._break(f"while this rank {what}, rank {rank} failed: {post['failed']}")
         # Where all whom a rank waits for are there, it is slow, but it goes on.
         complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
         if polls < POLLS or complete or len(posts) < len(self._ranks):
@@ -145,6 +143,9 @@ class Watch:
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Tell the others, who may wait for this rank, and raise."""
         self.tell(text)
+        self._break(text, cause)
+
+    def _break(self, text: str, cause: BaseException | None = None) -> NoReturn:
         self.broken = text
         raise DivergenceError(text) from cause
 

@@ -27,7 +27,7 @@ from accordion.train.data import GlobalOrder, Share, make_loader, validation_bat
 from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import Device, Place
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
-from accordion.train.model import build, configuration
+from accordion.train.model import configuration, fill, on_meta
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
 
@@ -126,13 +126,14 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         sizes = {"replicate": prepared.replicas, **sizes}
     units = parse_units(shard.units)
     model = acc.shard(
-        build(configuration(config.model, config.data), config.model, options.seed),
+        on_meta(configuration(config.model, config.data), config.model.path or config.model.preset),
         init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
         units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
         strategy=strategy,
         precision=acc.Precision(params=DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
     )
+    fill(model, config.model, options.seed)
     share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     return Run(
         config=config,

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+import accordion as acc
 from accordion.errors import UsageError
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
-
-def check_folder(path: str, pretrained: bool) -> dict[str, Any]:
-    """Raise `UsageError` unless `path` is a model's folder; its config.json. Cheap: no weights are read."""
+def check_folder(path: str) -> dict[str, Any]:
+    """The config.json of a model's folder. Raises `UsageError` where it is none; no weights are looked at."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -31,34 +30,7 @@ def check_folder(path: str, pretrained: bool) -> dict[str, Any]:
         raise UsageError(f"model.path {path!r} is no model: its config.json cannot be read: {error}") from None
     if not isinstance(described, dict) or not isinstance(described.get("model_type"), str):
         raise UsageError(f"model.path {path!r} is no model: its config.json names no model_type.")
-    if pretrained:
-        _check_weights(folder)
     return described
-
-
-def _check_weights(folder: Path) -> None:
-    """Every safetensors file that is needed is there and its header is whole."""
-    from safetensors import SafetensorError, safe_open
-
-    single, index = (folder / name for name in WEIGHTS)
-    names = [single.name]
-    if not single.is_file():
-        if not index.is_file():
-            raise UsageError(
-                f"model.path {str(folder)!r} has no {WEIGHTS[0]}; model.init 'pretrained' reads safetensors only."
-            )
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise UsageError(f"{str(index)!r} is no index of safetensors files.") from None
-    for name in names:
-        try:
-            with safe_open(str(folder / name), framework="pt"):
-                pass
-        except FileNotFoundError:
-            raise UsageError(f"model.path {str(folder)!r} lacks {name!r}, which its index names.") from None
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{str(folder / name)!r} is no whole safetensors file: {error}") from None
 
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
@@ -103,32 +75,17 @@ def on_meta(config: PretrainedConfig, where: str) -> nn.Module:
 
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
         raise UsageError(f"{where} is no causal language model that transformers can build: {_brief(error)}") from None
-    return model
+    return model.train()
 
 
-def build(config: PretrainedConfig, model: ModelConfig, seed: int) -> nn.Module:
-    """The model on the CPU in float32, equal on every rank."""
-    from transformers import AutoModelForCausalLM
-
+def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
+    """Give a model that was sharded on meta its weights, the same for any number of ranks; a rank holds its shards only."""
     torch.manual_seed(seed)
-    if model.init == "scratch":
-        built: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return built.train()
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        model.path,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    absent = sorted(report["missing_keys"])
-    if absent:
-        raise UsageError(
-            f"the weights in {model.path!r} lack {len(absent)} tensors of the model: {', '.join(absent[:5])}."
-        )
-    trained: nn.Module = loaded.train()
-    return trained
+    if choice.init == "scratch":
+        acc.initialise(model)
+    else:
+        assert choice.path is not None, "pretrained weights come from a folder"
+        acc.load_pretrained(model, choice.path)

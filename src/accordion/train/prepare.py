@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accordion.config import strategy_named
-from accordion.errors import UsageError
+from accordion.errors import CheckpointError, UsageError
 from accordion.train import checkpoints
 from accordion.train.config import PRESETS, Config, UnitChoice, parse_units
 from accordion.train.data import check_enough
@@ -99,7 +99,7 @@ def _model(config: Config) -> tuple[int, str]:
     """The vocabulary that the model has rows for, and a name for the run's folder."""
     if config.model.path is None:
         return PRESETS[config.model.preset].vocab, config.model.preset
-    described = check_folder(config.model.path, config.model.init == "pretrained")
+    described = check_folder(config.model.path)
     vocab = described.get("vocab_size")
     if not isinstance(vocab, int):
         vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
@@ -113,7 +113,7 @@ def _vocabulary(
 ) -> tuple[Vocabulary, Callable[[], None]]:
     if config.model.path is not None:
         folder = Path(config.model.path)
-        held = folder_vocabulary(folder, check_folder(config.model.path, False).get("eos_token_id"))
+        held = folder_vocabulary(folder, check_folder(config.model.path).get("eos_token_id"))
         if held is not None:
             return held, lambda: None
         if config.model.init == "pretrained":
@@ -136,10 +136,16 @@ def _check_writable(folder: Path) -> None:
 
 def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None:
     """Build the model without storage and hold it against the units asked for and the checkpoint."""
+    from accordion.pretrained import check_pretrained
     from accordion.units import choose_units
 
     model = on_meta(configuration(config.model, config.data), config.model.path or config.model.preset)
     if units.classes:
         choose_units(model, units.classes)
+    if config.model.path is not None and config.model.init == "pretrained":
+        try:
+            check_pretrained(model, Path(config.model.path))
+        except CheckpointError as error:
+            raise UsageError(f"model.path: {error}") from None
     if resume is not None:
         checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
