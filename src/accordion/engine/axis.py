@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Literal
 
 import torch
@@ -87,51 +88,56 @@ class Room:
 
 
 class Gathering:
-    """One gather of a group: shards of `home` to the tensors of `room`. Its buffer is allocated when it is made.
+    """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time.
 
     `check` is called with the tags of all ranks (num_ranks, num_flags) once they are there.
     """
 
     def __init__(self, axis: Axis, msg: Message, home: Home, room: Room, check: Callable[[Tensor], None]) -> None:
+        num = axis.num_ranks
         self._axis, self._msg, self._home, self._room, self._check = axis, msg, home, room, check
-        numel = msg.row_numel * axis.num_ranks if axis.num_ranks > 1 else 0
-        self.packed = room.flat.new_empty(numel) if numel else None  # one row a rank
-
-    def steps(self) -> Steps:
-        msg, home, room, num = self._msg, self._home, self._room, self._axis.num_ranks
+        self._num_packed = msg.row_numel * num if num > 1 else 0
         cast = home.dtype != room.flat.dtype or num == 1
-        rows = None if self.packed is None else self.packed.view(num, -1)
-        # Alone on its axis everything is; a relay asks for it.
+        self._row = None if cast else home.pack_row  # the row that travels, where it lies as it is
+        # Alone on its axis everything is copied; a relay asks for it.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
-        to, source = [room.own[i] for i in copied], [home.padded[i] for i in copied]
-        row = home.pack_row
-        if rows is not None and (cast or row is None):
+        self._to, self._source = [room.own[i] for i in copied], [home.padded[i] for i in copied]
+        self._row_sizes = [*(msg.cuts[i].shard_numel for i in msg.packed), msg.num_flags]
+        self._row_source = [*(home.padded[i] for i in msg.packed), home.tag]
+        self._fulls = [room.rows[i] for i in msg.direct]
+        self._shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
+        plain = num > 1 and all(msg.cuts[i].dim == 0 for i in msg.packed)
+        self._outs = [room.rows[i].view(num, -1) for i in msg.packed] if plain else None
+
+    def buffer(self) -> Tensor | None:
+        """Memory for one run of `steps`: the packed message, one row a rank."""
+        return self._room.flat.new_empty(self._num_packed) if self._num_packed else None
+
+    def steps(self, packed: Tensor | None) -> Steps:
+        num, pack_numel = self._axis.num_ranks, self._msg.pack_numel
+        to, source, row = self._to, self._source, self._row
+        rows = None if packed is None else packed.view(num, -1)
+        if rows is not None and row is None:
             row = rows[self._axis.rank]
-            to += row.split([*(msg.cuts[i].shard_numel for i in msg.packed), msg.num_flags])
-            source += [*(home.padded[i] for i in msg.packed), home.tag]
+            to, source = [*to, *row.split(self._row_sizes)], [*source, *self._row_source]
         if to:
             _torch.foreach_copy_(to, source)
         if num == 1:
             return
-        fulls = [room.rows[i] for i in msg.direct]
-        shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
-        if rows is not None and self.packed is not None and row is not None:
-            fulls.append(self.packed)
-            shards.append(row)
-        yield self._axis.gather.gather(fulls, shards)
-        if rows is not None:
-            if msg.num_flags:
-                self._check(rows[:, msg.pack_numel :])
-            if msg.packed:
-                self._unpack(rows[:, : msg.pack_numel])
+        if packed is None or rows is None or row is None:
+            yield self._axis.gather.gather(self._fulls, self._shards)
+            return
+        yield self._axis.gather.gather([*self._fulls, packed], [*self._shards, row])
+        if self._msg.num_flags:
+            self._check(rows[:, pack_numel:])
+        if pack_numel:
+            self._unpack(rows[:, :pack_numel])
 
     def _unpack(self, rows: Tensor) -> None:
         """Copy the packed message, one row a rank, to where each small parameter stands."""
-        msg, room, num = self._msg, self._room, self._axis.num_ranks
-        sizes = [msg.cuts[i].shard_numel for i in msg.packed]
-        if all(msg.cuts[i].dim == 0 for i in msg.packed):
-            outs = [room.rows[i].view(num, -1) for i in msg.packed]
-            torch.split_with_sizes_copy(rows, sizes, dim=1, out=outs)
+        msg, room, num, sizes = self._msg, self._room, self._axis.num_ranks, self._row_sizes[:-1]
+        if self._outs is not None:
+            torch.split_with_sizes_copy(rows, sizes, dim=1, out=self._outs)
             return
         for i, part in zip(msg.packed, rows.split(sizes, dim=1), strict=True):
             c = msg.cuts[i]
@@ -143,47 +149,60 @@ class Gathering:
             room.rows[i].copy_(by_row.movedim(0, c.dim))
 
 
+class Plan:
+    """How the gradients of some tensors are reduced over an axis: what is the same in every step.
+
+    `sent`: the dtype of the gradients; `dtype`: of their sum. `taken`: large ones that, alone on the axis, are their own
+    results; `others`: the rest, in the order of `msg`. `places`: (shape, stride, offset) of each of these's local rows.
+    """
+
+    def __init__(self, axis: Axis, cuts: Sequence[Cut], num_flags: int, sent: torch.dtype, dtype: torch.dtype) -> None:
+        num = axis.num_ranks
+        self.axis, self.dtype = axis, dtype
+        self.exchange = num > 1 and axis.takes_exchange(cuts, sent.itemsize)
+        self.wire = sent if self.exchange and sent.itemsize <= dtype.itemsize else dtype
+        self.taken = [i for i, c in enumerate(cuts) if num == 1 and c.numel * self.wire.itemsize >= PACK_LIMIT_BYTES]
+        self.others = [i for i in range(len(cuts)) if i not in self.taken]
+        self.msg = msg = message(
+            [cuts[i] for i in self.others], self.wire.itemsize, even_only=not self.exchange, num_flags=num_flags
+        )
+        self.places: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+        for c, at in zip(msg.cuts, msg.shard_offsets, strict=True):
+            rows = local_view(torch.empty(c.shard_numel, device="meta"), c, axis.rank)
+            self.places.append((tuple(rows.shape), rows.stride(), at))
+        self.direct = [slice(at, at + prod(shape)) for shape, _, at in (self.places[i] for i in msg.direct)]
+        self.whole = [slice(msg.shard_offsets[i], msg.shard_offsets[i] + msg.cuts[i].shard_numel) for i in msg.whole]
+        self.pack = slice(msg.pack_start, msg.pack_start + msg.row_numel)
+        self.sums_in_place = num == 1 and self.wire == dtype
+
+
 class Reduction:
-    """One reduce of a group over an axis: full gradients to this rank's rows of their sum, in `dtype`.
+    """One reduce of a group over an axis: full gradients to this rank's rows of their sum, as `plan` says.
 
     All buffers are allocated when it is made; `load` fills them, `steps` communicates. Then `results` has the local rows of
     each tensor, `flag_sums` (num_flags,) the sums of the flags, and `out` is the one buffer behind all of them.
-    `sent`: the dtype of the gradients that `load` will get. Alone on its axis a large gradient is its own result, uncopied.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        cuts: Sequence[Cut],
-        num_flags: int,
-        sent: torch.dtype,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self._axis, num = axis, axis.num_ranks
-        self._exchange = num > 1 and axis.takes_exchange(cuts, sent.itemsize)
-        wire = self._wire = sent if self._exchange and sent.itemsize <= dtype.itemsize else dtype
-        self._taken = [i for i, c in enumerate(cuts) if num == 1 and c.numel * wire.itemsize >= PACK_LIMIT_BYTES]
-        self._others = [i for i in range(len(cuts)) if i not in self._taken]
-        cuts = [cuts[i] for i in self._others]
-        msg = self._msg = message(cuts, wire.itemsize, even_only=not self._exchange, num_flags=num_flags)
-        self.out = torch.empty(msg.shard_numel, dtype=dtype, device=device)
-        packed = slice(msg.pack_start, msg.pack_start + msg.row_numel)
-        self._out_pack = self.out[packed]
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._axis, self._msg = plan, plan.axis, plan.msg
+        num, wire, msg = plan.axis.num_ranks, plan.wire, plan.msg
+        self.out = out = torch.empty(msg.shard_numel, dtype=plan.dtype, device=device)
+        self._out_pack = out[plan.pack]
         self.flag_sums = self._out_pack[msg.pack_numel :]
-        padded = [self.out[o : o + c.shard_numel] for o, c in zip(msg.shard_offsets, msg.cuts, strict=True)]
-        mine = [local_view(p, c, axis.rank) for p, c in zip(padded, cuts, strict=True)]
-        self.results = [self.out] * (len(self._taken) + len(self._others))
-        for i, result in zip(self._others, mine, strict=True):
-            self.results[i] = result
-        self._whole = [padded[i] for i in msg.whole]
-        self._direct_out = [mine[i].view(-1) for i in msg.direct]
+        self.results = [out] * (len(plan.taken) + len(plan.others))
+        for i, place in zip(plan.others, plan.places, strict=True):
+            self.results[i] = out.as_strided(*place)
+        self._whole = [out[part] for part in plan.whole]
+        self._direct_out = [out[part] for part in plan.direct]
         self._direct: list[Tensor] = []
-        pack_shape = (num, self._out_pack.numel())
-        in_place = num == 1 and wire == dtype
-        self._pack = self._out_pack.view(pack_shape) if in_place else torch.empty(pack_shape, dtype=wire, device=device)
+        pack_shape = (num, msg.row_numel)
+        self._pack = (
+            self._out_pack.view(pack_shape)
+            if plan.sums_in_place
+            else torch.empty(pack_shape, dtype=wire, device=device)
+        )
         self._received: list[Tensor] = []
-        if self._exchange:
+        if plan.exchange:
             self._received = [torch.empty(num, r.numel(), dtype=wire, device=device) for r in self._direct_out]
             self._received.append(torch.empty_like(self._pack))
 
@@ -199,19 +218,19 @@ class Reduction:
     @property
     def buffers(self) -> list[Tensor]:
         """What lies behind `results` and `flag_sums`."""
-        return [self.out, *(self.results[i] for i in self._taken)]
+        return [self.out, *(self.results[i] for i in self._plan.taken)]
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
         """`grads`: one per cut, in its full shape. `flags` (num_ranks, num_flags): row r is what this rank says to rank r.
 
         `ours`: which of them may be written into, because nobody else has them.
         """
-        msg = self._msg
-        for i in self._taken:
+        msg, wire = self._msg, self._plan.wire
+        for i in self._plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
-        grads = [grads[i] for i in self._others]
+        grads = [grads[i] for i in self._plan.others]
         alone = self._axis.num_ranks == 1
-        self._direct = [grads[i] if alone else grads[i].to(self._wire).contiguous() for i in msg.direct]
+        self._direct = [grads[i] if alone else grads[i].to(wire).contiguous() for i in msg.direct]
         if self._whole:
             _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
         if self._pack.numel():
@@ -227,7 +246,7 @@ class Reduction:
                 _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
             if self._pack.data_ptr() != self._out_pack.data_ptr():
                 self._out_pack.copy_(self._pack[0])
-        elif self._exchange:
+        elif self._plan.exchange:
             yield joined(link.exchange(self._sends()), link.sum(self._whole))
             for received, out in zip(self._received, [*self._direct_out, self._out_pack], strict=True):
                 sum_rows(received, out)
@@ -274,4 +293,4 @@ def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
     """`grad` with the dim that is cut first: what goes to rank r is the r-th chunk of it."""
     assert c.dim is not None
-    return grad.movedim(c.dim, 0).contiguous()
+    return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.engine.axis import Axis, Gathering, Reduction, Room, dense
+from accordion.engine.axis import Axis, Gathering, Plan, Reduction, Room, dense
 from accordion.engine.collectives import Link, gathered_rows
 from accordion.engine.home import Home
 from accordion.engine.layout import Cut, Message, aligned, full_offsets, message
@@ -152,6 +152,10 @@ class Group:
             )
             self.room.close()
         self.views = self.home.locals if self.room is None else self.room.views
+        self._gathering = None if self.room is None else self._gathering_to(self.room)
+        if wiring.relay:
+            self._to_relay = Gathering(wiring.replicate, self._inner, self.home, self._relay.room, self._check)
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
         # What the tags of a reduce add up to, exactly: scaled by the same operator as the sums.
@@ -172,7 +176,7 @@ class Group:
 
         Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there.
         """
-        return sum(p.sharded._version + _torch.local_of(p.sharded)._version for p in self.params)
+        return sum([p.sharded._version for p in self.params]) + sum([local._version for local in self.home.locals])
 
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
@@ -185,27 +189,32 @@ class Group:
 
     def gather(self, room: Room | None = None) -> Flight | None:
         """Begin to fill the full storage, or another `room` of the same layout."""
-        room = room or self.room
-        if room is None:
+        gathering = self._gathering
+        if room is not None and room is not self.room:
+            gathering = self._gathering_to(room)
+        if gathering is None:
             return None
-        if room is self.room:
-            room.open()
-            self.filled = self.version()
-        wiring, home = self.wiring, self.home
-        gatherings = []
-        if wiring.relay and self._relay.filled != self.version():
-            self._relay.filled = self.version()
+        now = self.version()
+        if room is None or room is self.room:
+            assert self.room is not None, "what is gathered has room"
+            self.room.open()
+            self.filled = now
+        todo = [gathering]
+        if self.wiring.relay and self._relay.filled != now:
+            self._relay.filled = now
             self._relay.room.open()
-            gatherings.append(Gathering(wiring.replicate, self._inner, home, self._relay.room, self._check))
-        gatherings.append(
-            Gathering(wiring.shard, self.message, self._relay if wiring.relay else home, room, self._check)
-        )
+            todo.insert(0, self._to_relay)
+        buffers = [g.buffer() for g in todo]
 
         def steps() -> Steps:
-            for gathering in gatherings:
-                yield from gathering.steps()
+            for gathering, buffer in zip(todo, buffers, strict=True):
+                yield from gathering.steps(buffer)
 
-        return wiring.gather_lane.start(steps(), [g.packed for g in gatherings], f"gathers {self.place}")
+        return self.wiring.gather_lane.start(steps(), list(buffers), f"gathers {self.place}")
+
+    def _gathering_to(self, room: Room) -> Gathering:
+        home = self._relay if self.wiring.relay else self.home
+        return Gathering(self.wiring.shard, self.message, home, room, self._check)
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
@@ -225,6 +234,17 @@ class Group:
         `ours`: which of them nobody else has, so that they may be written into.
         """
         return Reduced(self, chosen, grads, sent, ours)
+
+    def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[Plan]:
+        """How gradients of the parameters `chosen`, which are `sent`, are reduced over each axis that their rows are cut over."""
+        key = tuple(chosen), sent
+        if key not in self._plans:
+            wiring, dtype, num_flags = self.wiring, self.reduce_dtype, len(chosen) + 1
+            self._plans[key] = [Plan(wiring.shard, [self.message.cuts[i] for i in chosen], num_flags, sent, dtype)]
+            if wiring.relay:
+                inner = [self._inner.cuts[i] for i in chosen]
+                self._plans[key].append(Plan(wiring.replicate, inner, num_flags, dtype, dtype))
+        return self._plans[key]
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
         """(rows, count + 1): one where this rank has a gradient, and the unit's tag. The all-present one is made once."""
@@ -262,25 +282,18 @@ class Reduced:
         present = [
             torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in zip(chosen, grads, strict=True)
         ]
-        count, dtype = len(chosen), group.reduce_dtype
-        cuts = [group.message.cuts[i] for i in chosen]
-        reduction = Reduction(wiring.shard, cuts, count + 1, sent, dtype, wiring.device)
+        reductions = [Reduction(plan, wiring.device) for plan in group.plans(chosen, sent)]
         if wiring.reduce_lane.late:
-            reduction.poison()
-        flags = group.flags(self._absent, count, wiring.shard.num_ranks, sent)
-        reduction.load(present, flags, [mine or g is None for g, mine in zip(grads, ours, strict=True)])
-        self._last = reduction
-        second = None
-        if wiring.relay:
-            cuts = [group._inner.cuts[i] for i in chosen]
-            second = self._last = Reduction(wiring.replicate, cuts, count + 1, dtype, dtype, wiring.device)
-            if wiring.reduce_lane.late:
-                second.poison()
-        held = [*reduction.held, *(second.held if second else ())]
-        self._flight = wiring.reduce_lane.start(self._steps(reduction, second), held, f"reduces {group.place}")
+            for r in reductions:
+                r.poison()
+        flags = group.flags(self._absent, len(chosen), wiring.shard.num_ranks, sent)
+        reductions[0].load(present, flags, [mine or g is None for g, mine in zip(grads, ours, strict=True)])
+        self._last = reductions[-1]
+        held = [tensor for r in reductions for tensor in r.held]
+        self._flight = wiring.reduce_lane.start(self._steps(*reductions), held, f"reduces {group.place}")
         self._results = self._last.results
 
-    def _steps(self, first: Reduction, second: Reduction | None) -> Steps:
+    def _steps(self, first: Reduction, second: Reduction | None = None) -> Steps:
         wiring = self._group.wiring
         yield from first.steps()
         if second is not None:

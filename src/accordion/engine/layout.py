@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 KIB = 1024
@@ -12,42 +13,45 @@ PACK_LIMIT_BYTES = 256 * KIB  # below this a parameter travels packed with other
 PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding on dim 0 beyond both: cut another dim, or keep whole
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cut:
-    """One tensor of `shape` over `num_ranks`: rank r keeps rows [r * chunk, (r + 1) * chunk) of `dim`; None keeps it whole."""
+    """One tensor of `shape` over `num_ranks`: rank r keeps rows [r * chunk, (r + 1) * chunk) of `dim`; None keeps it whole.
+
+    The numbers that follow from these are worked out once: every step asks for them.
+    """
 
     shape: tuple[int, ...]
     dim: int | None
     num_ranks: int
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return 1 if self.dim is None else self.shape[self.dim]
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Rows of each rank, the last ones padded."""
         return 1 if self.dim is None else -(-self.rows // self.num_ranks)
 
-    @property
+    @cached_property
     def row_numel(self) -> int:
         return prod(self.row_shape)
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of one row: the tensor's without the dim that is cut."""
         return self.shape if self.dim is None else (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one rank's padded shard."""
         return self.chunk * self.row_numel
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.numel if self.dim is None else self.shard_numel * self.num_ranks
 

@@ -71,18 +71,20 @@ class Unit:
             guard_conversion(ref, weakref.ref(self))
         engine.units.append(self)
 
+    def _trains_now(self) -> list[int]:
+        return [i for i, p in enumerate(self.params) if p.sharded.requires_grad]
+
     def _trained_now(self) -> Trained:
-        indices = [i for i, p in enumerate(self.params) if p.sharded.requires_grad]
+        indices = self._trains_now()
         return Trained(indices, [self.params[i].sharded for i in indices], [self.views[i] for i in indices])
 
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
         if self.resident and any(g.is_stale() for g in self.groups):
             self.resident = False  # a full copy older than the shards is filled again at its next use
-        now = self._trained_now()
-        changed = now.indices != self.trained.indices
+        changed = self._trains_now() != self.trained.indices
         if changed:
-            self.trained = now
+            self.trained = self._trained_now()
         return changed
 
     def __deepcopy__(self, memo: object) -> NoReturn:
