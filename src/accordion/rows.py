@@ -1,0 +1,189 @@
+"""Tensors of files that are not read yet: functions of torch apply to them, and parts are read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from accordion.checkpoint.format import DTYPES
+from accordion.errors import CheckpointError
+
+Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
+"""Called with (into, start): fills `into` with the part of a tensor that begins at `start` and has its shape."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """A tensor that is read in parts, or a function of some. Functions of torch apply, and nothing is read when they do.
+
+    So the conversions of transformers run as they are. Stacking, joining, splitting and transposing read no more than is
+    asked for; any other function computes the whole tensor, once for each part that is asked for.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    fill: Fill
+
+    def narrow(self, dim: int, start: int, length: int) -> Rows:
+        dim %= len(self.shape)
+        shape = torch.Size([*self.shape[:dim], length, *self.shape[dim + 1 :]])
+
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            self.fill(into, (*at[:dim], at[dim] + start, *at[dim + 1 :]))
+
+        return Rows(shape, self.dtype, fill)
+
+    def whole(self) -> Tensor:
+        into = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(into, (0,) * into.dim())
+        return into
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Rows:
+        return self
+
+    def transpose(self, dim0: int, dim1: int) -> Rows:
+        return _transpose(self, dim0, dim1)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _deferred(torch.Tensor.__getitem__, (self, index), {})
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+        if name.startswith("_") or not callable(method):
+            raise AttributeError(f"a tensor that is not read yet has no {name!r}")
+        return partial(_call, method, self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lazily = LAZY.get(func)
+        return lazily(*args, **(kwargs or {})) if lazily else _deferred(func, args, kwargs or {})
+
+
+def stored(file: Any, name: str) -> Rows:
+    """A tensor of an open safetensors file. Raises `CheckpointError` where its dtype is unknown."""
+    part = file.get_slice(name)
+    if part.get_dtype() not in DTYPES:
+        raise CheckpointError(f"{name} has the dtype {part.get_dtype()}, which cannot be loaded.")
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        into.copy_(part[tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True)) or ...])
+
+    return Rows(torch.Size(part.get_shape()), DTYPES[part.get_dtype()], fill)
+
+
+def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    return _deferred(method, args, kwargs)
+
+
+def as_rows(value: Any) -> Rows:
+    """A tensor that is there already, as one that is not read yet."""
+    if isinstance(value, Rows):
+        return value
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        into.copy_(value[tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True))])
+
+    return Rows(value.shape, value.dtype, fill)
+
+
+def _stack(tensors: Iterable[Any], dim: int = 0) -> Rows:
+    parts = [as_rows(t) for t in tensors]
+    dim %= len(parts[0].shape) + 1
+    if len({part.shape for part in parts}) > 1:
+        raise ValueError(f"tensors of the shapes {[tuple(part.shape) for part in parts]} do not stack")
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        for i, piece in enumerate(into.unbind(dim)):
+            parts[at[dim] + i].fill(piece, (*at[:dim], *at[dim + 1 :]))
+
+    shape = parts[0].shape
+    return Rows(torch.Size([*shape[:dim], len(parts), *shape[dim:]]), parts[0].dtype, fill)
+
+
+def _cat(tensors: Iterable[Any], dim: int = 0) -> Rows:
+    parts = [as_rows(t) for t in tensors]
+    dim %= len(parts[0].shape)
+    if len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) > 1:
+        raise ValueError(f"tensors of the shapes {[tuple(part.shape) for part in parts]} do not join on dim {dim}")
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        first, stop, begin = at[dim], at[dim] + into.shape[dim], 0
+        for part in parts:
+            end = begin + part.shape[dim]
+            low, high = max(first, begin), min(stop, end)
+            if low < high:
+                part.fill(into.narrow(dim, low - first, high - low), (*at[:dim], low - begin, *at[dim + 1 :]))
+            begin = end
+
+    shape = parts[0].shape
+    rows = sum(part.shape[dim] for part in parts)
+    return Rows(torch.Size([*shape[:dim], rows, *shape[dim + 1 :]]), parts[0].dtype, fill)
+
+
+def _split(tensor: Rows, sizes: int | list[int], dim: int = 0) -> tuple[Rows, ...]:
+    rows = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, rows - start) for start in range(0, rows, sizes)]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    if sum(sizes) != rows:
+        raise ValueError(f"{rows} rows do not split into {sizes}")
+    return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _chunk(tensor: Rows, chunks: int, dim: int = 0) -> tuple[Rows, ...]:
+    return _split(tensor, max(1, -(-tensor.shape[dim] // chunks)), dim)
+
+
+def _transpose(tensor: Rows, dim0: int, dim1: int) -> Rows:
+    def swapped(values: Iterable[int]) -> list[int]:
+        new = list(values)
+        new[dim0], new[dim1] = new[dim1], new[dim0]
+        return new
+
+    def fill(into: Tensor, at: tuple[int, ...]) -> None:
+        tensor.fill(into.transpose(dim0, dim1), tuple(swapped(at)))
+
+    return Rows(torch.Size(swapped(tensor.shape)), tensor.dtype, fill)
+
+
+LAZY: Mapping[Any, Callable[..., Any]] = {
+    torch.stack: _stack,
+    torch.cat: _cat,
+    torch.split: _split,
+    torch.chunk: _chunk,
+    torch.transpose: _transpose,
+}
+
+
+def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives, for tensors that are not read yet: its shapes now, from the meta device, its values when asked for."""
+
+    def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
+        def replaced(tree: Any) -> Any:
+            if isinstance(tree, (list, tuple)):
+                return type(tree)([replaced(item) for item in tree])
+            return tensor_of(tree) if isinstance(tree, Rows) else tree
+
+        return func(*replaced(args), **{key: replaced(value) for key, value in kwargs.items()})
+
+    def rows(tensor: Tensor, index: int | None) -> Rows:
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            out = run(Rows.whole)
+            as_rows(out if index is None else out[index]).fill(into, at)
+
+        return Rows(tensor.shape, tensor.dtype, fill)
+
+    shapes = run(lambda r: torch.empty(r.shape, dtype=r.dtype, device="meta"))
+    if isinstance(shapes, Tensor):
+        return rows(shapes, None)
+    if isinstance(shapes, (list, tuple)) and all(isinstance(shape, Tensor) for shape in shapes):
+        return tuple(rows(shape, i) for i, shape in enumerate(shapes))
+    return shapes

@@ -1,0 +1,214 @@
+"""Full parameters that stand in for shards, one in memory at a time, while code runs that writes into parameters.
+
+While an init function runs, every parameter stands in the registry as the plain full tensor that one device has, over a
+storage without memory. Before each operator the storages that it touches get memory, filled from the shards where the
+operator reads them; what the operators before left behind is cut into rows and let go. So nothing has to be known of init
+functions: views, `.data`, lists of parameters, compound ones like `orthogonal_`, and parents that write into their
+children all meet a plain tensor. (Running in-place operators on the DTensors themselves loses writes through views; full
+tensors made when a parameter is read and cut when the next one is lose writes through a reference kept meanwhile.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.engine.collectives import reduced
+from accordion.engine.group import Param, Wiring, own_rows
+from accordion.errors import UsageError
+from accordion.state import sharded_engine
+
+aten = torch.ops.aten
+OVERWRITES = {  # the first argument is written and not read: no need to gather it; others are right too, only slower
+    aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.copy_.default, aten.bernoulli_.float, aten.exponential_.default, aten.random_.default,
+    getattr(aten.random_, "from"), aten.log_normal_.default, aten.cauchy_.default, aten.eye.out, aten.eye.m_out,
+}  # fmt: skip
+# Views of every element: what overwrites one overwrites the parameter.
+VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.t.default, aten.transpose.int}
+
+
+class Full:
+    """A parameter as one device has it, over a storage that has memory only while an operator needs it.
+
+    `kept`: what is written goes to the shards. `filled`: the memory holds the parameter's value.
+    """
+
+    __slots__ = ("data", "filled", "kept", "num_bytes", "param", "storage", "tensor")
+
+    def __init__(self, param: Param, device: torch.device, kept: bool) -> None:
+        self.param, self.kept, self.filled = param, kept, False
+        self.data = torch.empty(param.cut.shape, dtype=param.dtype, device=device)
+        self.storage = self.data.untyped_storage()
+        self.num_bytes = self.storage.nbytes()
+        self.tensor = nn.Parameter(self.data, requires_grad=param.sharded.requires_grad)
+        self.storage.resize_(0)
+
+    def reset(self) -> None:
+        """Let `tensor` be over `storage` again, without a value."""
+        self.storage.resize_(self.num_bytes)
+        self.tensor.data = self.data
+        self.storage.resize_(0)
+        self.filled = False
+
+    def take(self, value: Tensor, wiring: Wiring) -> None:
+        """Write this rank's rows of `value` to the shard."""
+        if self.kept:
+            _torch.local_of(self.param.sharded).copy_(own_rows(value, self.param.cut, wiring))
+
+
+class Fulls(_torch.DispatchMode):
+    """Owns the full tensors that stand in the registry; gives memory to those that the running operator touches."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wiring = wiring
+        self._fulls: list[Full] = []
+        self._by_storage: dict[int, Full] = {}
+        self._places: dict[int, list[tuple[nn.Module, str, Full]]] = {}
+        self._open: list[Full] = []
+        self.written: set[int] = set()  # ids of the storages that an operator wrote
+
+    def stand_in(self, param: Param, places: Iterable[tuple[nn.Module, str]], kept: bool) -> None:
+        """Register a full tensor in place of the shard of `param` at these places."""
+        full = Full(param, self._wiring.device, kept)
+        self._fulls.append(full)
+        self._by_storage[id(full.storage)] = full
+        for module, attr in places:
+            self._places.setdefault(id(module), []).append((module, attr, full))
+            module._parameters[attr] = full.tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t.untyped_storage() for t in _plain_tensors((args, kwargs))]
+        if _torch.mutates(func):
+            self.written.update(id(t.untyped_storage()) for t in _plain_tensors((args[:1], kwargs)))
+        used = [self._by_storage[id(s)] for s in given if id(s) in self._by_storage]
+        if used:
+            self.close(used)
+            self._prepare(func, next(_plain_tensors((args, kwargs))), used)
+        return func(*args, **(kwargs or {}))
+
+    def _prepare(self, func: Any, first: Tensor, used: list[Full]) -> None:
+        for full in dict.fromkeys(used):
+            if full not in self._open:
+                full.storage.resize_(full.num_bytes)
+                self._open.append(full)
+            if full.filled or func in VIEWS:
+                continue
+            if func not in OVERWRITES or len(used) > 1 or first.untyped_storage() is not full.storage:
+                gather_into(full.data, full.param, self._wiring)
+            full.filled = True
+
+    def close(self, but: Iterable[Full] = ()) -> None:
+        """Cut what stands open into rows and let its memory go, except where numpy shares it."""
+        for full in [full for full in self._open if full not in but]:
+            if full.filled:
+                full.take(full.data, self._wiring)
+            if full.storage.resizable():
+                full.storage.resize_(0)
+                full.filled = False
+                self._open.remove(full)
+
+    def settle(self, module: nn.Module) -> None:
+        """Take over what an init assigned instead of writing in place: `weight.data = ...`, `module.weight = Parameter(...)`."""
+        for _, attr, full in self._places.get(id(module), []):
+            given = module._parameters.get(attr)
+            storage = None if given is None else given.untyped_storage()
+            if given is full.tensor and storage is full.storage:
+                continue
+            fits = given is not None and given.shape == full.data.shape and id(storage) not in self._by_storage
+            if given is None or not fits or (given is not full.tensor and self._is_tied(full)):
+                raise UsageError(
+                    f"init put {'nothing' if given is None else f'another parameter of shape {tuple(given.shape)}'} in place "
+                    f"of {full.param.name!r} of shape {tuple(full.data.shape)}; fill it in place, and tie or drop before shard()."
+                )
+            full.take(given.detach(), self._wiring)
+            self.written.add(id(full.storage))
+            full.reset()
+            module._parameters[attr] = full.tensor
+            if full in self._open:
+                self._open.remove(full)
+
+    def settle_all(self) -> None:
+        for places in list(self._places.values()):
+            self.settle(places[0][0])
+
+    def _is_tied(self, full: Full) -> bool:
+        return sum(full is f for places in self._places.values() for _, _, f in places) > 1
+
+    def restore(self) -> None:
+        """Register the shards again."""
+        for places in self._places.values():
+            for module, attr, full in places:
+                module._parameters[attr] = full.param.sharded
+
+    def mark_initialised(self) -> None:
+        """Let transformers' init functions pass over every parameter that is not kept."""
+        for full in self._fulls:
+            full.tensor._is_hf_initialized = not full.kept  # type: ignore[attr-defined]
+
+    def unwritten(self) -> list[Param]:
+        """The parameters that no operator wrote."""
+        kept = [full for full in self._fulls if full.kept]
+        return [full.param for full in kept if id(full.storage) not in self.written]
+
+
+@contextmanager
+def init_mode(
+    model: nn.Module, *, only: Collection[int] | None = None, drafts: Iterable[tuple[nn.Module, str]] = ()
+) -> Iterator[Fulls]:
+    """Inside, parameters are full and plain, and what is written into them goes to the shards; every rank must write alike.
+
+    `only`: ids of sharded parameters; what is written into others goes nowhere. `drafts`: places (module, attribute) of
+    tied parameters that get a full tensor of their own, and what is written there goes nowhere: so a tie made after an init
+    works on one device.
+    """
+    engine = sharded_engine(model, "init_mode")
+    if engine.suspended:
+        raise UsageError("init_mode does not work inside full_params or another init_mode; leave that first.")
+    engine.recover()
+    drafted = {(id(module), attr) for module, attr in drafts}
+    fulls = Fulls(engine.wiring)
+    with torch.inference_mode(False), torch.no_grad():
+        for param in (p for unit in engine.units for p in unit.params):
+            places = [(module, attr) for ref, attr in param.places if (module := ref()) is not None]
+            own = [(m, a) for m, a in places if (id(m), a) not in drafted] or places
+            fulls.stand_in(param, own, only is None or id(param.sharded) in only)
+            for place in places:
+                if place not in own:
+                    fulls.stand_in(param, [place], kept=False)
+        engine.suspended = True
+        try:
+            with fulls:
+                yield fulls
+                fulls.settle_all()
+            fulls.close()
+        finally:
+            engine.suspended = False
+            fulls.restore()
+
+
+def gather_into(full: Tensor, param: Param, wiring: Wiring) -> None:
+    """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
+    full.zero_()
+    own_rows(full, param.cut, wiring).copy_(_torch.local_of(param.sharded))
+    if param.cut.dim is not None and full.numel():
+        reduced(full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), wiring.cut_links)
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    """Tensors with a storage in the arguments of an operator."""
+    if isinstance(tree, Tensor):
+        if not isinstance(tree, DTensor) and tree.layout is torch.strided:
+            yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _plain_tensors(item)
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(list(tree.values()))
