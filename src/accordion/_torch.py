@@ -27,6 +27,14 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the running backward will reach a node. torch's own multi-grad hooks use it; no public name."""
 
 
+def walks_everything(leaf: Tensor) -> bool:
+    """Whether the running backward was asked for no gradients in particular, by `inputs` or `autograd.grad`.
+
+    `leaf`: one of its graph for which nobody asks: where some are asked for, the engine will not execute its node.
+    """
+    return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Run `function` when the backward that runs now has ended without raising. No public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -88,14 +88,11 @@ class Room:
 
 
 class Gathering:
-    """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time.
+    """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time."""
 
-    `check` is called with the tags of all ranks (num_ranks, num_flags) once they are there.
-    """
-
-    def __init__(self, axis: Axis, msg: Message, home: Home, room: Room, check: Callable[[Tensor], None]) -> None:
+    def __init__(self, axis: Axis, msg: Message, home: Home, room: Room) -> None:
         num = axis.num_ranks
-        self._axis, self._msg, self._home, self._room, self._check = axis, msg, home, room, check
+        self._axis, self._msg, self._room = axis, msg, room
         self._num_packed = msg.row_numel * num if num > 1 else 0
         cast = home.dtype != room.flat.dtype or num == 1
         self._row = None if cast else home.pack_row  # the row that travels, where it lies as it is
@@ -113,7 +110,8 @@ class Gathering:
         """Memory for one run of `steps`: the packed message, one row a rank."""
         return self._room.flat.new_empty(self._num_packed) if self._num_packed else None
 
-    def steps(self, packed: Tensor | None) -> Steps:
+    def steps(self, packed: Tensor | None, check: Callable[[Tensor], None]) -> Steps:
+        """`packed`: what `buffer` gave. `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there."""
         num, pack_numel = self._axis.num_ranks, self._msg.pack_numel
         to, source, row = self._to, self._source, self._row
         rows = None if packed is None else packed.view(num, -1)
@@ -129,7 +127,7 @@ class Gathering:
             return
         yield self._axis.gather.gather([*self._fulls, packed], [*self._shards, row])
         if self._msg.num_flags:
-            self._check(rows[:, pack_numel:])
+            check(rows[:, pack_numel:])
         if pack_numel:
             self._unpack(rows[:, :pack_numel])
 

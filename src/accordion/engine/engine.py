@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Engine:
         self.flying: dict[int, list[Reduced]] = {}  # reduces under way, by id of their list
         self._tasks: dict[int, list[Call]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
+        self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def dismantle(self) -> None:
@@ -217,6 +218,13 @@ class Engine:
         if call.sync:
             self._synced.add(task)
 
+    def accumulates(self) -> bool:
+        """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
+        if torch.is_anomaly_enabled() or not _torch.walks_everything(self.anchor):
+            return False
+        self._wrote_on.add(self.wiring.reduce_lane.compute())
+        return True
+
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):
             call.end(task)
@@ -227,6 +235,9 @@ class Engine:
         self._walked.clear()
         self.order.end(Phase.BACKWARD)
         self._ends(Phase.BACKWARD)
+        # Autograd lets the caller's stream wait for those on which it accumulated itself.
+        self.wiring.reduce_lane.join(self._wrote_on)
+        self._wrote_on.clear()
         if self._synced:
             self._synced.clear()
             self._reduce_leftovers()

@@ -154,7 +154,7 @@ class Group:
         self.views = self.home.locals if self.room is None else self.room.views
         self._gathering = None if self.room is None else self._gathering_to(self.room)
         if wiring.relay:
-            self._to_relay = Gathering(wiring.replicate, self._inner, self.home, self._relay.room, self._check)
+            self._to_relay = Gathering(wiring.replicate, self._inner, self.home, self._relay.room)
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
@@ -208,13 +208,13 @@ class Group:
 
         def steps() -> Steps:
             for gathering, buffer in zip(todo, buffers, strict=True):
-                yield from gathering.steps(buffer)
+                yield from gathering.steps(buffer, self._check)
 
         return self.wiring.gather_lane.start(steps(), list(buffers), f"gathers {self.place}")
 
     def _gathering_to(self, room: Room) -> Gathering:
         home = self._relay if self.wiring.relay else self.home
-        return Gathering(self.wiring.shard, self.message, home, room, self._check)
+        return Gathering(self.wiring.shard, self.message, home, room)
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""

@@ -103,7 +103,7 @@ class Hooks:
         call = Call(self.unit, self.engine.sync)
         if not call.sync:
             return call, self.engine.anchor
-        token: Tensor = Stage.apply(call, *call.trained.params)  # type: ignore[no-untyped-call]
+        token: Tensor = Stage.apply(call, self.engine.anchor, *call.trained.params)  # type: ignore[no-untyped-call]
         return call, token
 
     def take(self) -> tuple[Call, Tensor]:
@@ -242,7 +242,7 @@ class Hooks:
         """
         engine, begin = self.engine, partial(call.begin, fulls)
         if call.reached is not None and engine.collects():
-            mark = call.reached + 0.0
+            mark = call.reached.view(())  # a node without a kernel
             mark.register_hook(begin)
             engine.to_reach.append(mark)
         found = list({id(t): t for t in tensors_of(out) if t.requires_grad}.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,6 +47,13 @@ class Lane:
     def compute(self) -> Any:
         """The stream on which the caller computes."""
         return self.stream if self._module is None else self._module.current_stream(self._device)
+
+    def join(self, streams: Iterable[Any]) -> None:
+        """Let the caller's stream wait for others on which the caller computed."""
+        now = self.compute()
+        for stream in streams:
+            if stream != now:
+                now.wait_stream(stream)
 
     def entered(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._module is None else self._module.stream(self.stream)

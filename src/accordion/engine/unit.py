@@ -66,6 +66,7 @@ class Unit:
         self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
         self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
         self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
+        self.takes_grads = engine.wiring.shard.num_ranks == 1  # large gradients are summed where they are
         self.trained = self._trained_now()
         for ref in {ref for ref, _, _ in self._places}:
             guard_conversion(ref, weakref.ref(self))
