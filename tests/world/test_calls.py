@@ -1035,8 +1035,8 @@ def test_hooks_of_parameters_see_the_sharded_gradient_once(world):
     run_on_all(world, param_hooks)
 
 
-def step_in_hooks(mesh) -> None:
-    """An optimizer for each parameter, stepped in its hook: the gradient is gone after the backward."""
+def step_in_hooks(mesh, of: str) -> None:
+    """An optimizer for each parameter, stepped in its hook or its node's: the gradient is gone after the backward."""
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     optimizers = {p: torch.optim.SGD([p], lr=1 / 64) for p in model.parameters()}
 
@@ -1044,8 +1044,12 @@ def step_in_hooks(mesh) -> None:
         optimizers[p].step()
         optimizers[p].zero_grad()
 
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step_now)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    for p, node in zip(model.parameters(), nodes, strict=True):
+        if of == "parameter":
+            p.register_post_accumulate_grad_hook(step_now)
+        else:  # as torch's own optimizers in the backward do
+            node.register_hook(lambda *_, p=p: step_now(p))
     reference = torch.optim.SGD(plain.parameters(), lr=1 / 64)
     for step in range(3):
         losses = []
@@ -1062,8 +1066,9 @@ def step_in_hooks(mesh) -> None:
         rest(model)
 
 
-def test_an_optimizer_may_step_in_the_hooks_of_parameters(world):
-    run_on_all(world, step_in_hooks)
+@pytest.mark.parametrize("of", ["parameter", "node"])
+def test_an_optimizer_may_step_in_the_hooks_of_parameters(world, of):
+    run_on_all(world, step_in_hooks, of)
 
 
 def weight_in_hook(mesh, when: str) -> None:
