@@ -205,3 +205,29 @@ DispatchMode = TorchDispatchMode
 def mutates(func: Any) -> bool:
     """Whether an operator, as a dispatch mode sees it, writes into one of its arguments. No public name."""
     return bool(func._schema.is_mutable)
+
+
+# -- for bench/
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from every other one that is alive. No public name."""
+    return int(storage._cdata)  # type: ignore[attr-defined]
+
+
+def fake_store() -> Any:
+    """A store for a process group of which only this rank exists; importing its module makes the backend "fake" known."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()  # type: ignore[no-untyped-call]
+
+
+def finished_work(result: Any) -> Any:
+    """A `torch.distributed.Work` that has ended, its future holding `result`; what a group in Python returns. No public name."""
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return _c10d._create_work_from_future(future)
+
+
+def name_of_group(group: Any) -> str:
+    """Under which name torch knows a process group written in Python, which has none of its own. No public name."""
+    return str(torch.distributed.distributed_c10d._world.pg_names[group])
