@@ -209,23 +209,17 @@ def mutates(func: Any) -> bool:
 
 # -- for bench/
 
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """What tells a storage from every other one that is alive. No public name."""
-    return int(storage._cdata)  # type: ignore[attr-defined]
+    return int(storage._cdata)
 
 
 def fake_store() -> Any:
     """A store for a process group of which only this rank exists; importing its module makes the backend "fake" known."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return FakeStore()  # type: ignore[no-untyped-call]
-
-
-def finished_work(result: Any) -> Any:
-    """A `torch.distributed.Work` that has ended, its future holding `result`; what a group in Python returns. No public name."""
-    future: Any = torch.futures.Future()
-    future.set_result(result)
-    return _c10d._create_work_from_future(future)
+    return FakeStore()
 
 
 def name_of_group(group: Any) -> str:

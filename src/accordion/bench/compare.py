@@ -63,7 +63,13 @@ class Comparison:
 
 
 def compare(
-    names: Sequence[str], setting: Setting, world: World, rounds: int, count: int, say: Say, start: type[Trainer] = Trainer
+    names: Sequence[str],
+    setting: Setting,
+    world: World,
+    rounds: int,
+    count: int,
+    say: Say,
+    start: type[Trainer] = Trainer,
 ) -> Comparison:
     """Train under each of `names`, compare their losses, then measure `rounds` turns of `count` steps of each.
 

@@ -16,8 +16,8 @@ from accordion.bench.contenders import WRAPPERS
 from accordion.bench.meters import Allocations, Wire
 from accordion.bench.model import NineNet
 from accordion.bench.ranks import Seat, Team, World, interleaved
-from accordion.bench.still import StillGroup
 from accordion.bench.stats import Spread, extremes, quartiles
+from accordion.bench.still import StillGroup
 from accordion.errors import UsageError
 
 WARM = 5

@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
 
+_Mode: Any = _torch.DispatchMode
 
-class Allocations(_torch.DispatchMode):
+
+class Allocations(_Mode):  # type: ignore[misc]
     """Owns the count of live bytes: every storage that an operator makes, until it dies or is resized.
 
     The inside of operators is not seen, nor what the backend takes for itself: gloo copies each message once more,
@@ -64,7 +66,8 @@ class Allocations(_torch.DispatchMode):
         return out
 
     def __enter__(self) -> Allocations:
-        plain = self._resize = torch.UntypedStorage.resize_
+        patched: Any = torch.UntypedStorage
+        plain = self._resize = patched.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             known = _torch.storage_key(storage) in self._sizes
@@ -73,11 +76,13 @@ class Allocations(_torch.DispatchMode):
                 self._update(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
+        patched.resize_ = resize
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
+        patched: Any = torch.UntypedStorage
+        patched.resize_ = self._resize
         super().__exit__(*error)
 
     def _meet(self, storage: torch.UntypedStorage, counted: bool) -> None:
@@ -128,11 +133,11 @@ FACTORS = {  # part of an operator's name -> index of the argument with the full
 }
 
 
-class Wire(_torch.DispatchMode):
+class Wire(_Mode):  # type: ignore[misc]
     """Owns the counts of what one rank sends while it is active: bytes and launches, by kind of collective.
 
-    Bytes are those that the best algorithm sends: (n - 1) / n of the full tensors for a gather, a reduce-scatter, an all-to-all and
-    a broadcast, twice that for an all-reduce, and the whole message for a send. What is said through a store is not counted.
+    Bytes are those that the best algorithm sends: (n - 1) / n of the full tensors for a gather, a reduce-scatter, an all-to-all
+    and a broadcast, twice that for an all-reduce, and the whole message for a send. What is said through a store is not counted.
     """
 
     def __init__(self) -> None:

@@ -27,9 +27,11 @@ class GPTBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, width)
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*qkv, is_causal=True)  # (batch, heads, seq, head)
+        q, k, v = qkv.unbind()
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, seq, head)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        y = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + y  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -64,7 +66,8 @@ class LlamaBlock(nn.Module):
         y = F.scaled_dot_product_attention(rotated(q, turn), rotated(k, turn), v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        y = self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + y  # type: ignore[no-any-return]
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
@@ -107,7 +110,7 @@ class NineBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (batch, width)
         a, b, c, d, e, f, g = self.matrices
         y = (x @ a.t()) * (x @ b.t()) + (x @ c.t()) * (x @ d.t()) + (x @ e.t()) * (x @ f.t())  # (batch, rows)
-        return x + (y * self.scale + self.shift) @ g
+        return x + (y * self.scale + self.shift) @ g  # type: ignore[no-any-return]
 
 
 class NineNet(nn.Module):

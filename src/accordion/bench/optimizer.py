@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.bench.contenders import Setting, optimizer_of, ours
@@ -56,14 +57,16 @@ class OptimizerLoop:
             return clip_grad_norm_(self._model, MAX_NORM)
         if self._kind == "dtensor":
             norm = nn.utils.clip_grad_norm_(self._params, MAX_NORM, foreach=True)
-            return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+            assert isinstance(norm, DTensor)
+            full: Tensor = norm.full_tensor()
+            return full
         grads = [p.grad for p in self._params if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads))))
         power = norm.square()
         dist.all_reduce(power)
         norm = power.sqrt()
         torch._foreach_mul_(grads, torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0))
-        return norm
+        return norm  # type: ignore[no-any-return]
 
 
 def _clone(p: nn.Parameter) -> nn.Parameter:
@@ -71,5 +74,3 @@ def _clone(p: nn.Parameter) -> nn.Parameter:
     assert p.grad is not None
     local.grad = _torch.local_of(p.grad).clone()
     return local
-
-

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.bench import still
@@ -83,7 +84,7 @@ class Team:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")  # starts no process with CUDA, and torch is imported once
         context.set_forkserver_preload(["torch", "torch.distributed.tensor", "accordion.bench.trainer"])
         self._ends: list[Connection] = []
@@ -112,10 +113,10 @@ class Team:
         results: dict[int, Any] = {}
         waiting = {id(end): rank for rank, end in enumerate(self._ends)}
         while waiting:
-            for end in wait([self._ends[rank] for rank in waiting.values()]):
-                rank = waiting.pop(id(end))
+            for ready in wait([self._ends[rank] for rank in waiting.values()]):
+                rank = waiting.pop(id(ready))
                 try:
-                    good, answer = end.recv()  # type: ignore[union-attr]
+                    good, answer = self._ends[rank].recv()
                 except (EOFError, ConnectionError):
                     good, answer = False, "its process ended"
                 if not good:
@@ -187,7 +188,7 @@ def join(seat: Seat) -> None:
     if seat.device.type == "cuda":
         torch.cuda.set_device(seat.device)
     if seat.group == "real":
-        store: Any = dist.TCPStore("127.0.0.1", seat.port, is_master=False)
+        store: Any = TCPStore("127.0.0.1", seat.port, is_master=False)
         dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.num_ranks)
         return
     store = _torch.fake_store()

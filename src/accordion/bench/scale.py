@@ -60,7 +60,10 @@ def grow(
     turns = {team.name: [answers[0] for answers in asked[team.name]] for team in teams}
     turns["plain"] = turns.pop(f"plain {sizes[0]}")
     host = summary(turns)
-    return {name: [_point(size, host[f"{name} {size}"], facts[name, size], network) for size in sizes] for name in contenders}
+    return {
+        name: [_point(size, host[f"{name} {size}"], facts[name, size], network) for size in sizes]
+        for name in contenders
+    }
 
 
 def _point(size: int, host: HostTime, facts: dict[str, int], network: Network) -> Point:

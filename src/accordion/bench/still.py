@@ -17,13 +17,26 @@ from accordion import _torch
 NAME = "still"
 
 
-class StillGroup(dist.ProcessGroup):
+class Done(dist.Work):
+    """Work that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_Group: Any = dist.ProcessGroup  # its signatures differ between versions
+
+
+class StillGroup(_Group):  # type: ignore[misc]
     """Owns one finished work. `moves`: gathers copy as torch's fake group does, so that what is set up is sound."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
         self._rank, self._num_ranks = rank, num_ranks
-        self._done = _torch.finished_work(None)
+        self._done = Done()
         self.moves = True
 
     def rank(self) -> int:
@@ -39,7 +52,7 @@ class StillGroup(dist.ProcessGroup):
     def name(self) -> str:
         return "fake"  # to whoever asks, ranks of this group are as little there as those of torch's
 
-    getBackendName = name
+    getBackendName = name  # noqa: N815
 
     def _get_backend(self, device: Any) -> StillGroup:
         return self
@@ -61,15 +74,12 @@ class StillGroup(dist.ProcessGroup):
             self.all_gather_single(out, tensor)
         return self._done
 
-    def allreduce(self, tensors: Sequence[Tensor], *_: Any) -> Any:
-        return _torch.finished_work(list(tensors))  # callers read the future of this one
-
     def _nothing(self, *_: Any) -> Any:
         return self._done
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    allreduce_coalesced = broadcast = allreduce
+    allreduce = allreduce_coalesced = broadcast = _nothing
     reduce_scatter = reduce_scatter_single = _reduce_scatter_base = _nothing
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _nothing
     alltoall = all_to_all_single = alltoall_base = send = recv = barrier = _nothing

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import resource
 import time
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from accordion.bench.meters import Allocations, Wire
 from accordion.bench.model import batch_of, shape_of
 from accordion.bench.ranks import Seat
 
+STATUS = Path("/proc/self/status")
 MATMUL_ROWS = {"cpu": 1024, "cuda": 8192}
 Times = dict[str, float]
 
@@ -36,7 +38,7 @@ class Clock:
     def times(self) -> Times:
         """Seconds of forward, backward and optimizer, of the whole step, and until the host was through with it."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
-        parts = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        parts = [b - a for a, b in pairwise(marks)]
         return {
             **dict(zip(("forward", "backward", "optimizer"), parts, strict=True)),
             "step": marks[-1] - marks[0],
@@ -142,15 +144,13 @@ class Trainer:
 
 def forget_peak() -> None:
     """Let the peak of this process's resident set start anew, where the system can (Linux)."""
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
+    if STATUS.exists():
+        STATUS.with_name("clear_refs").write_text("5")
 
 
 def peak_resident() -> int:
     """Bytes: the largest resident set of this process since `forget_peak`, or in its life where that did nothing."""
-    if sys.platform == "linux":
-        line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    if STATUS.exists():
+        line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
