@@ -22,7 +22,7 @@ from accordion.bench.ranks import BenchError, Team, World, interleaved
 from accordion.bench.report import show, write
 from accordion.bench.scale import Network
 from accordion.bench.stats import ratio
-from accordion.bench.trainer import Trainer
+from accordion.bench.trainer import start
 from accordion.config import nearest
 from accordion.errors import UsageError
 
@@ -267,7 +267,7 @@ def _memory(o: MemoryOptions) -> Page:
     device, setting = device_of(o.device), setting_of(o, bf16=True)
     world = World(num_ranks=o.ranks, device_type=device, group="fake", threads=num_cores())
     with ExitStack() as stack:
-        teams = [stack.enter_context(Team(name, world, Trainer, (name, setting))) for name in names]
+        teams = [stack.enter_context(Team(name, world, start, (name, setting))) for name in names]
         for team in teams:
             team.ask("losses", 3)
         asked = interleaved(teams, o.rounds, "memory")

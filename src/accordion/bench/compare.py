@@ -16,7 +16,7 @@ from accordion.bench.machine import describe, known_peak_flops
 from accordion.bench.model import loss_of, shape_of
 from accordion.bench.ranks import BenchError, Team, World, interleaved
 from accordion.bench.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
-from accordion.bench.trainer import Trainer
+from accordion.bench.trainer import Trainer, start
 
 LOSS_STEPS = 3
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
@@ -69,19 +69,19 @@ def compare(
     rounds: int,
     count: int,
     say: Say,
-    start: type[Trainer] = Trainer,
+    make: Callable[..., Trainer] = start,
 ) -> Comparison:
     """Train under each of `names`, compare their losses, then measure `rounds` turns of `count` steps of each.
 
     Raises `BenchError` naming the contenders whose losses are not those of the others, before anything is measured, and
-    where a contender fails. `start`: what runs in each rank.
+    where a contender fails. `make`: of what runs in each rank.
     """
     with ExitStack() as stack:
         teams = []
         for name in names:
             say(f"starting {name}")
             environ = ENVIRON.get(name) if world.device_type == "cpu" else None
-            teams.append(stack.enter_context(Team(name, world, start, (name, setting), environ)))
+            teams.append(stack.enter_context(Team(name, world, make, (name, setting), environ)))
         verdict = same_losses(teams, setting)
         say(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
         facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}

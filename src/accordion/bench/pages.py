@@ -178,12 +178,9 @@ def of_memory(found: Mapping[str, list[dict[str, int]]], what: str, machine: dic
     peers = [name for name in found if name.partition(":")[0] != OURS]
     rows = []
     for name in found:
-        ratios = [
-            spread(
-                extremes([a["allocated"] / b["allocated"] for a, b in zip(found[name], found[p], strict=True)]), 1, 3
-            )
-            for p in peers
-        ]
+        rounds = [zip(found[name], found[p], strict=True) for p in peers]
+        ratios = [spread(extremes([a["allocated"] / b["allocated"] for a, b in pairs]), 1, 3) for pairs in rounds]
+        ratios = ratios if name.partition(":")[0] == OURS else [""] * len(peers)
         rows.append([name, spread(rests[name], 2**-20), spread(peaks[name], 2**-20), *ratios])
     series = {
         "between steps": {n: r.median / 2**20 for n, r in rests.items()},

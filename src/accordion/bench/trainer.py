@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -49,24 +50,22 @@ class Clock:
 class Trainer:
     """Owns the model, the optimizer and the meter of memory of one rank of one contender."""
 
-    def __init__(self, seat: Seat, contender: str, setting: Setting) -> None:
-        self._seat, self._setting, self._device = seat, setting, seat.device
-        self._vocab = shape_of(setting.model).vocab
+    def __init__(
+        self, seat: Seat, build: Callable[[], Loop], batch: tuple[int, int], vocab: int, *, bf16: bool = False
+    ) -> None:
+        """`build` makes the model and its loop; `batch` (sequences, tokens) of this rank; `bf16`: what it computes in."""
+        self._seat, self._device, self._shape, self._vocab, self._bf16 = seat, seat.device, batch, vocab, bf16
         self._num_steps = 0
         # Before the model: what is there already it cannot count.
         self._allocations = Allocations() if seat.device.type == "cpu" else None
         with self._metered():
-            torch.manual_seed(setting.seed)
-            model = shape_of(setting.model).make().to(seat.device).train()
-            self._loop: Loop = loop_of(contender, model, seat, setting)
-            del model
+            self._loop = build()
 
     def _metered(self) -> Any:
         return self._allocations or nullcontext()
 
     def _step(self) -> tuple[torch.Tensor, Clock]:
-        shape = (self._setting.batch, self._setting.seq)
-        batch = batch_of(self._num_steps, self._seat.rank, shape, self._vocab)
+        batch = batch_of(self._num_steps, self._seat.rank, self._shape, self._vocab)
         tokens, targets = (t.to(self._device) for t in batch)
         self._num_steps += 1
         clock = Clock(self._device)
@@ -88,6 +87,7 @@ class Trainer:
         """`warm` steps that are not counted, then the times of `count` steps."""
         clocks = [self._step()[1] for _ in range(warm + count)][warm:]
         self._synchronise()
+        self._let_go()
         return [clock.times() for clock in clocks]
 
     def memory(self) -> dict[str, int]:
@@ -106,6 +106,7 @@ class Trainer:
                 torch.accelerator.memory.max_memory_allocated(),
                 torch.accelerator.memory.max_memory_reserved(),
             )
+            self._let_go()
             return {"rest": rest, "allocated": peak, "reserved": reserved}
         with self._allocations as meter:
             rest = meter.live_bytes
@@ -124,7 +125,7 @@ class Trainer:
 
     def matmul_flops(self) -> float:
         """Floating-point operations a second of this rank in a matrix product, all ranks at once; the best of ten."""
-        dtype = torch.bfloat16 if self._setting.bf16 else torch.float32
+        dtype = torch.bfloat16 if self._bf16 else torch.float32
         n = MATMUL_ROWS[self._device.type]
         a = torch.randn(n, n, device=self._device, dtype=dtype)
         best = float("inf")
@@ -137,9 +138,25 @@ class Trainer:
             best = min(best, time.perf_counter() - start)
         return 2 * n**3 / best
 
+    def _let_go(self) -> None:
+        """Leave the accelerator's memory to the contender whose turn comes."""
+        if self._device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+
     def _synchronise(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
+
+
+def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
+    """The trainer of one rank, for a team of `contender`."""
+    shape = shape_of(setting.model)
+
+    def build() -> Loop:
+        torch.manual_seed(setting.seed)
+        return loop_of(contender, shape.make().to(seat.device).train(), seat, setting)
+
+    return Trainer(seat, build, (setting.batch, setting.seq), shape.vocab, bf16=setting.bf16)
 
 
 def forget_peak() -> None:
