@@ -209,6 +209,9 @@ def mutates(func: Any) -> bool:
 
 # -- for bench/
 
+PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+"""What a rank would import for seconds; none of it starts threads or looks for a device (all versions)."""
+
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """What tells a storage from every other one that is alive. No public name."""

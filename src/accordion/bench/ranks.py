@@ -86,7 +86,7 @@ class Team:
         self.name = name
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")  # starts no process with CUDA, and torch is imported once
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+        context.set_forkserver_preload(_torch.PRELOADED)
         self._ends: list[Connection] = []
         self._processes = []
         for seat in world.seats(self._store.port):

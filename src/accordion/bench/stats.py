@@ -57,12 +57,15 @@ class Verdict:
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Hold each contender's losses against the median over contenders, step by step.
 
-    `losses`: by contender, from the first step on; a shorter list is compared as far as it goes. `tolerance`: relative. What is
-    not finite, or missing altogether, is wrong. Of two contenders that disagree both are.
+    `losses`: by contender, from the first step on; a shorter list is compared as far as it goes. `tolerance`: relative. What
+    is not finite, or missing altogether, is wrong; who was wrong in one step has no say in the next. Of two that disagree
+    both are.
     """
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):
-        there = {name: values[step] for name, values in losses.items() if step < len(values)}
+        there = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}
+        if not there:
+            break
         middle = median(there.values())
         wrong |= {name for name, v in there.items() if not abs(v - middle) <= tolerance * abs(middle)}
     return Verdict(losses=losses, tolerance=tolerance, wrong=[name for name in losses if name in wrong])
