@@ -152,11 +152,12 @@ def interleaved(teams: Sequence[Team], rounds: int, method: str, *args: Any) -> 
 
 
 def _serve(
-    conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: Mapping[str, str]
+    conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
     """A rank's whole life: join its group, make what it measures, then do what it is asked until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
-    os.environ.update(environ)
+    as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
+    os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed asks for them
     warnings.simplefilter("ignore")  # of contenders about themselves
     torch.set_num_threads(seat.threads)
     program: Any = None
