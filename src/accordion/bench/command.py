@@ -265,7 +265,7 @@ def _memory(o: MemoryOptions) -> Page:
     if "deepspeed" in names:
         raise UsageError("deepspeed does not run on simulated ranks; leave it out of against.")
     device, setting = device_of(o.device), setting_of(o, bf16=True)
-    world = World(num_ranks=o.ranks, device_type=device, group="fake", threads=num_cores())
+    world = World(num_ranks=o.ranks, device_type=device, group="fake")
     with ExitStack() as stack:
         teams = [stack.enter_context(Team(name, world, start, (name, setting))) for name in names]
         for team in teams:

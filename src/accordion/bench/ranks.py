@@ -176,8 +176,8 @@ def _serve(
         join(seat)
         program = make(seat, *args)
 
-    do(begin)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        do(begin)
         while True:
             method, given = conn.recv()
             do(lambda method=method, given=given: getattr(program, method)(*given))  # type: ignore[misc]
