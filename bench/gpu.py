@@ -36,7 +36,7 @@ from accordion.train.config import PRESETS, Preset  # noqa: E402
 
 LLAMA_70B = Preset(vocab=128256, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672)
 SMALL = Preset(vocab=512, hidden=256, layers=4, heads=4, kv_heads=2, mlp=768)
-ENOUGH_S = 540  # no part begins after so long
+ENOUGH_S = 480  # no part begins after so long
 STATE_BYTES = 12  # a parameter: 2 of itself, 2 of its gradient, 8 of the optimizer
 GIB = 2**30
 

@@ -138,6 +138,7 @@ def test_contenders_train_the_same_and_are_measured(tmp_path, capsys):
     names = ["accordion", *against.split(",")]
     assert list(found["contenders"]) == names
     assert set(found["ratios"]) == {"accordion / fsdp2", "accordion / ddp"}
+    assert set(found["cpu_ratios"]) == set(found["ratios"])
     assert found["verdict"]["wrong"] == []
     assert {len(v) for v in found["verdict"]["losses"].values()} == {3}
     assert set(data["host"]) == {"plain", "accordion", "fsdp2"}
@@ -212,8 +213,10 @@ def test_subcommands_write_what_they_found(tmp_path, capsys, name, more):
         assert all(r["allocated"] > r["rest"] > 0 for rounds in data["bytes"].values() for r in rounds)
         assert set(data["bytes"]) == {"accordion", "fsdp2"}
     else:
-        assert set(data["turns"]) == {"accordion", "local", "dtensor"}
-        assert [len(turn) for turn in data["turns"]["accordion"]] == [2, 2]
+        for turns in (data["wall"], data["cpu"]):
+            assert set(turns) == {"accordion", "local", "dtensor"}
+            assert [len(turn) for turn in turns["accordion"]] == [2, 2]
+        assert set(data["ratios"]["cpu"]) == {"accordion", "dtensor"}
     assert f"{name}.html" in capsys.readouterr().out
 
 

@@ -21,7 +21,6 @@ from accordion.bench.page import Page
 from accordion.bench.ranks import BenchError, Team, World, interleaved
 from accordion.bench.report import show, write
 from accordion.bench.scale import Network
-from accordion.bench.stats import ratio
 from accordion.bench.trainer import start
 from accordion.config import nearest
 from accordion.errors import UsageError
@@ -252,12 +251,17 @@ def _optimizer(o: OptimizerOptions) -> Page:
     apart = max(norms.values()) - min(norms.values())
     if not apart <= SAME_NORM * max(norms.values()):
         raise BenchError(f"the norms of the gradients differ, so nothing is compared: {norms}.")
-    slowest = {kind: [[max(step) for step in zip(*turn, strict=True)] for turn in asked[kind]] for kind in KINDS}
-    ratios = {kind: ratio(slowest[kind], slowest["local"]) for kind in KINDS if kind != "local"}
+    wall, cpu = (
+        {
+            kind: [[max(rank[i] for rank in step) for step in zip(*turn, strict=True)] for turn in asked[kind]]
+            for kind in KINDS
+        }
+        for i in range(2)
+    )
     what = (
         f"{o.model}, fused AdamW, gradients clipped to 1, {world.num_ranks} ranks on CPU; the slowest rank of each step"
     )
-    return pages.of_optimizer(slowest, ratios, what, describe("cpu"))
+    return pages.of_optimizer(wall, cpu, what, describe("cpu"))
 
 
 def _memory(o: MemoryOptions) -> Page:

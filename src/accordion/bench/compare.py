@@ -21,16 +21,20 @@ from accordion.bench.trainer import Trainer, start
 LOSS_STEPS = 3
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
 WARM = 1  # steps of a turn that are not counted: caches are another contender's
-PARTS = ("forward", "backward", "optimizer", "step")
+PARTS = ("forward", "backward", "optimizer")
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of one contender. Seconds are means over ranks, bytes the largest of any rank. `steps`: by round."""
+    """Of one contender. Seconds are means over ranks, bytes the largest of any rank.
+
+    `steps`, `cpu`: seconds of the wall and of the processor by round.
+    """
 
     times: dict[str, Spread]
     steps: list[list[float]]
+    cpu: list[list[float]]
     tokens_per_s: float
     mfu: float
     rest_bytes: int
@@ -50,7 +54,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that a run of `accordion bench` found. `ratios`: (ours, theirs) -> step time of ours over theirs."""
+    """Everything that a run of `accordion bench` found. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs."""
 
     machine: dict[str, Any]
     setting: Setting
@@ -60,6 +64,7 @@ class Comparison:
     verdict: Verdict
     contenders: dict[str, Measured]
     ratios: dict[tuple[str, str], Spread]
+    cpu_ratios: dict[tuple[str, str], Spread]
 
 
 def compare(
@@ -101,6 +106,7 @@ def compare(
         verdict=verdict,
         contenders=measured,
         ratios={(a, b): ratio(measured[a].steps, measured[b].steps) for a, b in pairs},
+        cpu_ratios={(a, b): ratio(measured[a].cpu, measured[b].cpu) for a, b in pairs},
     )
 
 
@@ -131,7 +137,8 @@ def _measured(
     turns: list[list[Any]], memory: list[Any], wire: list[Any], setting: Setting, world: World, flops: float, peak: Peak
 ) -> Measured:
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
-        part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns] for part in PARTS
+        part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
+        for part in (*PARTS, "step", "cpu")
     }
     times = {part: quartiles(flat(rounds)) for part, rounds in steps.items()}
     step_s, tokens = times["step"].median, world.num_ranks * setting.batch * setting.seq
@@ -139,6 +146,7 @@ def _measured(
     return Measured(
         times=times,
         steps=steps["step"],
+        cpu=steps["cpu"],
         tokens_per_s=tokens / step_s,
         mfu=flops * world.num_ranks / step_s / peak.flops,
         rest_bytes=max(rank["rest"] for rank in memory),

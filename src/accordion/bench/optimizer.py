@@ -36,15 +36,15 @@ class OptimizerLoop:
         if kind == "accordion":
             self._optimizer = wrap_optimizer(self._optimizer)
 
-    def turn(self, warm: int, count: int) -> list[float]:
-        """Seconds of each clip and step, after `warm` that are not counted; the gradients stay as they are."""
+    def turn(self, warm: int, count: int) -> list[tuple[float, float]]:
+        """Seconds of the wall and of the processor of each clip and step, after `warm` that are not counted."""
         found = []
         for _ in range(warm + count):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             norm = self._clip()
             self._optimizer.step()
-            found.append(time.perf_counter() - start)
+            found.append((time.perf_counter() - start, time.process_time() - cpu))
             self._norm = self._norm or float(norm)
         return found[warm:]
 

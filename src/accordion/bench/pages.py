@@ -10,7 +10,7 @@ from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
 from accordion.bench.page import Chart, Page, Table, mebi, plain_data, spread
 from accordion.bench.scale import Network, Point
-from accordion.bench.stats import Spread, extremes, quartiles
+from accordion.bench.stats import extremes, flat, quartiles, ratio
 
 ROUNDS = "ratios: median (least-most) over rounds"
 ON_CPU = "bytes on CPU: storages that operators made (the inside of operators and of gloo left out); reserved: the resident set"
@@ -22,19 +22,20 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
     notes = [
         f"{over_ranks}, fused AdamW; {c.rounds} interleaved rounds",
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
-        "times: median (quartiles) of steps, ms, the mean over ranks; " + ROUNDS,
+        "times: median (quartiles) of steps, ms, the mean over ranks; cpu: of the process, all threads; " + ROUNDS,
         f"MFU: of {c.peak.flops / 1e12:.3f} TFLOP/s, {c.peak.source}",
         *([ON_CPU] if c.machine["device"] == "cpu" else []),
         "host time: of a unit of 9 parameters over plain, 8 simulated ranks, see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
+    columns = (*PARTS, "step", "cpu")
     times = Table(
         title="time",
-        columns=["contender", *(f"{part} ms" for part in PARTS), "tokens/s", "MFU %", "host us/unit"],
+        columns=["contender", *(f"{part} ms" for part in columns), "tokens/s", "MFU %", "host us/unit"],
         rows=[
             [
                 name,
-                *(spread(m.times[part], 1e3) for part in PARTS),
+                *(spread(m.times[part], 1e3) for part in columns),
                 f"{m.tokens_per_s:,.0f}",
                 f"{100 * m.mfu:.1f}",
                 spread(host[name].extra, 1e6, 0) if name in host else "",
@@ -56,12 +57,14 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
     )
     mine = list(dict.fromkeys(a for a, _ in c.ratios))
     theirs = list(dict.fromkeys(b for _, b in c.ratios))
-    ratios = Table(
-        title="step time, row over column",
-        columns=["", *theirs],
-        rows=[[a, *(spread(c.ratios[a, b], 1, 3) for b in theirs)] for a in mine],
-    )
-    parts = {part: {n: m.times[part].median * 1e3 for n, m in found.items()} for part in PARTS if part != "step"}
+    ratios = [
+        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in mine])
+        for title, of in (
+            ("step time, row over column", c.ratios),
+            ("processor time of a step, row over column", c.cpu_ratios),
+        )
+    ]
+    parts = {part: {n: m.times[part].median * 1e3 for n, m in found.items()} for part in PARTS}
     memory = {
         "allocated": {n: m.allocated_bytes / 2**20 for n, m in found.items()},
         "sent": {n: sum(m.sent_bytes.values()) / 2**20 for n, m in found.items()},
@@ -70,7 +73,7 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         name="bench",
         title="A step under each contender",
         notes=notes,
-        tables=[times, sizes, *([ratios] if theirs else [])],
+        tables=[times, sizes, *(ratios if theirs else [])],
         charts=[
             Chart(title="step", unit="ms", kind="stacked", series=parts),
             Chart(title="bytes of a rank", unit="MiB", kind="grouped", series=memory),
@@ -147,19 +150,29 @@ def of_scale(points: Mapping[str, Sequence[Point]], network: Network, machine: d
 
 
 def of_optimizer(
-    turns: Mapping[str, list[list[float]]], ratios: Mapping[str, Spread], what: str, machine: dict[str, Any]
+    wall: Mapping[str, list[list[float]]], cpu: Mapping[str, list[list[float]]], what: str, machine: dict[str, Any]
 ) -> Page:
+    """`wall`, `cpu`: seconds by kind and round."""
     names = {
         "accordion": "wrap_optimizer(AdamW) and accordion.clip_grad_norm_",
         "local": "AdamW and foreach norm on local clones, one scalar all-reduce",
         "dtensor": "AdamW and torch's clip_grad_norm_ on DTensors",
     }
-    times = {name: quartiles([v for turn in rounds for v in turn]) for name, rounds in turns.items()}
+    ratios = {
+        kind: {name: ratio(turns[name], turns["local"]) for name in names if name != "local"}
+        for kind, turns in (("wall", wall), ("cpu", cpu))
+    }
+    times = {name: quartiles(flat(rounds)) for name, rounds in wall.items()}
     rows = [
-        [name, names[name], spread(t, 1e3, 2), spread(ratios[name], 1, 3) if name in ratios else ""]
-        for name, t in times.items()
+        [
+            name,
+            what,
+            spread(times[name], 1e3, 2),
+            *(spread(r[name], 1, 3) if name in r else "" for r in ratios.values()),
+        ]
+        for name, what in names.items()
     ]
-    columns = ["", "what", "ms", "over local"]
+    columns = ["", "what", "ms", "over local", "processor time over local"]
     chart = {"clip and step": {name: t.median * 1e3 for name, t in times.items()}}
     return Page(
         name="optimizer",
@@ -167,7 +180,7 @@ def of_optimizer(
         notes=[what, "median (quartiles); " + ROUNDS],
         tables=[Table(title="clip and step", columns=columns, rows=rows)],
         charts=[Chart(title="clip and step", unit="ms", kind="grouped", series=chart)],
-        data=plain_data({"machine": machine, "turns": turns, "ratios": ratios}),
+        data=plain_data({"machine": machine, "wall": wall, "cpu": cpu, "ratios": ratios}),
     )
 
 

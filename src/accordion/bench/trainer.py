@@ -27,23 +27,25 @@ class Clock:
     """Marks of one step: host time, and on an accelerator the device's own, read after the turn."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._host, self._events = device, list[float](), list[Any]()
+        self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
 
     def mark(self) -> None:
         self._host.append(time.perf_counter())
+        self._cpu.append(time.process_time())
         if self._device.type != "cpu":
             event = torch.Event(device=self._device, enable_timing=True)
             event.record()
             self._events.append(event)
 
     def times(self) -> Times:
-        """Seconds of forward, backward and optimizer, of the whole step, and until the host was through with it."""
+        """Seconds of forward, backward and optimizer, of the whole step, until the host was through with it; CPU seconds."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
             **dict(zip(("forward", "backward", "optimizer"), parts, strict=True)),
             "step": marks[-1] - marks[0],
             "host": self._host[-1] - self._host[0],
+            "cpu": self._cpu[-1] - self._cpu[0],
         }
 
 
