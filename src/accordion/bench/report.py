@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 
 from accordion.bench.page import Chart, Page, Table
 
-PLAIN_WIDTH = 160  # of tables where there is no terminal to ask
+PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }}
 table {{ border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }}
@@ -31,7 +31,7 @@ def show(page: Page) -> None:
     for table in page.tables:
         drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
         for i, column in enumerate(table.columns):
-            drawn.add_column(column, justify="left" if i == 0 else "right")
+            drawn.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in table.rows:
             drawn.add_row(*row)
         console.print(drawn)
