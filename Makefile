@@ -21,13 +21,13 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/python -m ruff check src tests
-	$(BIN)/python -m ruff format --check src tests
+	$(BIN)/python -m ruff check src tests bench
+	$(BIN)/python -m ruff format --check src tests bench
 	$(BIN)/python -m mypy
 
 format: $(STAMP)
-	$(BIN)/python -m ruff format src tests
-	$(BIN)/python -m ruff check --fix src tests
+	$(BIN)/python -m ruff format src tests bench
+	$(BIN)/python -m ruff check --fix src tests bench
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

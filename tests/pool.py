@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from accordion import _torch
+
 RANKS = 4
 TIMEOUT_S = 60.0
 GRACE_S = 5.0  # how long the others may still run once one rank has failed: they mostly wait for it in a collective
@@ -149,9 +151,7 @@ class _Rank:
 
     def __init__(self, rank: int, serve: Callable[..., None], group: tuple[Any, ...]) -> None:
         context = mp.get_context("forkserver")  # a restart must not import torch again
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed.tensor", "torch.testing._internal.distributed.fake_pg"]
-        )
+        context.set_forkserver_preload([*_torch.PRELOADED, "torch.testing._internal.distributed.fake_pg"])
         self.rank = rank
         self.dump = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".stack")  # noqa: SIM115
         self.conn, theirs = context.Pipe()

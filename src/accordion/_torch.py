@@ -205,3 +205,26 @@ DispatchMode = TorchDispatchMode
 def mutates(func: Any) -> bool:
     """Whether an operator, as a dispatch mode sees it, writes into one of its arguments. No public name."""
     return bool(func._schema.is_mutable)
+
+
+# -- for bench/
+
+PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+"""What a rank would import for seconds; none of it starts threads or looks for a device (all versions)."""
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from every other one that is alive. No public name."""
+    return int(storage._cdata)
+
+
+def fake_store() -> Any:
+    """A store for a process group of which only this rank exists; importing its module makes the backend "fake" known."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def name_of_group(group: Any) -> str:
+    """Under which name torch knows a process group written in Python, which has none of its own. No public name."""
+    return str(torch.distributed.distributed_c10d._world.pg_names[group])

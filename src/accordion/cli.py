@@ -10,8 +10,15 @@ from importlib.util import find_spec
 from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
 
-COMMANDS = {"train": "train a model, sharded over ranks, on text"}
-NEEDED = {"train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets")}
+COMMANDS = {
+    "train": "train a model, sharded over ranks, on text",
+    "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
+}
+NEEDED = {
+    "train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
+    "bench": ("jsonargparse", "rich", "plotly"),
+}
+EXTRA = {"train": "train", "bench": "plan"}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
@@ -54,8 +61,12 @@ def _run(words: list[str]) -> int:
     missing = [name for name in NEEDED[command] if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{command}]'."
+            f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{EXTRA[command]}]'."
         )
+    if command == "bench":
+        from accordion.bench import command as bench
+
+        return bench.run(words[1:])
     from accordion.train import command as train  # imports the extras, seconds of them
 
     return train.run(words[1:], os.environ)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accordion import cli
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
@@ -30,13 +32,20 @@ def test_make_targets_exist(command: str) -> None:
     assert ("accordion train" if "train" in command else "pytest") in done.stdout
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("accordion")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("accordion train")])
 def test_flags_are_understood(command: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("a line of text\n" * 100)
     words = [sys.executable, "-m", "accordion", *shlex.split(command)[1:], "--print_config"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "strategy" in done.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("accordion bench")])
+def test_benchmarks_know_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*shlex.split(command)[1:], "--help"])
+    assert "--rounds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", INLINE)

@@ -44,6 +44,7 @@ PUBLIC = {
 # Each part may import those to its right, and itself. `__init__`, `config` and `errors` are named where they matter.
 ORDER = [
     "cli",
+    "bench",
     "train",
     "report",
     "shard",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -13,109 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from accordion.bench.meters import Allocations
 
-class Allocations(TorchDispatchMode):
-    """Owns the count of live bytes: every storage that an operator makes, until it dies or is resized.
-
-    The inside of operators is not seen, nor what the backend takes for itself: gloo copies each message once more,
-    NCCL does not. The profiler's memory events will not do: they miss what gloo's threads free.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self._history = [0]
-        self._marks: dict[str, int] = {}
-        self._sizes: dict[int, int] = {}  # by address of the storage; -1 for those that were there before
-        self._starts: dict[int, int] = {}  # addresses of their memory
-        self._deaths: dict[int, weakref.ref[Any]] = {}
-
-    def mark(self, name: str) -> None:
-        """Give this moment a name."""
-        assert name not in self._marks, name
-        self._marks[name] = len(self._history) - 1
-
-    def live(self, mark: str) -> int:
-        """Bytes that were live at a mark."""
-        return self._history[self._marks[mark]]
-
-    def peak(self, start: str, end: str) -> int:
-        """The most bytes that were live at any time between two marks."""
-        return max(self._history[self._marks[start] : self._marks[end] + 1])
-
-    def count(self, sizes: range) -> int:
-        """Storages that are live now and have a size among `sizes`."""
-        return sum(size in sizes for size in self._sizes.values())
-
-    @property
-    def marks(self) -> list[str]:
-        return list(self._marks)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come back here
-        given = storages_of((args, kwargs))
-        for storage in given:
-            if storage._cdata not in self._sizes:
-                self._meet(storage, counted=False)
-        out = func(*args, **(kwargs or {}))
-        for storage in [*given, *storages_of(out)]:
-            self._update(storage)
-        return out
-
-    def __enter__(self) -> Allocations:
-        plain = self._resize = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            known = storage._cdata in self._sizes
-            result = plain(storage, size)
-            if known:
-                self._update(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*error)
-
-    def _meet(self, storage: torch.UntypedStorage, counted: bool) -> None:
-        key = storage._cdata
-        self._sizes[key] = 0 if counted else -1
-        self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
-
-    def _update(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._meet(storage, counted=True)
-        if self._sizes[key] >= 0 and self._sizes[key] != storage.nbytes():
-            size = 0 if self._is_part(key, storage) else storage.nbytes()
-            self._change(size - self._sizes[key])
-            self._sizes[key] = size
-            self._starts[key] = storage.data_ptr()
-
-    def _is_part(self, key: int, storage: torch.UntypedStorage) -> bool:
-        """Whether it lies in the memory of another one, as a slice of a storage does."""
-        start = storage.data_ptr()
-        others = list(self._starts.items())  # a copy: a storage may die, and be forgotten, at any point
-        return any(first <= start < first + self._sizes.get(other, 0) for other, first in others if other != key)
-
-    def _forget(self, key: int) -> None:
-        self._change(-max(self._sizes.pop(key), 0))
-        self._starts.pop(key, None)
-        del self._deaths[key]
-
-    def _change(self, num_bytes: int) -> None:
-        if num_bytes:
-            self.live_bytes += num_bytes
-            self._history.append(self.live_bytes)
-
-
-def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Storages of the tensors in a tree that have memory."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
-    return [t.untyped_storage() for t in tensors if not t.is_meta and type(t).__name__ != "FakeTensor"]
+__all__ = ["Allocations", "Call", "Copy", "Wire"]
 
 
 KINDS = {  # part of the operator's name -> (what it is, index of the argument whose bytes count)

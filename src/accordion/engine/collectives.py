@@ -36,7 +36,7 @@ class Link:
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
         self.is_fake = False
-        if self.num_ranks == 1:
+        if group is None:
             return
         backend = _torch.backend_of(group, device)
         self._async, self.is_fake = backend not in STREAM_ORDERED, backend == "fake"

@@ -1,0 +1,292 @@
+"""`accordion bench`: its options, its subcommands, and what each of them measures and shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+
+from accordion.bench import host, pages, scale
+from accordion.bench.compare import compare
+from accordion.bench.contenders import OURS, PEERS, Setting, chosen
+from accordion.bench.machine import describe, num_cores
+from accordion.bench.model import shape_of
+from accordion.bench.optimizer import KINDS, OptimizerLoop
+from accordion.bench.page import Page
+from accordion.bench.ranks import BenchError, Team, World, interleaved
+from accordion.bench.report import show, write
+from accordion.bench.scale import Network
+from accordion.bench.trainer import start
+from accordion.config import nearest
+from accordion.errors import UsageError
+
+SUBCOMMANDS = {
+    "host": "host time of a sharded unit, with collectives that cost nothing",
+    "scale": "growth of host time, memory and simulated wire time over 8 to 4096 ranks",
+    "optimizer": "clip and step on shards, beside the same optimizer on plain tensors",
+    "memory": "peak bytes of one of 8 simulated ranks, bf16 over fp32 parameters",
+}
+SAME_NORM = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Train the same model under each contender, and compare losses, times, bytes and what is sent.
+
+    Args:
+        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
+            communication), or this engine under another strategy, such as accordion:shard_grad_op
+        model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
+        batch: sequences of one rank in a step; 0: what suits the model
+        seq: tokens in a sequence; 0: what suits the model
+        precision: fp32, or bf16 over fp32 parameters
+        nproc: ranks on this machine; 0: one for each GPU found, else 2
+        device: auto takes the GPUs where there are some
+        rounds: turns of each contender, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    against: str = ",".join(PEERS)
+    model: str = "gpt-30m"
+    batch: int = 0
+    seq: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    nproc: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rounds: int = 5
+    steps: int = 5
+    dir: str = "runs/bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """Measure the host time of a unit of 9 parameters under each contender, over plain, as one of many simulated ranks.
+
+    Args:
+        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
+        ranks: simulated ranks
+        rounds: turns of each contender, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    against: str = "fsdp2"
+    ranks: int = 8
+    rounds: int = 9
+    steps: int = 9
+    dir: str = "runs/bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """Measure how host time, memory and messages of one rank grow with the simulated ranks.
+
+    Args:
+        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
+        sizes: numbers of ranks, separated by commas
+        gbps: bandwidth of the simulated wire, Gbit/s of a rank
+        latency_us: of each collective on the simulated wire
+        rounds: turns of each contender, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    against: str = "fsdp2"
+    sizes: str = ",".join(map(str, scale.SIZES))
+    gbps: float = 400.0
+    latency_us: float = 10.0
+    rounds: int = 5
+    steps: int = 5
+    dir: str = "runs/bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Measure clipping and a step of fused AdamW on shards, beside the same on local clones and on DTensors.
+
+    Args:
+        model: as of accordion bench
+        nproc: ranks, on CPU
+        rounds: turns of each, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    model: str = "gpt-30m"
+    nproc: int = 2
+    rounds: int = 7
+    steps: int = 10
+    dir: str = "runs/bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Measure the peak bytes of one of many simulated ranks in a step, in bf16 over fp32 parameters.
+
+    Args:
+        against: contenders beside `accordion`, as of accordion bench, without deepspeed
+        model: as of accordion bench
+        batch: sequences of one rank in a step; 0: what suits the model
+        seq: tokens in a sequence; 0: what suits the model
+        ranks: simulated ranks
+        device: auto takes a GPU where there is one
+        rounds: steps of each that are measured, interleaved
+        dir: folder for the JSON and HTML files
+    """
+
+    against: str = "fsdp2"
+    model: str = "gpt-30m"
+    batch: int = 0
+    seq: int = 0
+    ranks: int = 8
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rounds: int = 3
+    dir: str = "runs/bench"
+
+
+def run(words: list[str]) -> int:
+    """The subcommand in `words`, or the comparison of contenders where there is none. Returns the exit code."""
+    name = words[0] if words and not words[0].startswith("-") else ""
+    if name and name not in JOBS:
+        raise UsageError(f"accordion bench {name!r} does not exist; {nearest(name, SUBCOMMANDS)}")
+    kind, job = JOBS[name]
+    options = read(kind, name, words[1:] if name else words)
+    for key in ("rounds", "steps"):
+        if getattr(options, key, 1) < 1:
+            raise UsageError(f"{key} is {getattr(options, key)}; it takes 1 or more.")
+    page = job(options)
+    show(page)
+    for path in write(page, Path(options.dir)):
+        print(f"written: {path}")
+    return 0
+
+
+def read(kind: type[Any], name: str, words: list[str]) -> Any:
+    """`words` as the options `kind`. Raises `UsageError`."""
+    prog = f"accordion bench {name}".strip()
+    listed = "\n".join(f"  {prog} {sub}: {what}" for sub, what in SUBCOMMANDS.items()) if not name else ""
+    about = f"{(kind.__doc__ or '').splitlines()[0]}\n{listed}"
+    parser = ArgumentParser(prog=prog, description=about, exit_on_error=False, allow_abbrev=False)
+    parser.add_class_arguments(kind)
+    known = [f"--{field.name}" for field in fields(kind)]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in (*known, "--help"):
+            raise UsageError(f"option {flag!r} does not exist; {nearest(flag, known)}")
+    try:
+        return kind(**parser.parse_args(words).as_dict())
+    except ArgumentError as error:
+        raise UsageError(" ".join(str(error).split())) from None
+
+
+def device_of(asked: str) -> str:
+    """`cpu` or `cuda`. Raises `UsageError` for a GPU that is not there."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device is 'cuda' but no GPU is found; take 'cpu', or check `nvidia-smi`.")
+    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def world_of(nproc: int, device: str) -> World:
+    """Ranks on this machine; on CPU they share its cores. Raises `UsageError` for more ranks than GPUs."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    num_ranks = nproc or gpus or 2
+    if num_ranks < 1 or (gpus and num_ranks > gpus):
+        raise UsageError(
+            f"nproc is {nproc} and {gpus or 'no'} GPUs are found; take 1 or more, at most one for each GPU."
+        )
+    return World(num_ranks=num_ranks, device_type=device, threads=max(1, num_cores() // num_ranks))
+
+
+def setting_of(o: CompareOptions | MemoryOptions, bf16: bool) -> Setting:
+    shape = shape_of(o.model)
+    return Setting(model=o.model, batch=o.batch or shape.batch, seq=o.seq or shape.seq, bf16=bf16)
+
+
+def names_of(against: str) -> tuple[list[str], dict[str, str]]:
+    """Ours, those of `against` that are here, and why others are not."""
+    return chosen([OURS], [name.strip() for name in against.split(",") if name.strip()])
+
+
+def _compare(o: CompareOptions) -> Page:
+    names, left_out = names_of(o.against)
+    world, setting = world_of(o.nproc, device_of(o.device)), setting_of(o, o.precision == "bf16")
+    found = compare(names, setting, world, o.rounds, o.steps, print)
+    hosted = [name for name in names if name in host.MEASURED or name.partition(":")[0] == OURS]
+    print("measuring host time")
+    times = host.measure(hosted, 8, o.rounds, o.steps, ["still"])["still"]
+    return pages.of_comparison(found, times, left_out)
+
+
+def _host(o: HostOptions) -> Page:
+    names, _ = names_of(o.against)
+    host.check(names)
+    times = host.measure(names, o.ranks, o.rounds, o.steps, ["still", "fake"])
+    return pages.of_host(times, o.ranks, describe("cpu"))
+
+
+def _scale(o: ScaleOptions) -> Page:
+    names, _ = names_of(o.against)
+    host.check(names)
+    try:
+        sizes = [int(size) for size in o.sizes.split(",")]
+    except ValueError:
+        raise UsageError(f"sizes {o.sizes!r} are no numbers of ranks; write them as 8,64,512.") from None
+    network = Network(gbps=o.gbps, latency_us=o.latency_us)
+    return pages.of_scale(scale.grow(names, sizes, o.rounds, o.steps, network), network, describe("cpu"))
+
+
+def _optimizer(o: OptimizerOptions) -> Page:
+    world, shape = world_of(o.nproc, "cpu"), shape_of(o.model)
+    setting = Setting(model=o.model, batch=shape.batch, seq=shape.seq)
+    with ExitStack() as stack:
+        teams = [stack.enter_context(Team(kind, world, OptimizerLoop, (kind, setting))) for kind in KINDS]
+        asked = interleaved(teams, o.rounds, "turn", 2, o.steps)
+        norms = {team.name: team.ask("norm")[0] for team in teams}
+    apart = max(norms.values()) - min(norms.values())
+    if not apart <= SAME_NORM * max(norms.values()):
+        raise BenchError(f"the norms of the gradients differ, so nothing is compared: {norms}.")
+    wall, cpu = (
+        {
+            kind: [[max(rank[i] for rank in step) for step in zip(*turn, strict=True)] for turn in asked[kind]]
+            for kind in KINDS
+        }
+        for i in range(2)
+    )
+    what = (
+        f"{o.model}, fused AdamW, gradients clipped to 1, {world.num_ranks} ranks on CPU; the slowest rank of each step"
+    )
+    return pages.of_optimizer(wall, cpu, what, describe("cpu"))
+
+
+def _memory(o: MemoryOptions) -> Page:
+    names, _ = names_of(o.against)
+    if "deepspeed" in names:
+        raise UsageError("deepspeed does not run on simulated ranks; leave it out of against.")
+    device, setting = device_of(o.device), setting_of(o, bf16=True)
+    world = World(num_ranks=o.ranks, device_type=device, group="fake")
+    with ExitStack() as stack:
+        teams = [stack.enter_context(Team(name, world, start, (name, setting))) for name in names]
+        for team in teams:
+            team.ask("losses", 3)
+        asked = interleaved(teams, o.rounds, "memory")
+    found = {name: [answers[0] for answers in rounds] for name, rounds in asked.items()}
+    what = (
+        f"{o.model}, batch {setting.batch} x {setting.seq}, bf16 over fp32 parameters, fused AdamW, as one of {o.ranks} "
+        "simulated ranks (torch's fake group)"
+    )
+    return pages.of_memory(found, what, describe(device))
+
+
+JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Page]]] = {
+    "": (CompareOptions, _compare),
+    "host": (HostOptions, _host),
+    "scale": (ScaleOptions, _scale),
+    "optimizer": (OptimizerOptions, _optimizer),
+    "memory": (MemoryOptions, _memory),
+}

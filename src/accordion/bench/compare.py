@@ -1,0 +1,177 @@
+"""`accordion bench`: contenders train the same model, each in processes of its own, in interleaved rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from accordion.bench.contenders import ENVIRON, OURS, Setting
+from accordion.bench.machine import describe, known_peak_flops
+from accordion.bench.model import loss_of, shape_of
+from accordion.bench.ranks import BenchError, Team, World, interleaved
+from accordion.bench.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
+from accordion.bench.trainer import Trainer, start
+
+LOSS_STEPS = 3
+TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
+WARM = 1  # steps of a turn that are not counted: caches are another contender's
+PARTS = ("forward", "backward", "optimizer")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of one contender. Seconds are means over ranks, bytes the largest of any rank.
+
+    `steps`, `cpu`: seconds of the wall and of the processor by round.
+    """
+
+    times: dict[str, Spread]
+    steps: list[list[float]]
+    cpu: list[list[float]]
+    tokens_per_s: float
+    mfu: float
+    rest_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    sent_bytes: dict[str, int]
+    launches: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The arithmetic of all ranks, operations a second, and where the figure is from."""
+
+    flops: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that a run of `accordion bench` found. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs."""
+
+    machine: dict[str, Any]
+    setting: Setting
+    num_ranks: int
+    rounds: int
+    peak: Peak
+    verdict: Verdict
+    contenders: dict[str, Measured]
+    ratios: dict[tuple[str, str], Spread]
+    cpu_ratios: dict[tuple[str, str], Spread]
+
+
+def compare(
+    names: Sequence[str],
+    setting: Setting,
+    world: World,
+    rounds: int,
+    count: int,
+    say: Say,
+    make: Callable[..., Trainer] = start,
+) -> Comparison:
+    """Train under each of `names`, compare their losses, then measure `rounds` turns of `count` steps of each.
+
+    Raises `BenchError` naming the contenders whose losses are not those of the others, before anything is measured, and
+    where a contender fails. `make`: of what runs in each rank.
+    """
+    with ExitStack() as stack:
+        teams = []
+        for name in names:
+            say(f"starting {name}")
+            environ = ENVIRON.get(name) if world.device_type == "cpu" else None
+            teams.append(stack.enter_context(Team(name, world, make, (name, setting), environ)))
+        verdict = same_losses(teams, setting)
+        say(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
+        facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}
+        peak = _peak(teams[0], setting, world)
+        say(f"measuring {rounds} rounds of {count} steps each")
+        turns = interleaved(teams, rounds, "turn", WARM, count)
+    flops = step_flops(setting)
+    measured = {name: _measured(turns[name], *facts[name], setting, world, flops, peak) for name in names}
+    mine = [name for name in names if name.partition(":")[0] == OURS]
+    pairs = [(a, b) for a in mine for b in names if b not in mine]
+    return Comparison(
+        machine=describe(world.device_type),
+        setting=setting,
+        num_ranks=world.num_ranks,
+        rounds=rounds,
+        peak=peak,
+        verdict=verdict,
+        contenders=measured,
+        ratios={(a, b): ratio(measured[a].steps, measured[b].steps) for a, b in pairs},
+        cpu_ratios={(a, b): ratio(measured[a].cpu, measured[b].cpu) for a, b in pairs},
+    )
+
+
+def same_losses(teams: Sequence[Team], setting: Setting) -> Verdict:
+    """The losses of the first steps. Raises `BenchError` where a contender's are not those of the others.
+
+    Without communication ranks train apart from the second step on, so plain's first loss alone counts.
+    """
+    losses = {}
+    for team in teams:
+        by_rank = team.ask("losses", LOSS_STEPS)
+        means = [mean(step) for step in zip(*by_rank, strict=True)]
+        losses[team.name] = means[:1] if team.name == "plain" else means
+    verdict = compare_losses(losses, TOLERANCE[setting.bf16])
+    if verdict.wrong:
+        raise BenchError(
+            f"the losses of {', '.join(verdict.wrong)} are not those of the others, so nothing is compared: {_short(losses)} "
+            f"(tolerance {verdict.tolerance:g}); leave a contender out with --against, or report it."
+        )
+    return verdict
+
+
+def _short(losses: dict[str, list[float]]) -> str:
+    return "; ".join(f"{name} {' '.join(f'{v:.5f}' for v in values)}" for name, values in losses.items())
+
+
+def _measured(
+    turns: list[list[Any]], memory: list[Any], wire: list[Any], setting: Setting, world: World, flops: float, peak: Peak
+) -> Measured:
+    steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
+        part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
+        for part in (*PARTS, "step", "cpu")
+    }
+    times = {part: quartiles(flat(rounds)) for part, rounds in steps.items()}
+    step_s, tokens = times["step"].median, world.num_ranks * setting.batch * setting.seq
+    largest = max(wire, key=lambda rank: sum(rank["bytes"].values()))
+    return Measured(
+        times=times,
+        steps=steps["step"],
+        cpu=steps["cpu"],
+        tokens_per_s=tokens / step_s,
+        mfu=flops * world.num_ranks / step_s / peak.flops,
+        rest_bytes=max(rank["rest"] for rank in memory),
+        allocated_bytes=max(rank["allocated"] for rank in memory),
+        reserved_bytes=max(rank["reserved"] for rank in memory),
+        sent_bytes=largest["bytes"],
+        launches=largest["launches"],
+    )
+
+
+def step_flops(setting: Setting) -> float:
+    """Operations of the matrix products of one rank's forward and backward, counted without computing them."""
+    with torch.device("meta"):
+        model = shape_of(setting.model).make().to("meta")
+        tokens = torch.zeros(setting.batch, setting.seq, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(model(tokens), tokens).backward()
+    return float(counter.get_total_flops())
+
+
+def _peak(team: Team, setting: Setting, world: World) -> Peak:
+    """From the data sheet where it is known, else from a matrix product on every rank at once."""
+    if world.device_type == "cuda":
+        name = torch.cuda.get_device_name()
+        if known := known_peak_flops(name, setting.bf16):
+            return Peak(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
+    flops = sum(team.ask("matmul_flops"))
+    return Peak(flops=flops, source=f"a square matrix product on all {world.num_ranks} ranks at once")

@@ -1,0 +1,189 @@
+"""The contenders: how each of them takes the same plain model, and what a step of it is."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from accordion.bench.model import loss_of
+from accordion.bench.ranks import Seat
+from accordion.config import STRATEGIES, Precision, nearest, strategy_named
+from accordion.errors import UsageError
+from accordion.optim import wrap_optimizer
+from accordion.shard import shard
+from accordion.units import choose_units
+
+OURS = "accordion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What every contender trains, and how. `batch`: of one rank. `bf16`: computes in bf16 over parameters in float32."""
+
+    model: str = "gpt-30m"
+    batch: int = 2
+    seq: int = 128
+    bf16: bool = False
+    lr: float = 1e-3
+    seed: int = 0
+
+
+class Loop:
+    """One contender's model and optimizer on one rank: forward, backward, step."""
+
+    def __init__(self, model: Callable[..., Any], optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
+        """`cast`: the contender has no policy of its own for computing in bf16, so autocast is it."""
+        self._model, self._optimizer = model, optimizer
+        self._autocast = (
+            partial(torch.autocast, device, dtype=torch.bfloat16, cache_enabled=True)
+            if cast
+            else contextlib.nullcontext
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self._autocast():
+            return loss_of(self._model(tokens), targets)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class DeepSpeedLoop(Loop):
+    """DeepSpeed's engine owns backward and step."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(self._engine(tokens), targets)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> None:
+        self._engine.step()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What every contender gathers together: the blocks that `accordion.shard` would take."""
+    return [module for _, module in choose_units(model, None)[1:]]
+
+
+def mesh_of(seat: Seat) -> DeviceMesh:
+    return init_device_mesh(seat.device.type, (seat.num_ranks,))
+
+
+def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
+    """The same for all: torch's fused AdamW, the fastest that each of them takes."""
+    return torch.optim.AdamW(params, lr=setting.lr, fused=True)
+
+
+# -- models, sharded or replicated
+
+
+def ours(model: nn.Module, seat: Seat, bf16: bool, strategy: str = "full_shard") -> nn.Module:
+    precision = Precision(params=torch.bfloat16) if bf16 else Precision()
+    return shard(model, mesh_of(seat), strategy=strategy_named(strategy), precision=precision)
+
+
+def fsdp2(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh, options = mesh_of(seat), {"mp_policy": policy} if bf16 else {}
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, **options)  # type: ignore[call-overload]
+    fully_shard(model, mesh=mesh, **options)  # type: ignore[call-overload]
+    return model
+
+
+def fsdp1(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    blocks = {id(block) for block in blocks_of(model)}
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None,
+        device_id=seat.device,
+        use_orig_params=True,
+    )
+
+
+def ddp(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
+    ids = None if seat.device.type == "cpu" else [seat.device]
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids)
+
+
+def plain(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
+    return model
+
+
+WRAPPERS: Mapping[str, Callable[..., nn.Module]] = {
+    "plain": plain,
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp1": fsdp1,
+    OURS: ours,
+    **{f"{OURS}:{name}": partial(ours, strategy=name) for name, s in STRATEGIES.items() if not s.hybrid},
+}
+CASTS = ("plain", "ddp")  # have no policy of their own for computing in bf16
+PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed", "plain")
+NAMES = (*WRAPPERS, "deepspeed")
+ENVIRON: Mapping[str, Mapping[str, str]] = {"deepspeed": {"DS_ACCELERATOR": "cpu"}}  # read when it is imported
+NOT_HERE = {"deepspeed": "deepspeed"}  # name -> what must be installed for it
+
+
+def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The contenders in order, each once, and those left out with the reason. Raises `UsageError` for unknown names."""
+    names = list(dict.fromkeys([*ours, *against]))
+    for name in names:
+        if name not in NAMES:
+            raise UsageError(f"contender {name!r} does not exist; {nearest(name, list(NAMES))}")
+    left_out = {
+        name: f"{NOT_HERE[name]} is not installed"
+        for name in names
+        if name in NOT_HERE and find_spec(NOT_HERE[name]) is None
+    }
+    return [name for name in names if name not in left_out], left_out
+
+
+def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
+    """`model` (on its device, equal on all ranks) under a contender."""
+    if name == "deepspeed":
+        return _deepspeed(model, setting)
+    wrapped = WRAPPERS[name](model, seat, setting.bf16)
+    optimizer = optimizer_of(wrapped.parameters(), setting)
+    if name.partition(":")[0] == OURS:
+        optimizer = wrap_optimizer(optimizer)
+    return Loop(wrapped, optimizer, setting.bf16 and name in CASTS, seat.device.type)
+
+
+def _deepspeed(model: nn.Module, setting: Setting) -> Loop:
+    """ZeRO-3, with its defaults but for what is said here."""
+    logging.disable(logging.WARNING)
+    import deepspeed  # type: ignore[import-not-found]
+
+    config = {
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,  # torch's own
+        "bf16": {"enabled": setting.bf16},
+    }
+    optimizer = optimizer_of(model.parameters(), setting)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return DeepSpeedLoop(engine)

@@ -1,0 +1,180 @@
+"""Meters of memory and wire that trust nothing: storages and collectives as the dispatcher sees them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from accordion import _torch
+
+_Mode: Any = _torch.DispatchMode
+
+
+class Allocations(_Mode):  # type: ignore[misc]
+    """Owns the count of live bytes: every storage that an operator makes, until it dies or is resized.
+
+    The inside of operators is not seen, nor what the backend takes for itself: gloo copies each message once more,
+    NCCL does not. The profiler's memory events will not do: they miss what gloo's threads free.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self._history = [0]
+        self._marks: dict[str, int] = {}
+        self._sizes: dict[int, int] = {}  # by address of the storage; -1 for those that were there before
+        self._starts: dict[int, int] = {}  # addresses of their memory
+        self._deaths: dict[int, weakref.ref[Any]] = {}
+
+    def mark(self, name: str) -> None:
+        """Give this moment a name."""
+        assert name not in self._marks, name
+        self._marks[name] = len(self._history) - 1
+
+    def live(self, mark: str) -> int:
+        """Bytes that were live at a mark."""
+        return self._history[self._marks[mark]]
+
+    def peak(self, start: str, end: str) -> int:
+        """The most bytes that were live at any time between two marks."""
+        return max(self._history[self._marks[start] : self._marks[end] + 1])
+
+    def count(self, sizes: range) -> int:
+        """Storages that are live now and have a size among `sizes`."""
+        return sum(size in sizes for size in self._sizes.values())
+
+    @property
+    def marks(self) -> list[str]:
+        return list(self._marks)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come back here
+        given = storages_of((args, kwargs))
+        for storage in given:
+            if _torch.storage_key(storage) not in self._sizes:
+                self._meet(storage, counted=False)
+        out = func(*args, **(kwargs or {}))
+        for storage in [*given, *storages_of(out)]:
+            self._update(storage)
+        return out
+
+    def __enter__(self) -> Allocations:
+        patched: Any = torch.UntypedStorage
+        plain = self._resize = patched.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            known = _torch.storage_key(storage) in self._sizes
+            result = plain(storage, size)
+            if known:
+                self._update(storage)
+            return result
+
+        patched.resize_ = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        patched: Any = torch.UntypedStorage
+        patched.resize_ = self._resize
+        super().__exit__(*error)
+
+    def _meet(self, storage: torch.UntypedStorage, counted: bool) -> None:
+        key = _torch.storage_key(storage)
+        self._sizes[key] = 0 if counted else -1
+        self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
+
+    def _update(self, storage: torch.UntypedStorage) -> None:
+        key = _torch.storage_key(storage)
+        if key not in self._sizes:
+            self._meet(storage, counted=True)
+        if self._sizes[key] >= 0 and self._sizes[key] != storage.nbytes():
+            size = 0 if self._is_part(key, storage) else storage.nbytes()
+            self._change(size - self._sizes[key])
+            self._sizes[key] = size
+            self._starts[key] = storage.data_ptr()
+
+    def _is_part(self, key: int, storage: torch.UntypedStorage) -> bool:
+        """Whether it lies in the memory of another one, as a slice of a storage does."""
+        start = storage.data_ptr()
+        others = list(self._starts.items())  # a copy: a storage may die, and be forgotten, at any point
+        return any(first <= start < first + self._sizes.get(other, 0) for other, first in others if other != key)
+
+    def _forget(self, key: int) -> None:
+        self._change(-max(self._sizes.pop(key), 0))
+        self._starts.pop(key, None)
+        del self._deaths[key]
+
+    def _change(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.live_bytes += num_bytes
+            self._history.append(self.live_bytes)
+
+
+def storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    """Storages of the tensors in a tree that have memory."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    return [t.untyped_storage() for t in tensors if not t.is_meta and type(t).__name__ != "FakeTensor"]
+
+
+FACTORS = {  # part of an operator's name -> index of the argument with the full tensors, messages of their size x (n - 1) / n
+    "gather": (0, 1),
+    "reduce_scatter": (1, 1),
+    "alltoall": (1, 1),
+    "all_to_all": (1, 1),
+    "allreduce": (0, 2),
+    "broadcast": (0, 1),
+}
+
+
+class Wire(_Mode):  # type: ignore[misc]
+    """Owns the counts of what one rank sends while it is active: bytes and launches, by kind of collective.
+
+    Bytes are those that the best algorithm sends: (n - 1) / n of the full tensors for a gather, a reduce-scatter, an all-to-all
+    and a broadcast, twice that for an all-reduce, and the whole message for a send. What is said through a store is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come back here
+        space, _, name = str(func.name()).partition("::")
+        if space == "c10d":
+            self._count(name.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        if name == "send":
+            self._add(name, sum(t.nbytes for t in args[0]))
+            return
+        found = next((factor for part, factor in FACTORS.items() if part in name), None)
+        if found is None or name.startswith("recv"):
+            return
+        index, times = found
+        full = sum(leaf.nbytes for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor))
+        num_ranks = max(filter(None, map(_ranks_of, tree_leaves(list(args)))), default=1)
+        self._add(name.rstrip("_").lstrip("_"), times * full * (num_ranks - 1) // num_ranks)
+
+    def _add(self, name: str, num_bytes: int) -> None:
+        self.num_bytes[name] += num_bytes
+        self.launches[name] += 1
+
+
+def _ranks_of(value: Any) -> int | None:
+    """Ranks of a boxed process group; None for anything else."""
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return int(torch.distributed.ProcessGroup.unbox(value).size())
+    except (RuntimeError, AttributeError):
+        return None

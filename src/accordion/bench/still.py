@@ -1,0 +1,95 @@
+"""A process group of which only this rank exists, and whose collectives do nothing and return finished work.
+
+torch's fake group copies each message into every chunk of its output, so that host time measured with it grows with the
+ranks and with the bytes, and differently for each way to communicate. Beside it this one shows what is left: the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from accordion import _torch
+
+NAME = "still"
+
+
+class Done(dist.Work):
+    """Work that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_Group: Any = dist.ProcessGroup  # its signatures differ between versions
+
+
+class StillGroup(_Group):  # type: ignore[misc]
+    """Owns one finished work. `moves`: gathers copy as torch's fake group does, so that what is set up is sound."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._done = Done()
+        self.moves = True
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    @property
+    def group_name(self) -> str:
+        return _torch.name_of_group(self)
+
+    def name(self) -> str:
+        return "fake"  # to whoever asks, ranks of this group are as little there as those of torch's
+
+    getBackendName = name  # noqa: N815
+
+    def _get_backend(self, device: Any) -> StillGroup:
+        return self
+
+    def all_gather_single(self, out: Tensor, own: Tensor, *_: Any) -> Any:
+        if self.moves:
+            out.view(self._num_ranks, -1).copy_(own.reshape(1, -1).clone())
+        return self._done
+
+    def allgather(self, outs: Sequence[Sequence[Tensor]], own: Sequence[Tensor], *_: Any) -> Any:
+        if self.moves:
+            for out, tensor in zip(outs, own, strict=True):
+                for part in out:
+                    part.copy_(tensor)
+        return self._done
+
+    def all_gather_single_coalesced(self, outs: Sequence[Tensor], own: Sequence[Tensor], *_: Any) -> Any:
+        for out, tensor in zip(outs, own, strict=True):
+            self.all_gather_single(out, tensor)
+        return self._done
+
+    def _nothing(self, *_: Any) -> Any:
+        return self._done
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allreduce = allreduce_coalesced = broadcast = _nothing
+    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = _nothing
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _nothing
+    alltoall = all_to_all_single = alltoall_base = send = recv = barrier = _nothing
+
+
+def register() -> None:
+    """Make the backend known to torch in this process."""
+    if NAME not in dist.Backend.backend_list:
+
+        def create(store: Any, rank: int, num_ranks: int, timeout: Any) -> StillGroup:
+            return StillGroup(rank, num_ranks)
+
+        dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])

@@ -1,0 +1,175 @@
+"""What runs in each rank of `accordion bench`: it trains under one contender, and measures a turn when it is asked."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accordion.bench.contenders import Loop, Setting, loop_of
+from accordion.bench.meters import Allocations, Wire
+from accordion.bench.model import batch_of, shape_of
+from accordion.bench.ranks import Seat
+
+STATUS = Path("/proc/self/status")
+MATMUL_ROWS = {"cpu": 1024, "cuda": 8192}
+Times = dict[str, float]
+
+
+class Clock:
+    """Marks of one step: host time, and on an accelerator the device's own, read after the turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
+
+    def mark(self) -> None:
+        self._host.append(time.perf_counter())
+        self._cpu.append(time.process_time())
+        if self._device.type != "cpu":
+            event = torch.Event(device=self._device, enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    def times(self) -> Times:
+        """Seconds of forward, backward and optimizer, of the whole step, until the host was through with it; CPU seconds."""
+        marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
+        parts = [b - a for a, b in pairwise(marks)]
+        return {
+            **dict(zip(("forward", "backward", "optimizer"), parts, strict=True)),
+            "step": marks[-1] - marks[0],
+            "host": self._host[-1] - self._host[0],
+            "cpu": self._cpu[-1] - self._cpu[0],
+        }
+
+
+class Trainer:
+    """Owns the model, the optimizer and the meter of memory of one rank of one contender."""
+
+    def __init__(
+        self, seat: Seat, build: Callable[[], Loop], batch: tuple[int, int], vocab: int, *, bf16: bool = False
+    ) -> None:
+        """`build` makes the model and its loop; `batch` (sequences, tokens) of this rank; `bf16`: what it computes in."""
+        self._seat, self._device, self._shape, self._vocab, self._bf16 = seat, seat.device, batch, vocab, bf16
+        self._num_steps = 0
+        # Before the model: what is there already it cannot count.
+        self._allocations = Allocations() if seat.device.type == "cpu" else None
+        with self._metered():
+            self._loop = build()
+
+    def _metered(self) -> Any:
+        return self._allocations or nullcontext()
+
+    def _step(self) -> tuple[torch.Tensor, Clock]:
+        batch = batch_of(self._num_steps, self._seat.rank, self._shape, self._vocab)
+        tokens, targets = (t.to(self._device) for t in batch)
+        self._num_steps += 1
+        clock = Clock(self._device)
+        clock.mark()
+        loss = self._loop.forward(tokens, targets)
+        clock.mark()
+        self._loop.backward(loss)
+        clock.mark()
+        self._loop.step()
+        clock.mark()
+        return loss.detach(), clock
+
+    def losses(self, count: int) -> list[float]:
+        """This rank's loss in each of the first steps."""
+        with self._metered():
+            return [float(self._step()[0]) for _ in range(count)]
+
+    def turn(self, warm: int, count: int) -> list[Times]:
+        """`warm` steps that are not counted, then the times of `count` steps."""
+        clocks = [self._step()[1] for _ in range(warm + count)][warm:]
+        self._synchronise()
+        self._let_go()
+        return [clock.times() for clock in clocks]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes between steps, and the peaks in a step, of tensors and of what the process takes for them.
+
+        On CPU tensors are the storages that operators made, the inside of operators and of the backend left out, and the
+        process is its resident set.
+        """
+        if self._allocations is None:
+            self._synchronise()
+            torch.accelerator.memory.reset_peak_memory_stats()
+            rest = torch.accelerator.memory.memory_allocated()
+            self._step()
+            self._synchronise()
+            peak, reserved = (
+                torch.accelerator.memory.max_memory_allocated(),
+                torch.accelerator.memory.max_memory_reserved(),
+            )
+            self._let_go()
+            return {"rest": rest, "allocated": peak, "reserved": reserved}
+        with self._allocations as meter:
+            rest = meter.live_bytes
+            start, end = f"start {self._num_steps}", f"end {self._num_steps}"
+            forget_peak()
+            meter.mark(start)
+            self._step()
+            meter.mark(end)
+        return {"rest": rest, "allocated": meter.peak(start, end), "reserved": peak_resident()}
+
+    def wire(self) -> dict[str, dict[str, int]]:
+        """What this rank sends in a step: bytes and launches, by kind of collective."""
+        with Wire() as wire:
+            self._step()
+        return {"bytes": dict(wire.num_bytes), "launches": dict(wire.launches)}
+
+    def matmul_flops(self) -> float:
+        """Floating-point operations a second of this rank in a matrix product, all ranks at once; the best of ten."""
+        dtype = torch.bfloat16 if self._bf16 else torch.float32
+        n = MATMUL_ROWS[self._device.type]
+        a = torch.randn(n, n, device=self._device, dtype=dtype)
+        best = float("inf")
+        dist.barrier()
+        for _ in range(10):
+            self._synchronise()
+            start = time.perf_counter()
+            a @ a
+            self._synchronise()
+            best = min(best, time.perf_counter() - start)
+        return 2 * n**3 / best
+
+    def _let_go(self) -> None:
+        """Leave the accelerator's memory to the contender whose turn comes."""
+        if self._device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
+    """The trainer of one rank, for a team of `contender`."""
+    shape = shape_of(setting.model)
+
+    def build() -> Loop:
+        torch.manual_seed(setting.seed)
+        return loop_of(contender, shape.make().to(seat.device).train(), seat, setting)
+
+    return Trainer(seat, build, (setting.batch, setting.seq), shape.vocab, bf16=setting.bf16)
+
+
+def forget_peak() -> None:
+    """Let the peak of this process's resident set start anew, where the system can (Linux)."""
+    if STATUS.exists():
+        STATUS.with_name("clear_refs").write_text("5")
+
+
+def peak_resident() -> int:
+    """Bytes: the largest resident set of this process since `forget_peak`, or in its life where that did nothing."""
+    if STATUS.exists():
+        line = next(x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,245 @@
+"""The benchmark as people run it, on a tiny model: what it promises about contenders, order, idleness, bytes and failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accordion import cli
+from accordion.bench import command, host, trainer
+from accordion.bench.compare import compare
+from accordion.bench.contenders import Setting
+from accordion.bench.host import HostLoop
+from accordion.bench.meters import Wire
+from accordion.bench.model import shape_of
+from accordion.bench.ranks import BenchError, Seat, Team, World, interleaved
+from accordion.bench.scale import Network, grow
+from accordion.engine import layout
+
+ONE = World(num_ranks=1)
+TINY = Setting(model="gpt-tiny", batch=1, seq=16)
+
+
+# -- teams
+
+
+class Diary:
+    """A program that says when it was asked, and how much of the processor its process took."""
+
+    def __init__(self, seat: Seat, name: str, path: str) -> None:
+        self.seat, self.name, self.path = seat, name, path
+
+    def turn(self) -> int:
+        with open(self.path, "a") as file:
+            file.write(self.name)
+        return self.seat.rank
+
+    def burn(self) -> float:
+        start = time.process_time()
+        while time.process_time() - start < 0.3:
+            pass
+        return 0.3
+
+    def used(self) -> float:
+        return time.process_time()
+
+    def fails(self) -> None:
+        if self.seat.rank == 1:
+            raise ValueError("of no use\nmore")
+        dist.barrier()
+
+    def dies(self) -> None:
+        os._exit(3)
+
+    def sends(self) -> tuple[dict[str, int], dict[str, int]]:
+        full, own = torch.ones(8, 4), torch.ones(4)
+        with Wire() as wire:
+            dist.all_gather_single(full, own) if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor(
+                full, own
+            )
+            dist.all_reduce(full)
+            dist.all_to_all_single(torch.empty(8, 4), full)
+            dist.broadcast(own, 0)
+            dist.send(own, 1)
+            dist.recv(own, 1)
+            dist.barrier()
+        return dict(wire.num_bytes), dict(wire.launches)
+
+
+def test_turns_interleave_and_who_waits_is_idle(tmp_path):
+    said = tmp_path / "diary"
+    with Team("A", ONE, Diary, ("A", str(said))) as a, Team("B", World(num_ranks=2), Diary, ("B", str(said))) as b:
+        found = interleaved([a, b], 3, "turn")
+        assert said.read_text() == "ABBABBABB"
+        assert found == {"A": [[0]] * 3, "B": [[0, 1]] * 3}
+        before = b.ask("used")
+        a.ask("burn")
+        assert all(y - x < 0.1 for x, y in zip(before, b.ask("used"), strict=True)), "they sleep while another one runs"
+
+
+def test_a_rank_that_fails_or_dies_ends_its_team(tmp_path):
+    with (
+        Team("A", World(num_ranks=2), Diary, ("A", str(tmp_path / "diary"))) as team,
+        pytest.raises(BenchError, match=r"contender 'A' failed on rank 1: ValueError: of no use$"),
+    ):
+        team.ask("fails")
+    with (
+        Team("A", ONE, Diary, ("A", str(tmp_path / "diary"))) as team,
+        pytest.raises(BenchError, match="its process ended"),
+    ):
+        team.ask("dies")
+
+
+def test_what_a_rank_sends_is_counted():
+    with Team("A", World(num_ranks=8, group="fake"), Diary, ("A", "")) as team:
+        num_bytes, launches = team.ask("sends")[0]
+    assert sum(launches.values()) == len(launches) == 5, "receives and barriers send nothing"
+    assert sorted(num_bytes.values()) == sorted([112, 2 * 112, 112, 14, 16])
+
+
+# -- accordion bench
+
+
+def crooked(seat: Seat, contender: str, setting: Setting) -> Any:
+    """The trainer, but one contender starts from other weights."""
+    seed = 1 if contender == "accordion:no_shard" else 0
+    made = trainer.start(seat, contender, Setting(model=setting.model, batch=1, seq=16, seed=seed))
+    made.memory = made.turn = None  # type: ignore[assignment,method-assign]
+    return made
+
+
+def test_contenders_that_train_something_else_are_named_and_nothing_is_compared(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "compare", partial(compare, make=crooked))
+    words = ["--against", "plain,accordion:no_shard", "--nproc", "1", "--model", "gpt-tiny", "--dir", str(tmp_path)]
+    assert cli.main(["bench", *words]) == 1
+    said = capsys.readouterr()
+    assert "the losses of accordion:no_shard are not those of the others" in said.err
+    assert "measuring" not in said.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_contenders_train_the_same_and_are_measured(tmp_path, capsys):
+    against = "fsdp2,ddp"
+    words = ["--against", against, "--model", "gpt-tiny", "--rounds", "2", "--steps", "2", "--dir", str(tmp_path)]
+    assert cli.main(["bench", *words, "--device", "cpu", "--nproc", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "losses agree" in shown
+    assert "a square matrix product on all 2 ranks" in shown
+    data = json.loads((tmp_path / "bench.json").read_text())
+    found = data["comparison"]
+    names = ["accordion", *against.split(",")]
+    assert list(found["contenders"]) == names
+    assert set(found["ratios"]) == {"accordion / fsdp2", "accordion / ddp"}
+    assert set(found["cpu_ratios"]) == set(found["ratios"])
+    assert found["verdict"]["wrong"] == []
+    assert {len(v) for v in found["verdict"]["losses"].values()} == {3}
+    assert set(data["host"]) == {"plain", "accordion", "fsdp2"}
+    for m in found["contenders"].values():
+        assert [len(turn) for turn in m["steps"]] == [2, 2]
+        assert m["times"]["step"]["median"] >= m["times"]["backward"]["median"] > 0
+        assert m["allocated_bytes"] > m["rest_bytes"] > 0
+        assert m["reserved_bytes"] > m["allocated_bytes"], "the resident set holds the interpreter too"
+        assert 0 < m["mfu"] < 1
+    assert_bytes(found["contenders"])
+    assert (tmp_path / "bench.html").read_text().startswith("<!doctype html>")
+
+
+def assert_bytes(found: dict[str, Any]) -> None:
+    """What each strategy keeps and sends, by arithmetic: parameters and two states of AdamW in float32, two ranks."""
+    params = list(shape_of("gpt-tiny").make().parameters())
+    full = 4 * sum(p.numel() for p in params)
+    cuts = [layout.cut(p.shape, 2, 4) for p in params]
+    shards = 4 * sum(c.shard_numel for c in cuts)
+    tags = 4 * (len(params) + 20)  # flags and tags travel with the gradients, offsets are aligned
+    sent = {name: sum(m["sent_bytes"].values()) for name, m in found.items()}
+    assert found["accordion"]["rest_bytes"] == pytest.approx(3 * shards, abs=256 * len(params))
+    assert full <= sent["ddp"] <= full + 8
+    assert 2 * shards < sent["accordion"] < 3 * shards + tags, "the root and the last block are not gathered twice"
+    assert sent["fsdp2"] == pytest.approx(sent["accordion"], rel=0.25)
+
+
+# -- its subcommands
+
+
+def test_host_time_in_groups_that_send_nothing():
+    found = host.measure(["accordion"], 8, rounds=1, count=2, groups=["still", "fake"], blocks=2)
+    assert list(found) == ["still", "fake"]
+    for times in found.values():
+        assert list(times) == ["plain", "accordion"]
+        assert times["accordion"].unit.median > times["plain"].unit.median
+        assert times["plain"].extra.median == 0
+
+
+def test_growth_is_what_the_arithmetic_says():
+    """Launches stay as many. Sent: (n - 1) / n of gathers and reduces, and n times what one rank says to each other one."""
+    network = Network(gbps=8.0, latency_us=2.0)
+    points = grow(["accordion"], (8, 64), rounds=1, count=1, network=network)["accordion"]
+    assert [p.num_ranks for p in points] == [8, 64]
+    small, large = points
+    assert small.launches == large.launches > 0
+    said = 4 * (
+        16 * (10 + 2) + 3
+    )  # of each of 16 units a flag a parameter and a tag to reduce, two tags to gather; the root
+    whole = small.sent_bytes * 8 / 7 - 8 * said
+    assert large.sent_bytes == pytest.approx(63 / 64 * (whole + 64 * said), rel=0.01)
+    assert min(small.rest_bytes, large.rest_bytes) > 0
+    for p in points:
+        assert p.wire_s == pytest.approx(p.sent_bytes / 1e9 + 2e-6 * p.launches)
+
+
+def test_a_unit_of_the_host_benchmark_has_nine_parameters():
+    with Team("A", World(num_ranks=8, group="still"), HostLoop, ("accordion", 64, 2)) as team:
+        assert len(team.ask("turn", 2)[0]) == 2
+    from accordion.bench.model import NineBlock
+
+    assert len(list(NineBlock(64, 8).parameters())) == 9
+
+
+@pytest.mark.parametrize(("name", "more"), [("optimizer", ["--steps", "2"]), ("memory", ["--device", "cpu"])])
+def test_subcommands_write_what_they_found(tmp_path, capsys, name, more):
+    words = [name, "--model", "gpt-tiny", "--rounds", "2", "--dir", str(tmp_path), *more]
+    assert cli.main(["bench", *words]) == 0
+    data = json.loads((tmp_path / f"{name}.json").read_text())
+    assert data["machine"]["torch"] == torch.__version__
+    if name == "memory":
+        assert all(r["allocated"] > r["rest"] > 0 for rounds in data["bytes"].values() for r in rounds)
+        assert set(data["bytes"]) == {"accordion", "fsdp2"}
+    else:
+        for turns in (data["wall"], data["cpu"]):
+            assert set(turns) == {"accordion", "local", "dtensor"}
+            assert [len(turn) for turn in turns["accordion"]] == [2, 2]
+        assert set(data["ratios"]["cpu"]) == {"accordion", "dtensor"}
+    assert f"{name}.html" in capsys.readouterr().out
+
+
+def test_the_gpu_script_runs_every_part_on_cpu(tmp_path):
+    import subprocess
+    import sys
+
+    script = Path(__file__).parents[2] / "bench" / "gpu.py"
+    blocked = tmp_path / "blocked"
+    for name in ("rich", "plotly", "jsonargparse", "transformers"):
+        (blocked / name).mkdir(parents=True)
+        (blocked / name / "__init__.py").write_text("raise ImportError('not at hand')")
+    words = [sys.executable, str(script), "--tiny", "--device", "cpu", "--out", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(blocked)}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*.json")
+    parts = json.loads(path.read_text())["parts"]
+    assert list(parts) == list("abcde")
+    safe = parts["c"]["data"]
+    assert safe["2 ranks"]["wrong"] == safe["4 ranks"]["wrong"] == []
+    assert len(safe["4 ranks"]["losses"]) == 7
+    for letter, titles in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 1}.items():
+        assert len(parts[letter]["tables"]) == titles
+    assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
+    assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())

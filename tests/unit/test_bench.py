@@ -1,0 +1,198 @@
+"""The arithmetic of the benchmark: ratios, verdicts, counts, pages."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accordion import cli
+from accordion.bench import contenders, report
+from accordion.bench.compare import step_flops
+from accordion.bench.contenders import Setting, chosen
+from accordion.bench.host import HostTime, ratio_of, summary
+from accordion.bench.machine import describe, known_peak_flops
+from accordion.bench.model import GPT, SHAPES, batch_of, shape_of
+from accordion.bench.page import Chart, Page, Table, as_text, plain_data
+from accordion.bench.scale import Network
+from accordion.bench.stats import Spread, compare_losses, extremes, quartiles, ratio
+from accordion.bench.still import StillGroup
+from accordion.errors import UsageError
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from gpu_programs import device_work
+
+import gpu
+
+
+def test_spreads_and_ratios():
+    assert quartiles([5.0, 1.0, 2.0, 3.0, 4.0]) == Spread(median=3.0, low=2.0, high=4.0, count=5)
+    assert extremes([3.0, 9.0, 1.0]) == Spread(median=3.0, low=1.0, high=9.0, count=3)
+    slow_phase = [[1.0, 1.0, 50.0], [20.0, 20.0, 20.0], [3.0, 3.0, 3.0]]
+    assert ratio(slow_phase, [[2.0] * 3, [40.0] * 3, [6.0] * 3]).median == 0.5
+    assert ratio([[1.0], [3.0]], [[2.0], [2.0]]) == Spread(median=1.0, low=0.5, high=1.5, count=2)
+
+
+def test_losses_that_differ_are_named():
+    good = [4.0, 3.0, 2.0]
+    assert compare_losses({"a": good, "b": [4.0, 3.00001, 2.0], "c": [4.0]}, 1e-4).wrong == []
+    assert compare_losses({"a": good, "b": good, "late": [4.0, 3.0, 2.1]}, 1e-4).wrong == ["late"]
+    assert compare_losses({"a": good, "b": good, "nan": [4.0, math.nan, 2.0]}, 1e-4).wrong == ["nan"]
+    assert compare_losses({"a": good, "b": good, "none": []}, 1e-4).wrong == ["none"]
+    assert compare_losses({"a": good, "b": [4.2, 3.0, 2.0]}, 1e-4).wrong == ["a", "b"], "of two nobody knows which"
+
+
+def test_host_time_is_what_is_added_to_plain():
+    times = summary({"plain": [[1.0], [2.0]], "a": [[3.0], [5.0]], "b": [[5.0], [8.0]]})
+    assert times["a"] == HostTime(
+        unit=Spread(median=4.0, low=3.0, high=5.0, count=2),
+        extra=Spread(median=2.5, low=2.0, high=3.0, count=2),
+        by_round=[2.0, 3.0],
+    )
+    assert ratio_of(times, "a", "b").median == 0.5
+
+
+def test_flops_of_the_default_model():
+    """Two a weight and token forward, four backward; causal attention is counted whole, as its kernel multiplies it."""
+    width, blocks, vocab, batch, seq = 512, 8, 4096, 2, 128
+    tokens, matrices = batch * seq, blocks * 12 * width**2 + vocab * width
+    attention = 4 * blocks * tokens * seq * width
+    assert step_flops(Setting()) == 3 * (2 * tokens * matrices + attention)
+    count = sum(p.numel() for p in GPT(vocab=vocab, width=width, blocks=blocks, heads=8).parameters())
+    assert 29e6 < count < 31e6
+
+
+def test_the_wire_is_bytes_over_bandwidth_and_a_latency_each():
+    assert Network(gbps=8.0, latency_us=10.0).seconds(10**9, 5) == pytest.approx(1.00005)
+
+
+def test_batches_are_the_same_for_all_and_differ_between_ranks_and_steps():
+    first = batch_of(0, 0, (2, 8), 50)
+    assert all(torch.equal(a, b) for a, b in zip(first, batch_of(0, 0, (2, 8), 50), strict=True))
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
+    for step, rank in ((1, 0), (0, 1)):
+        assert not torch.equal(first[0], batch_of(step, rank, (2, 8), 50)[0])
+
+
+def test_every_preset_is_there_and_others_are_refused():
+    for name in SHAPES:
+        with torch.device("meta"):
+            assert sum(p.numel() for p in shape_of(name).make().parameters()) > 1000
+    with pytest.raises(UsageError, match="did you mean 'gpt-30m'"):
+        shape_of("gpt-30")
+
+
+def test_a_contender_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(contenders.NOT_HERE, "deepspeed", "no_such_module")
+    names, left_out = chosen(["accordion"], ["fsdp2", "deepspeed", "fsdp2", "accordion:shard_grad_op"])
+    assert names == ["accordion", "fsdp2", "accordion:shard_grad_op"]
+    assert left_out == {"deepspeed": "no_such_module is not installed"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--against", "fsdp3"], "did you mean 'fsdp2'"),
+        (["hots"], "did you mean 'host'"),
+        (["--round", "3"], "did you mean '--rounds'"),
+        (["--rounds", "0"], "takes 1 or more"),
+        (["--model", "nowhere/at/all"], "no folder and no preset"),
+        (["--nproc", "-3"], "nproc is -3"),
+        (["--precision", "fp8"], "precision"),
+        (["host", "--against", "ddp"], "engines that shard"),
+        (["memory", "--ranks", "many"], "ranks"),
+        (["scale", "--sizes", "8,many"], "no numbers of ranks"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, words, said):
+    assert cli.main(["bench", *words]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_peaks_are_known_by_name():
+    assert known_peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
+    assert known_peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
+    assert known_peak_flops("NVIDIA L40S", bf16=True) == 362e12
+    assert known_peak_flops("NVIDIA H100 80GB HBM3", bf16=False) is None
+    assert known_peak_flops("GeForce", bf16=True) is None
+    assert describe("cpu")["device"] == "cpu"
+
+
+def test_the_group_that_does_nothing_moves_while_models_are_set_up():
+    group = StillGroup(3, 8)
+    assert (group.rank(), group.size()) == (3, 8)
+    out = torch.zeros(8, 2)
+    group._allgather_base(out.view(-1), torch.tensor([1.0, 2.0])).wait()
+    assert torch.equal(out, torch.tensor([1.0, 2.0]).expand(8, 2))
+    group.moves = False
+    work = group.all_gather_single(out.view(-1), torch.tensor([5.0, 5.0]), None)
+    assert work.is_completed()
+    assert out.max() == 2
+
+
+def page() -> Page:
+    return Page(
+        name="some",
+        title="A <title>",
+        notes=["left out: x & y"],
+        tables=[Table(title="t", columns=["", "ms"], rows=[["a", "1.0"], ["a long name", "22.0"]])],
+        charts=[
+            Chart(title="bars", unit="ms", kind="stacked", series={"forward": {"a": 1.0}, "backward": {"a": 2.0}}),
+            Chart(title="line", unit="us", kind="lines", series={"a": {"8": 1.0, "64": 2.0}}),
+        ],
+        data=plain_data({"machine": {"cores": 2}, "ratios": {("a", "b"): extremes([0.5])}}),
+    )
+
+
+def test_a_page_is_written_as_json_and_as_one_html_file(tmp_path, capsys):
+    data, html = report.write(page(), tmp_path / "new")
+    assert json.loads(data.read_text())["ratios"]["a / b"]["median"] == 0.5
+    text = html.read_text()
+    assert "A &lt;title&gt;" in text
+    assert "x &amp; y" in text
+    assert text.count('id="chart-') == 2
+    assert not re.search(r"<(script|link)[^>]+(src|href)=", text), "nothing is fetched from beside it"
+    assert len(text) > 1_000_000, "plotly's own script is inside"
+    report.show(page())
+    assert "a long name" in capsys.readouterr().out
+
+
+def test_text_tables_line_up():
+    lines = as_text(page().tables[0]).splitlines()
+    assert lines[0] == "t"
+    assert {len(line) for line in lines[1:]} == {len("a long name  22.0")}
+
+
+def test_device_work_belongs_to_the_range_that_launched_it():
+    def event(name: str, cat: str, ts: float, dur: float, **args: int) -> dict[str, object]:
+        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "args": args}
+
+    trace = [
+        event("accordion::sleep", "user_annotation", 0, 10),
+        event("accordion::gather", "user_annotation", 20, 10),
+        event("cudaLaunchKernel", "cuda_runtime", 1, 1, correlation=1),
+        event("cudaMemcpyAsync", "cuda_runtime", 25, 1, correlation=2),
+        event("cudaLaunchKernel", "cuda_runtime", 50, 1, correlation=3),
+        event("spin_kernel", "kernel", 100, 5, correlation=1, stream=13),
+        event("Memcpy DtoD", "gpu_memcpy", 110, 5, correlation=2, stream=7),
+        event("of nobody", "kernel", 120, 5, correlation=3, stream=7),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
+
+
+def test_the_shapes_of_the_gpu_script_are_those_of_the_textbook():
+    seventy, case = gpu.LLAMA_70B, gpu.full_sizes().one_rank
+    assert 70e9 < gpu.params_of(seventy) < 71e9
+    assert gpu.STATE_BYTES * 70e9 / 16 == 52.5e9
+    with torch.device("meta"):
+        built = sum(p.numel() for p in SHAPES["llama-1b"].make().parameters())
+    assert gpu.params_of(case.preset) == built
+    assert gpu.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
