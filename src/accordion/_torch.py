@@ -210,3 +210,13 @@ DispatchMode = TorchDispatchMode
 def mutates(func: Any) -> bool:
     """Whether an operator, as a dispatch mode sees it, writes into one of its arguments. No public name."""
     return bool(func._schema.is_mutable)
+
+
+# -- for compat
+
+
+def data_parallel_mesh_dims() -> Any:
+    """`torch.distributed.fsdp.DataParallelMeshDims`, which torch 2.13 has and 2.11 has not: None there."""
+    import torch.distributed.fsdp as fsdp
+
+    return getattr(fsdp, "DataParallelMeshDims", None)

@@ -161,18 +161,12 @@ def _check_hooks(owned: list[Owned]) -> None:
 
 def _mesh(model: nn.Module, mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
     if mesh is None:
-        if not dist.is_initialized():
-            raise UsageError(
-                "torch.distributed is not initialised; start with torchrun, or call init_process_group first."
-            )
         if strategy.hybrid:
             raise UsageError(
                 f"{strategy.name} needs a mesh with two axes; pass init_device_mesh(device, (nodes, gpus), "
                 "mesh_dim_names=('replicate', 'shard'))."
             )
-        accelerator = torch.accelerator.current_accelerator()
-        kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
-        return init_device_mesh(kind, (dist.get_world_size(),))
+        return default_mesh()
     names, wanted = mesh.mesh_dim_names, ("replicate", "shard")
     if strategy.hybrid and (mesh.ndim != 2 or names not in (None, wanted)):
         raise UsageError(
@@ -187,13 +181,25 @@ def _mesh(model: nn.Module, mesh: DeviceMesh | None, strategy: Strategy) -> Devi
     return mesh
 
 
+def default_mesh() -> DeviceMesh:
+    """One axis over all ranks, of accelerators where the job has them."""
+    if not dist.is_initialized():
+        raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
+    accelerator = torch.accelerator.current_accelerator()
+    kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
 def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiring:
     """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective."""
-    device = (
-        torch.device("cpu")
-        if mesh.device_type == "cpu"
-        else torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    )
+    device = device_of(mesh)
     links = [Link(mesh.get_group(i), device) for i in range(mesh.ndim)]
     nobody = alone(device)
     if strategy.hybrid:
@@ -287,13 +293,17 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: list[Pl
         module = ref()
         assert module is not None
         module._parameters[attr] = sharded
-    o.original.data = o.original.data.new_empty(0)
-    o.original.__class__ = Moved
+    for original in (o.original, *o.others):
+        original.data = original.data.new_empty(0)
+        original.__class__ = Moved
+        vars(original)["moved_to"] = sharded
     return sharded
 
 
 class Moved(nn.Parameter):
     """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
+
+    moved_to: nn.Parameter
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]

@@ -318,6 +318,15 @@ class Unit:
         """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
         return any(not self._is_reset(i, self.params[i].sharded) for i in self.sums)
 
+    def drop_sums(self) -> None:
+        """Forget what has been added up, and the zeros that stand for it."""
+        for i, (zeros, _) in self._markers.items():
+            if self.params[i].sharded.grad is zeros:
+                self.params[i].sharded.grad = None
+        self.sums.clear()
+        self._markers.clear()
+        self.adding_up = False
+
     def reduce(self, trained: Trained, grads: Sequence[Tensor | None], ours: Sequence[bool]) -> list[Reduced]:
         """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
         added, self.adding_up = self.adding_up, False
