@@ -174,7 +174,7 @@ class Lease:
         with torch.inference_mode(False), torch.no_grad():
             unit.acquire()
             self.shown = [
-                nn.Parameter(view.detach(), requires_grad=p.sharded.requires_grad)
+                nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
                 for view, p in zip(unit.views, unit.params, strict=True)
             ]
         for i, (leaf, param) in enumerate(zip(self.shown, unit.params, strict=True)):
@@ -192,12 +192,17 @@ class Lease:
         self.shown = None
         for handle in self._hooks:
             handle.remove()
+        for leaf in shown:  # a graph that saved one finds its memory gone: autograd says so by the version counter
+            torch.autograd.graph.increment_version(leaf)
         part.unit.hide(shown)
         part.unit.release()
 
     def forward_ended(self) -> None:
         part = self._part()
-        if part is not None and part.habits.keep is not True:
+        if part is None:
+            return
+        keep = part.habits.keep
+        if not (part.outermost() is part if keep is None else keep):
             self.end()
 
     def backward_ended(self) -> None:
