@@ -23,12 +23,10 @@ from accordion.engine.layout import Cut
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Habits, Unit
 from accordion.errors import UsageError
-from accordion.shard import Moved, device_of, make_groups, replace, wire
+from accordion.shard import make_groups, wire
 from accordion.units import Owned, owned_parameters
 
 PART = "_accordion_part"  # where a module keeps its part
-CutRule = Callable[[nn.Parameter], int | None]
-"""Which dim of a parameter is cut; None: kept whole."""
 
 
 class Part:
@@ -65,11 +63,11 @@ class Part:
                 below.tree.dissolve()
         self.arm()
 
-    def __deepcopy__(self, memo: object) -> None:
-        raise UsageError(
-            "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before, or build it again and "
-            "load_state_dict(model.state_dict())."
-        )
+    def withdraw(self) -> None:
+        """Forget the call: what it asked for was refused."""
+        self.disarm()
+        for module in self.alive():
+            del module.__dict__[PART]
 
     def alive(self) -> list[nn.Module]:
         return [m for m in (ref() for ref in self.modules) if m is not None]
@@ -325,69 +323,6 @@ def part_of(module: nn.Module) -> Part | None:
     return module.__dict__.get(PART)
 
 
-# -- cutting
-
-
-def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Replace what `part`'s modules own, and no part below them does, by sharded parameters; those on the meta device too."""
-    modules = part.alive()
-    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    below = {id(m) for p in parts_below(modules) if p is not part for top in p.alive() for m in top.modules()}
-    rank = part.mesh.get_local_rank(part.mesh.ndim - 1)
-    device = device_of(part.mesh)
-    with torch.no_grad(), torch.inference_mode(False):
-        for o in owned_parameters(root, {}):
-            o.places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
-            if not o.places or o.original in part.ignored:
-                continue
-            part.places.update((id(ref()), attr) for ref, attr in o.places)
-            if isinstance(o.original, Moved):  # tied to a parameter of a part beside this one
-                part.borrowed.append((o.names[0], vars(o.original)[PART]))
-                for ref, attr in o.places:
-                    module = ref()
-                    assert module is not None, "a module lives while its parameters are cut"
-                    module._parameters[attr] = o.original.moved_to
-                continue
-            if isinstance(o.original, DTensor):
-                _refuse_sharded(o, part)
-            c = Cut(tuple(o.original.shape), cut_dim(o.original), part.mesh.size(part.mesh.ndim - 1))
-            rows = rows_of(o.original.detach(), c, rank)
-            place = rows.device if rows.is_meta else device
-            local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
-            replace(o, local, part.mesh, placements_of(c, part.mesh))
-            vars(o.original)[PART] = weakref.ref(part)
-        for module in root.modules():
-            if id(module) not in below:
-                for key, buffer in module._buffers.items():
-                    if buffer is not None and not buffer.is_meta:
-                        module._buffers[key] = buffer.to(device)
-
-
-def _refuse_sharded(o: Owned, part: Part) -> None:
-    mesh = o.original.device_mesh  # type: ignore[attr-defined]
-    if mesh == part.mesh:
-        raise UsageError(
-            f"parameter {o.names[0]!r} is sharded on this mesh already, by a call on a module around this one; shard the inner "
-            "modules first, then those around them."
-        )
-    raise UsageError(
-        f"parameter {o.names[0]!r} is a DTensor on the mesh {mesh}, as tensor parallelism makes it, which is not composed with "
-        "sharding yet; see docs/compat.md."
-    )
-
-
-def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:
-    """The rows of one rank, a view."""
-    if c.dim is None:
-        return full
-    return full.narrow(c.dim, min(rank * c.chunk, c.rows), c.rows_of(rank))
-
-
-def placements_of(c: Cut, mesh: DeviceMesh) -> list[Placement]:
-    inner: Placement = Replicate() if c.dim is None else Shard(c.dim)
-    return [Replicate(), inner] if mesh.ndim == 2 else [inner]
-
-
 # -- building
 
 
@@ -446,3 +381,8 @@ def _cut_of(o: Owned, top: Part) -> Cut:
             f"{top.mesh}; assign DTensors of the placements that it had."
         )
     return Cut(tuple(param.shape), getattr(inner, "dim", None), top.mesh.size(top.mesh.ndim - 1))
+
+
+def placements_of(c: Cut, mesh: DeviceMesh) -> list[Placement]:
+    inner: Placement = Replicate() if c.dim is None else Shard(c.dim)
+    return [Replicate(), inner] if mesh.ndim == 2 else [inner]
