@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -231,7 +232,39 @@ def test_containers_in_arguments_and_results(world):
     world.run(2, shaped)
 
 
+def compiled(mesh, first: bool) -> None:
+    import torch._dynamo.testing
+
+    plain, model = models.plain(), models.plain()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    # dynamo looks at `.grad` of what it takes in, and a full parameter is no leaf
+    warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf.*")
+    for block in model.blocks:
+        if first:
+            block.compile(backend=counter, fullgraph=True)
+        ours.fully_shard(block, mesh=mesh)
+        if not first:
+            block.compile(backend=counter, fullgraph=True)
+    ours.fully_shard(model, mesh=mesh)
+    for step in range(3):
+        for m in (plain, model):
+            one_loss(m, step).backward()
+        assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
+        plain.zero_grad()
+        model.zero_grad()
+    assert counter.frame_count == 1, "one graph serves all blocks and steps"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_blocks_are_compiled_before_and_after(world, first):
+    world.run(2, compiled, first)
+
+
 # -- refusals
+
+
+class Quantised(Tensor):
+    pass
 
 
 def refused(mesh) -> None:
@@ -266,6 +299,9 @@ def refused(mesh) -> None:
     parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(0)]))
     with pytest.raises(ValueError, match="tensor parallelism"):
         ours.fully_shard(parallel, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "fsdp")))
+    subclass = models.plain()
+    subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
+    refuses("is a Quantised, a tensor subclass", subclass)
     with pytest.raises(ValueError, match="is no FSDPModule"):
         wrong.set_modules_to_forward_prefetch([models.plain()])
 

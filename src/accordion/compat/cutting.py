@@ -62,8 +62,13 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
                 module = ref()
                 assert module is not None, "a module lives while its parameters are cut"
                 module._parameters[attr] = o.original.moved_to
-        elif not isinstance(o.original, DTensor):
+        elif type(o.original.data) is torch.Tensor:
             yield o
+        elif not isinstance(o.original, DTensor):
+            raise UsageError(
+                f"parameter {o.names[0]!r} is a {type(o.original.data).__name__}, a tensor subclass, of which rows cannot be cut "
+                "yet; pass it in ignored_params, or make it an ordinary tensor."
+            )
         elif len(o.places) == num_places:
             _refuse_sharded(o, part)
 
