@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -199,6 +201,54 @@ def staged(mesh) -> None:
 
 def test_stages_share_communicators(world):
     world.run(2, staged)
+
+
+def released(mesh) -> None:
+    """The model's memory goes with its last reference."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded(ours, mesh)
+        for one, other in zip(model.blocks, model.blocks[1:], strict=False):
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
+        one_loss(model).backward()
+        held = [weakref.ref(g.home) for unit in model.__dict__["_accordion"].engine.units for g in unit.groups]
+        assert held
+        assert all(ref() is not None for ref in held)
+        del model, one, other
+        assert not [ref for ref in held if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def with_accordion(mesh, folder: str) -> None:
+    """The library's own functions work on such a model too."""
+    model = sharded(ours, mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    plain = models.plain()
+    for m in (plain, model):
+        one_loss(m).backward()
+    for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
+        p.grad = grad
+    norms = acc.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(*norms, rtol=1e-5)
+    optimizer.step()
+    acc.save(f"{folder}/step-1", model, optimizer)
+    with acc.full_params(model):
+        full = {n: p.detach().clone() for n, p in model.named_parameters()}
+    other = acc.shard(models.plain(), mesh=mesh)
+    again = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=1e-2))
+    acc.load(f"{folder}/step-1", other, again)
+    assert_close(dict(acc.full_state_dict(other, rank0_only=False)), full, 0.0)
+    with acc.no_sync(model):
+        one_loss(model, 1).backward()
+    one_loss(model, 2).backward()
+
+
+def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
+    world.run(2, released)
+    world.run(2, with_accordion, str(tmp_path))
 
 
 class Doubling(nn.Module):

@@ -43,12 +43,12 @@ class Part:
         self.places: set[tuple[int, str]] = set()  # of the parameters that were cut: id of the module, name in it
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
         self.habits = Habits(on_convert=partial(_dissolve, weakref.ref(self)))
-        self.ahead: dict[Phase, list[Part]] = {}
+        self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
         self.sync = self.all_reduce = True  # what the caller said of backwards; `habits.reduces` follows from both
         self.scale: float | None = None  # of gradient sums, in place of one over the number of ranks
         self.after_reduce: Callable[[Tensor], None] | None = None
         self.wiring: Wiring | None = None
-        self.shares: Part | None = None  # the part whose streams and communicators are used
+        self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
         self.unit: Unit | None = None
         self.lease = Lease(self)
@@ -85,8 +85,9 @@ class Part:
 
     def wired(self) -> Wiring:
         """Streams and communicators, made once and kept from engine to engine. Collective the first time."""
-        if self.shares is not None and self.shares.mesh == self.mesh:
-            return self.shares.wired()
+        source = None if self.shares is None else self.shares()
+        if source is not None and source.mesh == self.mesh:
+            return source.wired()
         if self.wiring is None:
             self.wiring = wire(self.mesh, self.strategy, 1.0 / self.mesh.size(), late=False)
         return self.wiring
@@ -125,7 +126,7 @@ class Part:
             group.rescale(group.wiring.scale if self.scale is None else self.scale)
         here = self.unit.engine
         for phase, parts in self.ahead.items():
-            units = [part.ensure() for part in parts]
+            units = [part.ensure() for part in (ref() for ref in parts) if part is not None]
             self.habits.ahead[phase] = [unit.index for unit in units if unit.engine is here]
 
     def hooks(self) -> Hooks:
@@ -242,21 +243,22 @@ class Tree:
     def __init__(self, top: Part) -> None:
         modules = top.alive()
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        self.parts = list(parts_below([root]))
+        parts = list(parts_below([root]))
+        self._parts = [weakref.ref(part) for part in parts]  # a model's memory goes with it, not with the collector
         with torch.no_grad(), torch.inference_mode(False):
-            _check_meshes(root, top, self.parts)
-            index = {id(m): i for i, part in enumerate(self.parts) for m in part.alive()}
-            owned = [(o, _cut_of(o, top)) for o in _sharded(root, index, self.parts)]
+            _check_meshes(root, top, parts)
+            index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
+            owned = [(o, _cut_of(o, top)) for o in _sharded(root, index, parts)]
             names = {id(m): name for name, m in root.named_modules()}
-            chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in self.parts]
+            chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
             wiring = top.wired()
             same_structure([o for o, _ in owned], chosen, top.strategy, wiring)
             self.engine = Engine(wiring, top.strategy, top.precision, Prefetch())
-            for i, ((name, _), part) in enumerate(zip(chosen, self.parts, strict=True)):
+            for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True)):
                 self._make_unit(part, [(o, c) for o, c in owned if o.owner == i], (i, name))
-        for part in self.parts:
+        for part in parts:
             part.push()
-        leases = [weakref.ref(part.lease) for part in self.parts]
+        leases = [weakref.ref(part.lease) for part in parts]
         self.engine.after_backward = partial(_backward_ended, leases)
         _torch.answer_anomaly_checks()
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
@@ -290,10 +292,11 @@ class Tree:
                 "gradients have been added up without communication, and would be lost; run a backward that synchronises, or "
                 "zero_grad(), before the parameters change their dtype, device or memory."
             )
-        for part in self.parts:
+        parts = [part for part in (ref() for ref in self._parts) if part is not None]
+        for part in parts:
             part.lease.end()
         engine.reset()
-        for part in self.parts:
+        for part in parts:
             assert part.unit is not None, "a part of a tree has a unit"
             engine.siblings[part.unit.index].detach(part.alive())
             part.detach()

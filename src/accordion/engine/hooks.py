@@ -31,8 +31,6 @@ class Hooks:
         self.unit, self.engine = unit, unit.engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
         self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
-        # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
-        self._before, self._after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
         self._handles: list[RemovableHandle] = []
         self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
         self._last_hooks: dict[int, int] = {}  # by id of the module
@@ -41,9 +39,11 @@ class Hooks:
     def attach(self, module: nn.Module) -> None:
         """Make each call of `module` one of the unit."""
         module.__dict__["_accordion"] = self.unit
+        # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
+        before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
         # First, so that the pre-hooks of others (weight_norm's, say) see full parameters.
-        self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-        self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         self._last_hooks[id(module)] = self._handles[-1].id
         if self.unit.index == 0:
             self._guard(module)
@@ -106,12 +106,12 @@ class Hooks:
 
     def enter(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)` as a call of the unit through `module`."""
-        out, changed = None, self._before(module, args, kwargs)
+        out, changed = None, torch.compiler.disable(self.before)(module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
         try:
             out = call(*args, **kwargs)
         finally:
-            replaced = self._after(module, args, kwargs, out)
+            replaced = torch.compiler.disable(self.after)(module, args, kwargs, out)
         return out if replaced is None else replaced
 
     # -- staging

@@ -110,4 +110,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for part in parts[1:]:
         if part.tree is not None:
             part.tree.dissolve()
-        part.shares = parts[0]
+        part.shares = weakref.ref(parts[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NoReturn
@@ -100,7 +101,7 @@ class FSDPModule:
 
     def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
         part = fsdp_part(self)
-        part.ahead[phase] = [fsdp_part(m) for m in modules]
+        part.ahead[phase] = [weakref.ref(fsdp_part(m)) for m in modules]
         part.push()
 
     # -- gradients
