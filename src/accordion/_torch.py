@@ -215,6 +215,11 @@ def mutates(func: Any) -> bool:
 # -- for compat
 
 
+def joined_mesh(outer: Any, inner: Any) -> Any:
+    """The mesh of which two slices are these, the axes of `outer` first. No public name; torch's FSDP2 does the same."""
+    return type(outer)._concatenate([outer, inner])
+
+
 def data_parallel_mesh_dims() -> Any:
     """`torch.distributed.fsdp.DataParallelMeshDims`, which torch 2.13 has and 2.11 has not: None there."""
     import torch.distributed.fsdp as fsdp

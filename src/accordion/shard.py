@@ -294,8 +294,9 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: list[Pl
         assert module is not None
         module._parameters[attr] = sharded
     for original in (o.original, *o.others):
-        original.data = original.data.new_empty(0)
-        original.__class__ = Moved
+        if not isinstance(original, DTensor):
+            original.data = original.data.new_empty(0)
+            original.__class__ = Moved
         vars(original)["moved_to"] = sharded
     return sharded
 

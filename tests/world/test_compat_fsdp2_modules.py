@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
@@ -205,6 +207,9 @@ def test_stages_share_communicators(world):
 
 def released(mesh) -> None:
     """The model's memory goes with its last reference."""
+    model = sharded(ours, mesh)
+    one_loss(model).backward()  # the first of a process imports, and imports keep frames
+    del model
     gc.collect()
     gc.disable()
     try:
@@ -249,6 +254,49 @@ def with_accordion(mesh, folder: str) -> None:
 def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
     world.run(2, released)
     world.run(2, with_accordion, str(tmp_path))
+
+
+def parallel(mesh) -> None:
+    """Tensor parallelism inside, sharding over the other axes: DTensors on all of them, the numbers of torch's."""
+    dp = mesh.mesh_dim_names[:-1]
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+            api.fully_shard(block, mesh=mesh[dp])
+        pair.append(api.fully_shard(model, mesh=mesh[dp]))
+    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
+        n: describe(p) for n, p in pair[0].named_parameters()
+    }
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    row = dist.get_rank() // mesh["tp"].size()  # ranks of one tensor-parallel group train on one batch
+    for step in range(2):
+        losses = []
+        for m in pair:
+            tokens, targets = models.batch(step, 0, row, vocab=48)
+            losses.append(models.loss_of(m(tokens), targets))
+            losses[-1].backward()
+        assert torch.allclose(*losses, rtol=1e-5)
+        assert_same_gradients(*pair, tolerance=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = pair[1]
+    assert list(model.state_dict()) == list(pair[0].state_dict())
+    model.blocks[0].unshard()
+    assert model.blocks[0].up.weight.placements == (Shard(0),)
+    assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
+    model.blocks[0].reshard()
+    for refused in (lambda: acc.clip_grad_norm_(model, 1.0), lambda: acc.full_state_dict(model)):
+        with pytest.raises(ValueError, match="is tensor-parallel"):
+            refused()
+
+
+def test_tensor_parallelism_inside(world):
+    world.run_mesh((2, 2), ("dp", "tp"), parallel)
+    world.run_mesh((2, 1, 2), ("replicate", "dp", "tp"), parallel)
 
 
 class Doubling(nn.Module):
@@ -345,10 +393,9 @@ def refused(mesh) -> None:
     refuses("was applied to this FSDPTiny before", wrong)
     refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
     parallel = models.plain()
-    other = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(0)]))
-    with pytest.raises(ValueError, match="tensor parallelism"):
-        ours.fully_shard(parallel, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "fsdp")))
+    other = init_device_mesh("cpu", (2,))
+    parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(1)]))
+    refuses("slices of one mesh with named axes", parallel, mesh=init_device_mesh("cpu", (1, 2)))
     subclass = models.plain()
     subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
     refuses("is a Quantised, a tensor subclass", subclass)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accordion.compat.fsdp2 as ours
+from accordion.compat.fsdp2.asked import say_once
 from tests.world import models
 from tests.world.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import (
@@ -181,15 +182,24 @@ def accepted(mesh) -> None:
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    say_once.cache_clear()
     try:
-        model = sharded(ours, mesh, reshard_after_forward=3)
+        model = sharded(ours, mesh, reshard_after_forward=2)
         for module in (model, *model.blocks):
             module.set_unshard_in_backward(False)
+            module.set_allocate_memory_from_process_group_for_comm(True)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    assert len([r for r in records if "set_unshard_in_backward" in r]) <= 1
-    assert len(records) == len(set(records))
+    assert [r.split(":")[1].strip() for r in records] == [
+        "reshard_after_forward=2",
+        "set_unshard_in_backward(False)",
+        "set_allocate_memory_from_process_group_for_comm",
+    ]
+
+
+def test_what_has_no_effect_is_said_once(world):
+    world.run(4, accepted)
 
 
 def recovered(mesh) -> None:

@@ -173,8 +173,8 @@ class Lease:
         with torch.inference_mode(False), torch.no_grad():
             unit.acquire()
             self.shown = [
-                nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
-                for view, p in zip(unit.views, unit.params, strict=True)
+                nn.Parameter(full, requires_grad=p.sharded.requires_grad)
+                for full, p in zip(unit.around([view.data for view in unit.views]), unit.params, strict=True)
             ]
         for i, (leaf, param) in enumerate(zip(self.shown, unit.params, strict=True)):
             vars(leaf).update(_torch.marks_of(param.sharded))
@@ -215,7 +215,7 @@ def _collect(of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
     unit, grad = of(), leaf.grad
     leaf.grad = None
     if unit is not None and grad is not None:
-        unit.engine.add_outside(unit, i, grad)
+        unit.engine.add_outside(unit, i, _torch.local_of(grad) if isinstance(grad, DTensor) else grad)
 
 
 def _forward_ended(of: weakref.ref[Lease], *_: Any) -> None:
@@ -269,6 +269,7 @@ class Tree:
         for group in groups:
             for param, local in zip(group.params, group.home.locals, strict=True):
                 param.sharded = by_name[param.name].original
+                param.around = _around(param.sharded, part.mesh.ndim)
                 local.copy_(_torch.local_of(param.sharded))
                 _torch.set_local(param.sharded, local)
         modules, inputs = part.alive(), precision.params if precision.cast_inputs else None
@@ -371,19 +372,37 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
 
 
 def _cut_of(o: Owned, top: Part) -> Cut:
-    """How a DTensor is cut, from its placements."""
+    """How a DTensor is cut, from its placements: over its part's mesh, what an axis of tensor parallelism left of it."""
     param: Any = o.original
-    placements = tuple(param.placements)
-    inner = placements[-1]
-    is_ours = param.device_mesh == top.mesh and placements == tuple(
-        placements_of(Cut(tuple(param.shape), getattr(inner, "dim", None), 1), top.mesh)
-    )
-    if not is_ours:
-        raise UsageError(
-            f"parameter {o.names[0]!r} has the placements {placements} on {param.device_mesh}, and its model is sharded on "
-            f"{top.mesh}; assign DTensors of the placements that it had."
+    mesh, placements, ndim = param.device_mesh, list(param.placements), top.mesh.ndim
+    shape, own = tuple(param.shape), placements[ndim - 1] if len(placements) >= ndim else None
+    is_ours = mesh == top.mesh
+    if mesh.ndim == ndim + 1 and mesh.mesh_dim_names is not None:
+        is_ours = mesh.mesh_dim_names[:ndim] == top.mesh.mesh_dim_names
+        shape = Cut(shape, getattr(placements[ndim], "dim", None), mesh.size(ndim)).local_shape(
+            mesh.get_local_rank(ndim)
         )
-    return Cut(tuple(param.shape), getattr(inner, "dim", None), top.mesh.size(top.mesh.ndim - 1))
+    c = Cut(shape, getattr(own, "dim", None), top.mesh.size(ndim - 1))
+    if not is_ours or tuple(_torch.local_of(param).shape) != c.local_shape(top.mesh.get_local_rank(ndim - 1)):
+        raise UsageError(
+            f"parameter {o.names[0]!r} has the placements {param.placements} on {mesh}, and its model is sharded on {top.mesh}; "
+            "assign DTensors of the placements that it had."
+        )
+    return c
+
+
+def _around(param: Any, ndim: int) -> Callable[[Tensor], Tensor] | None:
+    """Under tensor parallelism modules see a DTensor on that axis, around what is gathered over the others."""
+    mesh = param.device_mesh
+    if mesh.ndim == ndim:
+        return None
+    inner, placements = mesh[mesh.mesh_dim_names[ndim]], [param.placements[ndim]]
+    shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
+
+    def around(full: Tensor) -> Tensor:
+        return DTensor.from_local(full, inner, placements, run_check=False, shape=shape, stride=stride)
+
+    return around
 
 
 def placements_of(c: Cut, mesh: DeviceMesh) -> list[Placement]:

@@ -62,13 +62,17 @@ class Wiring:
 
 @dataclass(slots=True)
 class Param:
-    """One tensor of the model: its sharded parameter and every place where a module reads it."""
+    """One tensor of the model: its sharded parameter and every place where a module reads it.
+
+    `around`: makes of the gathered tensor what modules see, where that is another one: the DTensor of tensor parallelism.
+    """
 
     name: str
     places: list[tuple[weakref.ref[nn.Module], str]]
     cut: Cut
     dtype: torch.dtype  # of the shard
     requires_grad: bool
+    around: Callable[[Tensor], Tensor] | None = None
     sharded: nn.Parameter = field(init=False)
 
 

@@ -183,7 +183,7 @@ class Hooks:
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
-            return Call(unit, engine.sync), unit.views
+            return Call(unit, engine.sync), unit.around(unit.views)
         call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
         call.version = unit.version()
         if outside:
@@ -192,7 +192,7 @@ class Hooks:
         fulls = list(unit.views)
         for i, full in zip(call.trained.indices, outs, strict=True):
             fulls[i] = full
-        return call, fulls
+        return call, unit.around(fulls)
 
     def _input(self, call: Call, done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Cast an input and watch for its gradient: through a view, whose gradient is what this call contributes.

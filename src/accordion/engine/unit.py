@@ -71,6 +71,7 @@ class Unit:
         self.index = len(engine.units)
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
+        self._has_around = any(p.around is not None for p in self.params)
         self.full_bytes = sum(g.full_bytes for g in groups)
         self.leases = 0
         self.resident = False  # the full parameters stand
@@ -187,6 +188,7 @@ class Unit:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""
+        tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         return address != 0 and any(g.room is not None and g.room.holds(address) for g in self.groups)
 
@@ -206,6 +208,12 @@ class Unit:
                     yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
                 elif type(value) is dict and key not in OF_MODULES:
                     yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
+
+    def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What modules see of full tensors: the same list where no parameter says otherwise."""
+        if not self._has_around:
+            return fulls
+        return [f if p.around is None else p.around(f) for f, p in zip(fulls, self.params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
         """Put full parameters in the place of shards, for reads of `module.weight`.

@@ -51,8 +51,8 @@ def modules_of(given: Any) -> list[nn.Module]:
 def mesh_of(mesh: Any, dims: Any) -> DeviceMesh:
     if dims is not None:
         raise UsageError(
-            "dp_mesh_dims is for parameters that are DTensors on a mesh of several parallelisms, which are not composed with "
-            "sharding yet; pass the data-parallel slice as mesh, e.g. mesh=mesh['fsdp']."
+            "dp_mesh_dims is for parameters that are DTensors on all axes of a mesh already, which are not taken; pass the "
+            "data-parallel slice as mesh, e.g. mesh=mesh['fsdp']."
         )
     if mesh is None:
         if not dist.is_initialized():

@@ -39,7 +39,12 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         part.tree.dissolve()
     for name, param in _own_parameters(module, prefix):
         given = state.get(name)
-        if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.shape == param.shape:
+        if (
+            isinstance(given, Tensor)
+            and not isinstance(given, DTensor)
+            and given.shape == param.shape
+            and param.device_mesh == part.mesh
+        ):
             inner: Any = param.placements[-1]
             num_ranks = part.mesh.size(part.mesh.ndim - 1)
             c = Cut(tuple(param.shape), getattr(inner, "dim", None), num_ranks)
