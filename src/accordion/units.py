@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,9 +135,11 @@ def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[n
     return chosen
 
 
-def owned_parameters(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[Owned]:
-    """Every parameter once, with the smallest unit that holds all its users: tied weights, or a module with several parents."""
-    index = {id(module): i for i, (_, module) in enumerate(units)}
+def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
+    """Every parameter once, with the smallest unit that holds all its users: tied weights, or a module with several parents.
+
+    `index`: id of a unit's module -> the unit; `model` is in unit 0, whether it is named or not.
+    """
     found: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()
@@ -166,20 +168,20 @@ def owned_parameters(model: nn.Module, units: list[tuple[str, nn.Module]]) -> li
 
     walk(model, "", [])
     for key, entry in found.items():
-        entry.owner = above[key][-1]
+        entry.owner = above[key][-1] if above[key] else 0
     return list(found.values())
 
 
-def other_units_read(units: list[tuple[str, nn.Module]], owned: list[Owned]) -> list[list[int]]:
-    """For each unit, the other units whose parameters its module reads: those inside it, and the owners of what it shares."""
+def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
+    """For each unit, the other units whose parameters its modules read: those inside it, and the owners of what it shares."""
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:
             owners.setdefault(id(ref()), set()).add(entry.owner)
     none: set[int] = set()
     return [
-        sorted({owner for m in module.modules() for owner in owners.get(id(m), none)} - {i})
-        for i, (_, module) in enumerate(units)
+        sorted({owner for top in tops for m in top.modules() for owner in owners.get(id(m), none)} - {i})
+        for i, tops in enumerate(units)
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,13 +154,20 @@ def shape_of(name: str) -> Shape:
         return SHAPES[name]
     if not Path(name).is_dir():
         raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, SHAPES)}")
-    from accordion.train.model import build, check_folder, configuration, on_meta
+    from accordion.train.model import check_folder, configuration, on_meta
 
-    model = ModelConfig(path=name)
-    check_folder(name, pretrained=False)
-    config = configuration(model, DataConfig())
+    check_folder(name)
+    config = configuration(ModelConfig(path=name), DataConfig())
     on_meta(config, f"model {name!r}")
-    return Shape(make=partial(build, config, model, 0), vocab=config.vocab_size, batch=2, seq=128)
+    return Shape(make=partial(_fresh, config), vocab=config.vocab_size, batch=2, seq=128)
+
+
+def _fresh(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
 
 
 def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,92 @@
+"""`accordion.compat.fsdp2`: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import accordion as acc
+import accordion.compat.fsdp2 as ours
+from tests.world import models
+from tests.world.checks import one_loss
+from tests.world.test_compat_fsdp2 import sharded
+
+
+class Quantised(Tensor):
+    pass
+
+
+def refused(mesh) -> None:
+    def refuses(match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            ours.fully_shard(*args, **{"mesh": mesh, **options})
+
+    model = models.plain()
+    refuses("takes a module or a list of modules, not int", 3)
+    refuses("an empty list", [])
+    refuses("takes a module or a list of modules, not str", [model, "head"])
+    refuses("ModuleList, which nobody calls", model.blocks)
+    refuses("mesh is a str", model, mesh="cpu")
+    refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (2, 1, 1)))
+    refuses("dp_mesh_dims", model, dp_mesh_dims=object())
+    refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
+    refuses("offload_policy is a bool", model, offload_policy=True)
+    refuses("no memory tier", model, offload_policy=ours.CPUOffloadPolicy())
+    refuses("no nn.Parameter", model, ignored_params={"head.weight"})
+    refuses("divides the 2 ranks", model, reshard_after_forward=3)
+    refuses("divides the 2 ranks", model, reshard_after_forward="yes")
+    refuses("return None or Shard", model, shard_placement_fn=lambda p: Replicate() if p.dim() == 1 else None)
+    refuses("returned Shard.1. for a parameter of shape", model, shard_placement_fn=lambda p: Shard(1))
+    assert all(type(p) is nn.Parameter for p in model.parameters()), "a refusal leaves the model as it was"
+    wrong = models.plain()
+    ours.fully_shard(wrong, mesh=mesh)
+    refuses("a call on a module around this one; shard the inner", wrong.blocks[0])
+    refuses("was applied to this FSDPTiny before", wrong)
+    refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
+    parallel = models.plain()
+    other = init_device_mesh("cpu", (2,))
+    parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(1)]))
+    refuses("slices of one mesh with named axes", parallel, mesh=init_device_mesh("cpu", (1, 2)))
+    subclass = models.plain()
+    subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
+    refuses("is a Quantised, a tensor subclass", subclass)
+    with pytest.raises(ValueError, match="is no FSDPModule"):
+        wrong.set_modules_to_forward_prefetch([models.plain()])
+
+
+def misused(mesh) -> None:
+    model = sharded(ours, mesh)
+    one_loss(model)
+    model.head.weight = nn.Parameter(torch.zeros(48, 32))
+    with pytest.raises(ValueError, match="was replaced after shard"):
+        one_loss(model)
+    early = models.plain()
+    optimizer = torch.optim.SGD(early.parameters(), lr=0.1)
+    ours.fully_shard(early, mesh=mesh)
+    with pytest.raises(ValueError, match="made before shard"):
+        optimizer.step()
+    copied = sharded(ours, mesh)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy.deepcopy(copied)
+        one_loss(copied)
+    mixed = models.plain()
+    for block in mixed.blocks:
+        ours.fully_shard(block, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+    ours.fully_shard(mixed, mesh=mesh)
+    with pytest.raises(ValueError, match="one model has one mesh"):
+        one_loss(mixed)
+    assigned = sharded(ours, mesh)
+    assigned.load_state_dict({n: p.clone() for n, p in models.plain().state_dict().items()}, assign=True)
+    one_loss(assigned).backward()
+
+
+def test_what_is_refused_says_why(world):
+    world.run(2, refused)
+    world.run(2, misused)
