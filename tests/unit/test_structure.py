@@ -45,6 +45,7 @@ PUBLIC = {
 ORDER = [
     "cli",
     "train",
+    "compat",
     "report",
     "shard",
     "agreement",
