@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from accordion import cli
 from accordion.compat.deepspeed import LossScaler, Schedule, read
 from accordion.compat.deepspeed.keys import KEYS, Use, render
 from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM
@@ -477,3 +478,21 @@ def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
 def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
     assert command.read(["--deepspeed", "a.json"]) == command.read(["--train.deepspeed=a.json"])
     assert command.read(["--deepspeed=a.json"]).train.deepspeed == "a.json"
+
+
+def test_the_command_starts_ranks_with_what_the_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(command, "prepare", lambda config, *rest: config)
+    monkeypatch.setattr(command.launch, "start", lambda entry, args, world: started.append((args[0], world)) or 0)
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
+    words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]
+    assert cli.main(words) == 0
+    config, world = started[0]
+    assert (world, config.shard.strategy, config.train.micro_batch) == (3, "full_shard", 8)
+    assert cli.main([*words, "--train.micro_batch", "4"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
+    assert told.count("\n") == 1
