@@ -190,7 +190,7 @@ def states_of(cls: Any, model: nn.Module, optimizer: Any, kind: str) -> tuple[di
 
 def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
     if isinstance(expected, dict):
-        assert list(found) == list(expected), name
+        assert sorted(found) == sorted(expected), name
         for key, value in expected.items():
             assert_same_tensors(found[key], value, f"{name}.{key}")
     elif isinstance(expected, Tensor):
@@ -198,7 +198,7 @@ def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
         if isinstance(expected, DTensor):
             assert (found.shape, found.placements) == (expected.shape, expected.placements), name
             found, expected = found.to_local(), expected.to_local()
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
     else:
         assert found == expected, name
 
@@ -225,12 +225,20 @@ def beside_torch(mesh: DeviceMesh, folder: str) -> None:
             found.append((loss.detach(), norm, grads))
         assert_same_tensors(found[1][2], found[0][2], "gradients")
         torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-6, atol=1e-6)
-    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-        both = [states_of(cls, m, o, kind) for cls, m, o in (
-            (FSDP, ours, opt_ours), (torch_fsdp.FullyShardedDataParallel, theirs, opt_theirs))]  # fmt: skip
-        assert_same_tensors(both[0][0], both[1][0], "weights")
-        assert_same_tensors(both[0][1]["state"], both[1][1]["state"], "optimizer")
-        assert both[0][1]["param_groups"] == both[1][1]["param_groups"]
+    weights, state = states_of(FSDP, ours, opt_ours, "SHARDED_STATE_DICT")
+    their_weights, their_state = states_of(
+        torch_fsdp.FullyShardedDataParallel, theirs, opt_theirs, "SHARDED_STATE_DICT"
+    )
+    assert list(weights) == list(their_weights)
+    assert_same_tensors(weights, their_weights, "weights")
+    assert_same_tensors(state["state"], their_state["state"], "optimizer")
+    assert state["param_groups"] == their_state["param_groups"]
+    # torch's full optimizer state on four CPU ranks is not what its sharded one adds up to (2.13.0), so that one is gathered.
+    gathered = {
+        name: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        for name, entry in their_state["state"].items()
+    }
+    assert_same_tensors(FSDP.full_optim_state_dict(ours, opt_ours, rank0_only=False)["state"], gathered, "full")
     read_each_others(mesh, folder, (theirs, opt_theirs), (ours, opt_ours))
 
 
@@ -267,7 +275,7 @@ def read_each_others(mesh: DeviceMesh, folder: str, theirs: Any, ours: Any) -> N
 
 
 def test_beside_torchs_own_class(world, tmp_path):
-    world.run(2, beside_torch, str(tmp_path))
+    world.run(4, beside_torch, str(tmp_path))  # all ranks: torch's class takes the default group here and there
 
 
 def mixed_beside_torch(mesh: DeviceMesh) -> None:
@@ -275,9 +283,8 @@ def mixed_beside_torch(mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     theirs = torchs(mesh, POLICIES["module"], mixed_precision=mixed)
     ours = FSDP(seeded(), auto_wrap_policy=POLICIES["module"], device_mesh=mesh, mixed_precision=mixed)
-    dtypes = [m(batch(0, rank)).dtype for m in (theirs, ours)]
-    assert dtypes == [BF16, BF16]
-    assert train(ours, rank) == pytest.approx(train(theirs, rank), abs=2e-2)
+    assert train(ours, rank) == train(theirs, rank)
+    assert ours(batch(0, rank)).dtype is BF16
     assert ours.seen.dtype is BF16
     assert ours.state_dict()["seen"].dtype is torch.float32
     assert all(p.dtype is torch.float32 and p.grad.dtype is torch.float32 for p in ours.parameters())

@@ -62,7 +62,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
         same = mine == other if what == "strategy" else other is None or mine is other or mine == other
         if not same:
             raise UsageError(
-                f"wrapper {name!r} has {what} {getattr(other, 'name', other)} and the outermost one {getattr(mine, 'name', mine)}; "
+                f"wrapper {name!r} has {what} {getattr(other, 'name', other)} and the outermost {getattr(mine, 'name', mine)}; "
                 "give all the same."
             )
 

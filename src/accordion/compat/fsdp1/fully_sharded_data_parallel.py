@@ -394,8 +394,9 @@ class FullyShardedDataParallel(nn.Module):
                 "is_named_optimizer=True is not supported: an optimizer of torch.optim has numbered parameters."
             )
         settings = FullyShardedDataParallel.get_state_dict_type(model)
-        from_first = bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
-        result = states.state_by_id(model, optim, optim_state_dict, _engines(model), from_first)
+        engines = _engines(model)
+        from_first = engines[0] if getattr(settings.optim_state_dict_config, "rank0_only", False) else None
+        result = states.state_by_id(model, optim, optim_state_dict, engines, from_first)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -421,14 +422,14 @@ class FullyShardedDataParallel(nn.Module):
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a full one that every rank has."""
-        return states.state_by_id(model, _given(optim), full_optim_state_dict, _engines(model), False)
+        return states.state_by_id(model, _given(optim), full_optim_state_dict, _engines(model), None)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a sharded one."""
-        return states.state_by_id(model, optim, sharded_optim_state_dict, _engines(model), False)
+        return states.state_by_id(model, optim, sharded_optim_state_dict, _engines(model), None)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -439,7 +440,8 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a full one that the first rank has."""
-        return states.state_by_id(model, _given(optim), full_optim_state_dict or {}, _engines(model), True)
+        engines = _engines(model)
+        return states.state_by_id(model, _given(optim), full_optim_state_dict or {}, engines, engines[0])
 
     @staticmethod
     def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:

@@ -121,11 +121,11 @@ def named_state(
 
 
 def state_by_id(
-    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], engines: list[Engine], from_first: bool
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], engines: list[Engine], from_first: Engine | None
 ) -> dict[str, Any]:
     """What `optim.load_state_dict` takes, from a state dict by qualified name, full or sharded.
 
-    `from_first`: only the first rank has it; collective then. Raises `UsageError` where parameter groups differ.
+    `from_first`: the engine whose first rank alone has it; collective then. Raises `UsageError` where parameter groups differ.
     """
     params = params_of(engines)
     groups = _shared(state["param_groups"] if state else None, from_first)
@@ -151,10 +151,12 @@ def state_by_id(
     return {"state": entries, "param_groups": numbered}
 
 
-def _shared(value: Any, from_first: bool) -> Any:
-    """`value` of the first rank, on every rank."""
-    if not from_first:
+def _shared(value: Any, from_first: Engine | None) -> Any:
+    """`value` of the first rank of an engine, on every rank of it; without an engine, each rank's own."""
+    if from_first is None:
         return value
     held = [value]
-    dist.broadcast_object_list(held, src=0)
+    for axis in (from_first.wiring.shard, from_first.wiring.replicate):  # the first row, then down each column
+        if axis.num_ranks > 1:
+            dist.broadcast_object_list(held, group=axis.gather.group, group_src=0)
     return held[0]
