@@ -15,14 +15,8 @@ from accordion.errors import DivergenceError
 from accordion.units import Owned
 
 
-def same_model(
-    owned: list[Owned],
-    chosen: list[tuple[str, nn.Module]],
-    strategy: Strategy,
-    wiring: Wiring,
-    sync: bool,
-) -> None:
-    """Raise on every rank where ranks hold different models: first the structure, then the values."""
+def same_structure(owned: list[Owned], chosen: list[tuple[str, nn.Module]], strategy: Strategy, wiring: Wiring) -> None:
+    """Raise on every rank where ranks hold other names, shapes, dtypes, units or settings."""
     links = [a.gather for a in (wiring.shard, wiring.replicate)]
     facts = [[o.names, list(o.original.shape), str(o.original.dtype), o.original.is_meta, o.owner] for o in owned]
     text = json.dumps([strategy.name, [name for name, _ in chosen], facts])
@@ -33,6 +27,11 @@ def same_model(
             f"ranks hold different models or settings: this rank has {len(owned)} parameters in {len(chosen)} units under "
             f"{strategy.name}; build the same model with the same arguments on every rank."
         )
+
+
+def same_values(owned: list[Owned], wiring: Wiring, sync: bool) -> None:
+    """Raise on every rank where ranks hold other values; with `sync` every rank takes the first one's."""
+    links = [a.gather for a in (wiring.shard, wiring.replicate)]
     real = [o for o in owned if not o.original.is_meta]
     if sync:
         for o in real:

@@ -82,17 +82,17 @@ def strategy_named(name: str) -> Strategy:
 class Precision:
     """In which dtype each thing is kept.
 
-    `params`: dtype the model computes in (None: as the parameter is). `reduce`: dtype of the sum over ranks.
-    `output`: floating outputs of the root are cast to it (None: left). `master`: the sharded parameters that the optimizer
-    steps; a wider or frozen parameter keeps its own. `buffers`: floating buffers are cast to it once (None: left).
-    `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or name of a unit -> its own, whose
-    `output` is what that unit's outputs are cast to.
+    `params`: dtype the model computes in (None: as the parameter is). `reduce`: dtype of the sum over ranks (None: that of
+    the gradients). `output`: floating outputs of the root are cast to it (None: left). `master`: the sharded parameters that
+    the optimizer steps (None: as the parameter is); a wider or frozen parameter keeps its own. `buffers`: floating buffers
+    are cast to it once (None: left). `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or
+    name of a unit -> its own, whose `output` is what that unit's outputs are cast to.
     """
 
     params: torch.dtype | None = None
-    reduce: torch.dtype = torch.float32
+    reduce: torch.dtype | None = torch.float32
     output: torch.dtype | None = None
-    master: torch.dtype = torch.float32
+    master: torch.dtype | None = torch.float32
     buffers: torch.dtype | None = None
     cast_inputs: bool = True
     overrides: Mapping[type[nn.Module] | str, Precision] = field(default_factory=dict)
@@ -111,11 +111,12 @@ class Precision:
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
         """The dtype of the shard of a parameter of dtype `own`."""
-        return wider(own, self.master) if requires_grad and own.is_floating_point else own
+        is_stepped = requires_grad and own.is_floating_point
+        return wider(own, self.master) if is_stepped and self.master is not None else own
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of a parameter gathered in `compute` are summed; float64 stays float64."""
-        if not compute.is_floating_point or compute == torch.float64:
+        if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce
 

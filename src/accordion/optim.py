@@ -137,6 +137,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     shards = {id(param.sharded) for unit in engine.units for param in unit.params}
     for unit in engine.units:
         for param in unit.params:
+            if param.around is not None:
+                raise UsageError(
+                    f"parameter {param.name!r} is tensor-parallel, of whose mesh a norm here knows one axis; use "
+                    "torch.nn.utils.clip_grad_norm_ for the parameters of each mesh."
+                )
             grad = param.sharded.grad
             if grad is not None and id(param) not in seen:
                 seen.add(id(param))

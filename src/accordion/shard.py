@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
 from accordion.activations import checkpoint_forward
-from accordion.agreement import same_model
+from accordion.agreement import same_structure, same_values
 from accordion.config import FULL_SHARD, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
@@ -72,24 +72,30 @@ def shard(
     _check(model, reduce_op)
     with torch.no_grad(), torch.inference_mode(False):
         mesh = _mesh(model, mesh, strategy)
-        wiring = _wiring(mesh, strategy, reduce_op, late="streams" in modes)
+        scale = 1.0 / mesh.size() if reduce_op == "mean" else 1.0
+        wiring = wire(mesh, strategy, scale, late="streams" in modes)
         chosen = choose_units(model, units)
-        owned = owned_parameters(model, chosen)
+        owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         _check_hooks(owned)
         precisions = _unit_precisions(chosen, precision)
-        same_model(owned, chosen, strategy, wiring, sync)
+        same_structure(owned, chosen, strategy, wiring)
+        same_values(owned, wiring, sync)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
             engine.finite = Finite([wiring.shard.gather, wiring.replicate.gather], wiring.device)
         for i, (name, module) in enumerate(chosen):
-            mine = [o for o in owned if o.owner == i]
-            groups = _groups(mine, precisions[i], wiring, mesh, strategy, (i, name))
             own = precisions[i]
+            mine = [(o, _cut(o, own, wiring)) for o in owned if o.owner == i]
+            groups, by_name = make_groups(mine, own, wiring, (i, name)), {o.names[0]: o for o, _ in mine}
+            for group in groups:
+                for param, local in zip(group.params, group.home.locals, strict=True):
+                    o = by_name[param.name]
+                    if not o.original.is_meta:
+                        local.copy_(own_rows(o.original.detach(), param.cut, wiring))
+                    param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
             inputs = own.params if own.cast_inputs else None
             outputs = own.output if i == 0 or own is not precision else None
-            unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
-            module.__dict__["_accordion"] = unit
-            Hooks(unit).attach(module)
+            Hooks(Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)).attach(module)
         _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
     for i, (_, module) in enumerate(chosen[1:]):
         if checkpointing.every and i % checkpointing.every == 0:
@@ -155,18 +161,12 @@ def _check_hooks(owned: list[Owned]) -> None:
 
 def _mesh(model: nn.Module, mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
     if mesh is None:
-        if not dist.is_initialized():
-            raise UsageError(
-                "torch.distributed is not initialised; start with torchrun, or call init_process_group first."
-            )
         if strategy.hybrid:
             raise UsageError(
                 f"{strategy.name} needs a mesh with two axes; pass init_device_mesh(device, (nodes, gpus), "
                 "mesh_dim_names=('replicate', 'shard'))."
             )
-        accelerator = torch.accelerator.current_accelerator()
-        kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
-        return init_device_mesh(kind, (dist.get_world_size(),))
+        return default_mesh()
     names, wanted = mesh.mesh_dim_names, ("replicate", "shard")
     if strategy.hybrid and (mesh.ndim != 2 or names not in (None, wanted)):
         raise UsageError(
@@ -181,12 +181,25 @@ def _mesh(model: nn.Module, mesh: DeviceMesh | None, strategy: Strategy) -> Devi
     return mesh
 
 
-def _wiring(mesh: DeviceMesh, strategy: Strategy, reduce_op: str, late: bool) -> Wiring:
-    device = (
-        torch.device("cpu")
-        if mesh.device_type == "cpu"
-        else torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    )
+def default_mesh() -> DeviceMesh:
+    """One axis over all ranks, of accelerators where the job has them."""
+    if not dist.is_initialized():
+        raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
+    accelerator = torch.accelerator.current_accelerator()
+    kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiring:
+    """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective."""
+    device = device_of(mesh)
     links = [Link(mesh.get_group(i), device) for i in range(mesh.ndim)]
     nobody = alone(device)
     if strategy.hybrid:
@@ -206,7 +219,7 @@ def _wiring(mesh: DeviceMesh, strategy: Strategy, reduce_op: str, late: bool) ->
         relay=strategy.optim_over_replicas,
         resident=strategy.params is Place.REPLICATE,
         keep_until_backward=strategy.keep_until_backward,
-        scale=1.0 / mesh.size() if reduce_op == "mean" else 1.0,
+        scale=scale,
         gather_lane=Lane(device, watch, late),
         reduce_lane=Lane(device, watch, late),
         watch=watch,
@@ -242,37 +255,21 @@ def _unit_precisions(chosen: Sequence[tuple[str, nn.Module]], precision: Precisi
     return result
 
 
-def _groups(
-    mine: list[Owned],
-    precision: Precision,
-    wiring: Wiring,
-    mesh: DeviceMesh,
-    strategy: Strategy,
-    place: tuple[int, str],
+def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
+    itemsize = precision.compute_dtype(o.original.dtype).itemsize
+    return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
+
+
+def make_groups(
+    mine: list[tuple[Owned, Cut]], precision: Precision, wiring: Wiring, place: tuple[int, str]
 ) -> list[Group]:
-    """Cut the parameters of one unit; they lie together by the dtype in which they are gathered."""
-    by_dtype: dict[torch.dtype, list[Owned]] = {}
-    for o in mine:
-        by_dtype.setdefault(precision.compute_dtype(o.original.dtype), []).append(o)
-    groups = []
-    for dtype, entries in by_dtype.items():
-        params = [
-            Param(
-                name=o.names[0],
-                places=o.places,
-                cut=cut(o.original.shape, wiring.shard.num_ranks, dtype.itemsize),
-                dtype=precision.master_dtype(o.original.dtype, o.original.requires_grad),
-                requires_grad=o.original.requires_grad,
-            )
-            for o in entries
-        ]
-        group = Group(wiring, params, dtype, precision.reduce_dtype(dtype), place)
-        for i, (param, o) in enumerate(zip(params, entries, strict=True)):
-            if not o.original.is_meta:
-                group.home.locals[i].copy_(own_rows(o.original.detach(), param.cut, wiring))
-            _replace(o, param, group.home.locals[i], mesh, _placements(param.cut, mesh, strategy))
-        groups.append(group)
-    return groups
+    """The groups of one unit, with zeros for shards: its parameters lie together by the dtype in which they are gathered."""
+    by_dtype: dict[torch.dtype, list[Param]] = {}
+    for o, c in mine:
+        dtype, trained = o.original.dtype, o.original.requires_grad
+        param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
+        by_dtype.setdefault(precision.compute_dtype(dtype), []).append(param)
+    return [Group(wiring, params, dtype, precision.reduce_dtype(dtype), place) for dtype, params in by_dtype.items()]
 
 
 def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]:
@@ -283,24 +280,31 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     return [Replicate(), Shard(c.dim)] if strategy.hybrid else [Shard(c.dim)]
 
 
-def _replace(o: Owned, param: Param, local: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> None:
+def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
+    """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
-    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    param.sharded = nn.Parameter(sharded, requires_grad=o.original.requires_grad)
+    rows = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    sharded = nn.Parameter(rows, requires_grad=o.original.requires_grad)
     for original in (*reversed(o.others), o.original):
-        vars(param.sharded).update(_torch.marks_of(original))
-    _torch.hand_over_hooks(o.original, param.sharded)
-    for ref, attr in param.places:
+        vars(sharded).update(_torch.marks_of(original))
+    _torch.hand_over_hooks(o.original, sharded)
+    for ref, attr in o.places:
         module = ref()
         assert module is not None
-        module._parameters[attr] = param.sharded
-    o.original.data = o.original.data.new_empty(0)
-    o.original.__class__ = Moved
+        module._parameters[attr] = sharded
+    for original in (o.original, *o.others):
+        if not isinstance(original, DTensor):
+            original.data = original.data.new_empty(0)
+            original.__class__ = Moved
+        vars(original)["moved_to"] = sharded
+    return sharded
 
 
 class Moved(nn.Parameter):
     """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
+
+    moved_to: nn.Parameter
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]

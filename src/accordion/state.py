@@ -83,7 +83,13 @@ def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 def _all_params(engine: Engine) -> Iterator[Param]:
     for unit in engine.units:
-        yield from unit.params
+        for param in unit.params:
+            if param.around is not None:
+                raise UsageError(
+                    f"parameter {param.name!r} is tensor-parallel, and is not full where its rows are gathered; use torch's "
+                    "get_model_state_dict and DTensor.full_tensor."
+                )
+            yield param
 
 
 def full_of(param: Param, engine: Engine) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -135,9 +135,11 @@ def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[n
     return chosen
 
 
-def owned_parameters(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[Owned]:
-    """Every parameter once, with the smallest unit that holds all its users: tied weights, or a module with several parents."""
-    index = {id(module): i for i, (_, module) in enumerate(units)}
+def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
+    """Every parameter once, with the smallest unit that holds all its users: tied weights, or a module with several parents.
+
+    `index`: id of a unit's module -> the unit; `model` is in unit 0, whether it is named or not.
+    """
     found: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()
@@ -166,7 +168,7 @@ def owned_parameters(model: nn.Module, units: list[tuple[str, nn.Module]]) -> li
 
     walk(model, "", [])
     for key, entry in found.items():
-        entry.owner = above[key][-1]
+        entry.owner = above[key][-1] if above[key] else 0
     return list(found.values())
 
 

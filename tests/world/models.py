@@ -99,6 +99,11 @@ def uneven() -> Tiny:
     return seeded(vocab=19, width=10, hidden=7, scalar=True)
 
 
+def narrow() -> Tiny:
+    """Rows that no number of ranks divides, fewer rows than ranks, no 0-d parameter."""
+    return seeded(vocab=19, width=10, hidden=3)
+
+
 def tied() -> Tiny:
     return seeded(vocab=19, tied=True)
 

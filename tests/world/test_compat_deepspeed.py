@@ -23,7 +23,7 @@ ZERO: dict[str, dict[str, Any]] = {
 
 
 def program() -> Any:
-    spec = importlib.util.spec_from_file_location("deepspeed_accordion", EXAMPLES / "deepspeed_accordion.py")
+    spec = importlib.util.spec_from_file_location("deepspeed_after", EXAMPLES / "deepspeed_after.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

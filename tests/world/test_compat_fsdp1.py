@@ -527,8 +527,10 @@ def constructed(mesh: DeviceMesh) -> None:
     unlike = seeded(seed=rank)
     model = FSDP(unlike, sync_module_states=True, auto_wrap_policy=SIZE, process_group=mesh.get_group())
     assert_same_state(model.state_dict(), first.state_dict(), 0.0)
-    with pytest.raises(acc.DivergenceError, match="sync_module_states=True"):
-        FSDP(seeded(seed=rank), auto_wrap_policy=SIZE, device_mesh=mesh)
+    unlike = FSDP(seeded(seed=rank), auto_wrap_policy=SIZE, device_mesh=mesh)
+    assert_same_state(unlike.state_dict(), first.state_dict(), 0.0)
+    with pytest.raises(acc.DivergenceError, match="different models"):
+        FSDP(Net(blocks=2 + rank), auto_wrap_policy=SIZE, device_mesh=mesh)
     with torch.device("meta"):
         empty = Net()
     calls = []
@@ -738,7 +740,7 @@ def program(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["digits", "transformer"])
 def test_the_programs_differ_in_their_imports_alone(name):
-    before, after = ((EXAMPLES / f"{name}_{kind}.py").read_text().splitlines() for kind in ("torch", "accordion"))
+    before, after = ((EXAMPLES / f"fsdp1_{name}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
     changed = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
     assert changed
     for old, new in changed:
@@ -749,8 +751,8 @@ def test_the_programs_differ_in_their_imports_alone(name):
 def runs_digits(mesh: DeviceMesh) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = over(mesh, "digits_torch").train()
-        ours = over(mesh, "digits_accordion").train()
+        theirs = over(mesh, "fsdp1_digits_before").train()
+        ours = over(mesh, "fsdp1_digits_after").train()
     assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
     assert ours[0][1] < ours[0][0]
     assert ours[1] == pytest.approx(theirs[1], abs=0.02)
@@ -771,9 +773,9 @@ def test_the_digits_program_learns_the_same(world):
 def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs, before = program("transformer_torch"), program("transformer_torch").build()
+        theirs, before = program("fsdp1_transformer_before"), program("fsdp1_transformer_before").build()
         expected = theirs.train(*before, 10)
-    ours = program("transformer_accordion")
+    ours = program("fsdp1_transformer_after")
     model, optimizer = ours.build()
     losses = ours.train(model, optimizer, 10)
     assert losses == pytest.approx(expected, abs=0.03)

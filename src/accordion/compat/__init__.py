@@ -1,1 +1,1 @@
-"""Programs written for other libraries keep their code: translations onto the engine, one import away."""
+"""Other libraries' interfaces over Accordion's engine: change one import, and no second runtime comes along."""

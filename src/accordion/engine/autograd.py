@@ -50,6 +50,10 @@ class Call:
         self.parts: dict[int, list[Reduced]] = {}
         self.shown: dict[int, Sequence[Tensor]] = {}
 
+    @property
+    def reduces(self) -> bool:
+        return self.sync and self.unit.habits.reduces
+
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
         """Hook on every output: the backward has reached this call."""
         task = _torch.current_graph_task()
@@ -98,6 +102,7 @@ class Call:
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             self.unit.hide(fulls)
+            self.unit.stays = self.unit.habits.keep_on
             self.unit.release()
 
     def end_all(self) -> None:
@@ -116,7 +121,9 @@ class Stage(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call: Call = ctx.call
-        parts = call.parts.pop(_torch.current_graph_task())
+        parts = call.parts.pop(_torch.current_graph_task(), None)
+        if parts is None:  # the unit adds up since that forward
+            return None, *[None] * len(call.trained.indices)
         call.unit.engine.flying.pop(id(parts), None)
         return None, *call.unit.as_gradients(call.trained, parts)
 
@@ -149,9 +156,9 @@ class Gather(torch.autograd.Function):
             unit.engine.finite.look(unit.index, Moment.BACKWARD, grads)
         if not call.trained.indices:
             return None, None
-        if not call.sync:
+        if not call.reduces:
             unit.add_up(call.trained, grads)
-            return None, None
+            return None, unit.engine.zero if call.sync else None
         parts = call.parts[task] = unit.reduce(call.trained, grads, ours)
         unit.engine.flying[id(parts)] = parts
         # Defined, never None: autograd picks the queue of a node from the gradients in its buffer.

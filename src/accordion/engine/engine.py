@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from accordion.engine.collectives import reduced
 from accordion.engine.finite import Finite
 from accordion.engine.group import Reduced, Wiring
 from accordion.engine.schedule import Expected, Order, Phase
-from accordion.engine.unit import Unit
+from accordion.engine.unit import Trained, Unit
 from accordion.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Engine:
         self.announced = Expected()
         self.announce = announce  # ranks agree on everything, and not only on what is new
         self.finite: Finite | None = None  # looks for NaN and inf
+        self.after_backward: Callable[[], None] | None = None
         self.sync = True
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
@@ -206,16 +207,27 @@ class Engine:
 
     def join(self, task: int, call: Call) -> None:
         """`call` takes part in backward `task`."""
-        if task not in self._tasks:
-            if not self._tasks:
-                self.order.begin(Phase.BACKWARD)
-                if not self.announced.begin(Phase.BACKWARD, "backward") or self.announce:
-                    self.wiring.watch.agree("begins a backward")
-            self._tasks[task] = []
-            _torch.queue_callback(partial(self._end_of, task))
+        self._follow(task)
         self._tasks[task].append(call)
-        if call.sync:
+        if call.reduces:
             self._synced.add(task)
+
+    def _follow(self, task: int) -> None:
+        if task in self._tasks:
+            return
+        if not self._tasks:
+            self.order.begin(Phase.BACKWARD)
+            if not self.announced.begin(Phase.BACKWARD, "backward") or self.announce:
+                self.wiring.watch.agree("begins a backward")
+        self._tasks[task] = []
+        _torch.queue_callback(partial(self._end_of, task))
+
+    def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
+        """A full gradient of parameter `i` came in the backward that runs now, outside of any call: its end reduces it."""
+        task = _torch.current_graph_task()
+        self._follow(task)
+        self._synced.add(task)
+        unit.add_up(Trained([i], [unit.params[i].sharded], [unit.views[i]]), [grad])
 
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):
@@ -234,11 +246,13 @@ class Engine:
             for unit in self.units:
                 unit.mark_stale()
         self.let_go()
+        if self.after_backward is not None:
+            self.after_backward()
         self.report_non_finite()
 
     def _reduce_leftovers(self) -> None:
         """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
-        for unit in [unit for unit in self.units if unit.adding_up]:
+        for unit in [unit for unit in self.units if unit.adding_up and unit.habits.reduces]:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
             parts = unit.reduce(trained, nothing, [False] * len(nothing))
@@ -278,7 +292,10 @@ class Engine:
 
     def gather_ahead(self, phase: Phase, unit: Unit) -> None:
         self.order.visit(phase, unit.index)
-        for index in self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes):
+        chosen: Iterable[int] | None = unit.habits.ahead.get(phase)
+        if chosen is None:
+            chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
+        for index in chosen:
             self.units[index].launch()
 
     def _full_bytes(self, index: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,17 @@ class Wiring:
 
 @dataclass(slots=True)
 class Param:
-    """One tensor of the model: its sharded parameter and every place where a module reads it."""
+    """One tensor of the model: its sharded parameter and every place where a module reads it.
+
+    `around`: makes of the gathered tensor what modules see, where that is another one: the DTensor of tensor parallelism.
+    """
 
     name: str
     places: list[tuple[weakref.ref[nn.Module], str]]
     cut: Cut
     dtype: torch.dtype  # of the shard
     requires_grad: bool
+    around: Callable[[Tensor], Tensor] | None = None
     sharded: nn.Parameter = field(init=False)
 
 
@@ -154,11 +158,15 @@ class Group:
         self.views = self.home.locals if self.room is None else self.room.views
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
-        self.tag_sum = torch.full((1,), self.tag * wiring.num_ranks, dtype=reduce_dtype, device=wiring.device)
-        if reduce_dtype.is_floating_point:
-            self.tag_sum.mul_(
-                wiring.scale
-            )  # what the tags of a reduce add up to, exactly: the same operator as on the sums
+        self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
+        self.rescale(wiring.scale)
+
+    def rescale(self, scale: float) -> None:
+        """What sums of gradients over all ranks are multiplied by."""
+        self.scale, dtype = scale, self.reduce_dtype
+        self.tag_sum = torch.full((1,), self.tag * self.wiring.num_ranks, dtype=dtype, device=self.wiring.device)
+        if dtype.is_floating_point:
+            self.tag_sum.mul_(scale)  # what the tags of a reduce add up to, exactly: the same operator as on the sums
 
     @property
     def full_bytes(self) -> int:
@@ -259,6 +267,7 @@ class Reduced:
             self._results = [
                 None if g is None else dense(g, g.dtype, copy=not mine) for g, mine in zip(grads, ours, strict=True)
             ]
+            self._finish_sums([r for r in self._results if r is not None])
             return
         present = [
             torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in zip(chosen, grads, strict=True)
@@ -290,8 +299,20 @@ class Reduced:
             yield from second.steps()
         else:
             yield wiring.replicate.reduce.sum(first.buffers)
-        if wiring.scale != 1.0:
-            torch._foreach_mul_(self._last.buffers, wiring.scale)
+        self._finish_sums(self._last.buffers, self._last.flag_sums)
+
+    def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
+        group = self._group
+        if group.scale != 1.0 and buffers:
+            torch._foreach_mul_(buffers, group.scale)
+        if group.after_reduce is not None:
+            flags = (
+                None if flag_sums is None else flag_sums.clone()
+            )  # they lie in the buffers, and are not the caller's
+            for buffer in buffers:
+                group.after_reduce(buffer)
+            if flag_sums is not None and flags is not None:
+                flag_sums.copy_(flags)
 
     def _check(self) -> None:
         """Ranks that reduce different units at the same time would add up each other's gradients."""

@@ -6,12 +6,13 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from accordion import _torch
 from accordion.engine.autograd import Call, Gather, Leave, Stage
@@ -30,18 +31,37 @@ class Hooks:
         self.unit, self.engine = unit, unit.engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
         self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
+        self._last_hooks: dict[int, int] = {}  # by id of the module
         self.engine.siblings[unit.index] = self
 
     def attach(self, module: nn.Module) -> None:
+        """Make each call of `module` one of the unit."""
+        module.__dict__["_accordion"] = self.unit
         # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
         before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
         # First, so that the pre-hooks of others (weight_norm's, say) see full parameters.
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        self._last_hook = module.register_forward_hook(after, with_kwargs=True, always_call=True).id
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._last_hooks[id(module)] = self._handles[-1].id
         if self.unit.index == 0:
             self._guard(module)
         for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely
             module.__dict__[name] = getattr(self.unit, name)
+
+    def detach(self, modules: Iterable[nn.Module]) -> None:
+        """Take back what `attach` did to `modules`, all of the unit's."""
+        for handle in self._handles:
+            handle.remove()
+        for module in modules:
+            for name in ("_accordion", "__deepcopy__", "__reduce_ex__"):
+                module.__dict__.pop(name, None)
+            if self._guarded is not None and module.__dict__.get("forward") is self._guarded[0]:
+                del module.__dict__["forward"]
+                if self._guarded[1] is not None:
+                    module.__dict__["forward"] = self._guarded[1]
+        self.unit.detach()
 
     def _guard(self, module: nn.Module) -> None:
         """Put the errors of the model's forward right that hooks do not see.
@@ -70,25 +90,29 @@ class Hooks:
 
         forward.__signature__ = inspect.signature(own or module.forward)  # type: ignore[attr-defined]
         module.__dict__["forward"] = forward
+        self._guarded = (forward, own)
 
     def attach_method(self, module: nn.Module, name: str) -> None:
         """Let `module.name(...)` enter the unit as a call of the module does."""
         reference, method = weakref.ref(module), getattr(type(module), name)
-        before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
 
         @wraps(method)
         def entered(*args: Any, **kwargs: Any) -> Any:
             owner = reference()
             assert owner is not None, "a module's method runs while the module lives"
-            out, changed = None, before(owner, args, kwargs)
-            args, kwargs = (args, kwargs) if changed is None else changed
-            try:
-                out = method(owner, *args, **kwargs)
-            finally:
-                replaced = after(owner, args, kwargs, out)
-            return out if replaced is None else replaced
+            return self.enter(owner, partial(method, owner), args, kwargs)
 
         module.__dict__[name] = entered
+
+    def enter(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`call(*args, **kwargs)` as a call of the unit through `module`."""
+        out, changed = None, torch.compiler.disable(self.before)(module, args, kwargs)
+        args, kwargs = (args, kwargs) if changed is None else changed
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            replaced = torch.compiler.disable(self.after)(module, args, kwargs, out)
+        return out if replaced is None else replaced
 
     # -- staging
 
@@ -127,8 +151,9 @@ class Hooks:
             self._calls.append(None)
             return None
         hooks: Any = module._forward_hooks
-        if next(reversed(hooks)) != self._last_hook:  # hooks set since then see full parameters too
-            hooks.move_to_end(self._last_hook)
+        last = self._last_hooks.get(id(module))
+        if last is not None and next(reversed(hooks)) != last:  # hooks set since then see full parameters too
+            hooks.move_to_end(last)
         engine.enter()
         try:
             call, fulls = self._open(torch.is_grad_enabled() and self._is_differentiable(args, kwargs))
@@ -152,12 +177,13 @@ class Hooks:
         engine, unit = self.engine, self.unit
         outside = _torch.current_graph_task() == -1
         unit.check_registry()
+        unit.stays = False
         engine.comes(Phase.FORWARD if outside else Phase.BACKWARD, unit)
         unit.acquire()
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
-            return Call(unit, engine.sync), unit.views
+            return Call(unit, engine.sync), unit.around(unit.views)
         call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
         call.version = unit.version()
         if outside:
@@ -166,7 +192,7 @@ class Hooks:
         fulls = list(unit.views)
         for i, full in zip(call.trained.indices, outs, strict=True):
             fulls[i] = full
-        return call, fulls
+        return call, unit.around(fulls)
 
     def _input(self, call: Call, done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Cast an input and watch for its gradient: through a view, whose gradient is what this call contributes.
@@ -260,9 +286,11 @@ class Hooks:
 
     def _keeps_lease(self, inside: bool) -> bool:
         """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""
-        engine = self.engine
+        engine, keep = self.engine, self.unit.habits.keep
         if inside:  # reentrant checkpointing recomputes calls and walks the last one at once; one waits at most
             return self.unit.leases == 1
+        if keep is not None:
+            return keep
         return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_last(self.unit)
 
 

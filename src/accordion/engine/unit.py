@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.group import Group, Reduced
+from accordion.engine.schedule import Phase
 from accordion.engine.streams import Flight
 from accordion.errors import UsageError
 
@@ -32,6 +33,23 @@ class Trained:
     views: list[Tensor]
 
 
+@dataclass(slots=True)
+class Habits:
+    """What a unit may do unlike its strategy; read at each use, so that it may change between passes.
+
+    `keep`: full parameters stay from forward to backward (None: as the engine sees fit). `keep_on`: also from a backward
+    to the next forward, until they are stale. `reduces`: False has backwards add up, as under no_sync. `ahead`: indices of
+    units to gather ahead, in place of the order that was recorded. `on_convert`: what `module.to(...)` and its kin call
+    first, where shards may change their dtype or device.
+    """
+
+    keep: bool | None = None
+    keep_on: bool = False
+    reduces: bool = True
+    ahead: dict[Phase, list[int]] = field(default_factory=dict)
+    on_convert: Callable[[], None] | None = None
+
+
 class Unit:
     """Owns the groups of one module, the count of leases on their full parameters, and what the module sees of them."""
 
@@ -44,16 +62,20 @@ class Unit:
         *,
         inputs: torch.dtype | None,
         outputs: torch.dtype | None,
+        habits: Habits | None = None,
     ) -> None:
         self.engine, self.name, self.groups = engine, name, groups
+        self.habits = habits or Habits()
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
         self.index = len(engine.units)
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
+        self._has_around = any(p.around is not None for p in self.params)
         self.full_bytes = sum(g.full_bytes for g in groups)
         self.leases = 0
         self.resident = False  # the full parameters stand
+        self.stays = False  # they outlive their leases
         self._flights: list[Flight] = []
         self._places = [(ref, attr, i) for i, p in enumerate(self.params) for ref, attr in p.places]
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
@@ -72,10 +94,15 @@ class Unit:
         indices = [i for i, p in enumerate(self.params) if p.sharded.requires_grad]
         return Trained(indices, [self.params[i].sharded for i in indices], [self.views[i] for i in indices])
 
+    def drop_stale(self) -> None:
+        """A full copy older than the shards is filled again at its next use."""
+        if (self.resident or self._flights) and any(g.is_stale() for g in self.groups):
+            self._land()
+            self.resident = False
+
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
-        if self.resident and any(g.is_stale() for g in self.groups):
-            self.resident = False  # a full copy older than the shards is filled again at its next use
+        self.drop_stale()
         now = self._trained_now()
         changed = now.indices != self.trained.indices
         if changed:
@@ -124,7 +151,7 @@ class Unit:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
         if self.leases == 0 and (self.resident or self._flights) and self.engine.wiring.watch.broken is None:
             self._land()
-            if not self.engine.wiring.resident:
+            if not (self.engine.wiring.resident or self.stays):
                 self._close()
 
     def _close(self) -> None:
@@ -161,6 +188,7 @@ class Unit:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""
+        tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         return address != 0 and any(g.room is not None and g.room.holds(address) for g in self.groups)
 
@@ -180,6 +208,12 @@ class Unit:
                     yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
                 elif type(value) is dict and key not in OF_MODULES:
                     yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
+
+    def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What modules see of full tensors: the same list where no parameter says otherwise."""
+        if not self._has_around:
+            return fulls
+        return [f if p.around is None else p.around(f) for f, p in zip(fulls, self.params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
         """Put full parameters in the place of shards, for reads of `module.weight`.
@@ -201,6 +235,14 @@ class Unit:
         if self._shown:
             self._shown.clear()
             self._install()
+
+    def detach(self) -> None:
+        """Leave the modules as they were before the unit was made, with shards for parameters."""
+        self.hide_all()
+        for ref, _, _ in self._places:
+            module = ref()
+            if module is not None:
+                module.__dict__.pop("_apply", None)
 
     def _install(self) -> None:
         """Let modules show what was shown last, or the shards."""
@@ -280,6 +322,19 @@ class Unit:
             return param.grad is None
         return param.grad is None or (param.grad is marker[0] and marker[0]._version != marker[1])
 
+    def holds_sums(self) -> bool:
+        """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
+        return any(not self._is_reset(i, self.params[i].sharded) for i in self.sums)
+
+    def drop_sums(self) -> None:
+        """Forget what has been added up, and the zeros that stand for it."""
+        for i, (zeros, _) in self._markers.items():
+            if self.params[i].sharded.grad is zeros:
+                self.params[i].sharded.grad = None
+        self.sums.clear()
+        self._markers.clear()
+        self.adding_up = False
+
     def reduce(self, trained: Trained, grads: Sequence[Tensor | None], ours: Sequence[bool]) -> list[Reduced]:
         """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
         added, self.adding_up = self.adding_up, False
@@ -315,6 +370,10 @@ def guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, unit = of(), by()
         assert module is not None, "a module's method runs while the module lives"
+        if unit is not None and unit.habits.on_convert is not None and unit.engine.depth == 0:
+            unit.habits.on_convert()
+            changed: nn.Module = module._apply(function, recurse)
+            return changed
         if unit is None or unit.engine.suspended:
             converted: nn.Module = type(module)._apply(module, function, recurse)
             return converted

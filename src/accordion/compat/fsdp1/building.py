@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     """Shard the first of `wrappers`, in which the others are; (name in it, wrapper, its arguments).
 
     Raises `UsageError` where an inner wrapper asks for what one engine cannot do, `DivergenceError` where ranks hold
-    different models.
+    models of different structure.
     """
     (_, root, arguments), inner = wrappers[0], wrappers[1:]
     for name, _, theirs in inner:
@@ -39,17 +40,24 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
             if any(True for _ in wrapper.parameters())
         }
         made = _meta_modules(root)
+        make = partial(
+            shard,
+            root,
+            arguments.mesh(),
+            units=lambda name, module: id(module) in units,
+            strategy=arguments.strategy,
+            precision=_with(precision, overrides),
+        )
+        asked = any(given.sync_module_states for _, _, given in wrappers)
         try:
-            shard(
-                root,
-                arguments.mesh(),
-                units=lambda name, module: id(module) in units,
-                strategy=arguments.strategy,
-                precision=_with(precision, overrides),
-                sync=any(given.sync_module_states for _, _, given in wrappers),
+            make(sync=asked)
+        except DivergenceError:  # on every rank, before anything was done
+            if asked:
+                raise
+            make(sync=True)  # raises again unless values are all that differs
+            log.warning(
+                "ranks built different parameters: the first rank's are taken (torch's class keeps rows of each rank's)"
             )
-        except DivergenceError as error:
-            raise DivergenceError(str(error).replace("sync=True", "sync_module_states=True")) from None
     if made:
         _materialise(root, made, [(wrapper, given) for _, wrapper, given in wrappers])
     for sentence in arguments.without_meaning():

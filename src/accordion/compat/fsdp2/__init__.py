@@ -1,0 +1,113 @@
+"""`torch.distributed.fsdp.fully_shard` and its companions on Accordion's engine; docs/compat.md says what differs.
+
+A program written for torch's runs with its import changed: `from accordion.compat.fsdp2 import fully_shard, ...`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial, wraps
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from accordion import _torch
+from accordion.compat.cutting import cut_parameters
+from accordion.compat.fsdp2.asked import PlacementRule, check_policies, dim_of, keep_of, mesh_of, modules_of
+from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
+from accordion.compat.fsdp2.module import FSDPModule, UnshardHandle, fsdp_part, sharded_class
+from accordion.compat.lazy import Part
+from accordion.config import Precision
+from accordion.errors import UsageError
+
+DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementRule | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of `module` that no earlier call has, over the ranks of `mesh`; call it bottom-up, the root last.
+
+    The parameters become DTensors at once, (Shard(0),) on a 1-D mesh and (Replicate(), Shard(0)) on a 2-D one; the engine of
+    the whole model is made at the first forward or `unshard`. `module`: one, or a list that is gathered together. Returns it,
+    its class X replaced by FSDPX, which is an `FSDPModule` too.
+    `reshard_after_forward`: True lets full parameters go after the forward, False keeps them for the backward, None leaves it
+    to the engine; an int must divide the ranks, and means True. `shard_placement_fn`: parameter -> Shard(dim) to cut another
+    dim, evenly or not. `mp_policy`: dtypes to compute, reduce and output in; the optimizer's parameters keep their own.
+    `ignored_params`: left as they are.
+
+    Raises `UsageError` (a ValueError) for what cannot be done: offload, and DTensors of other parallelisms, among them.
+    """
+    modules = modules_of(module)
+    mesh = mesh_of(mesh, dp_mesh_dims)
+    check_policies(mp_policy, offload_policy, ignored_params)
+    policy = mp_policy or MixedPrecisionPolicy()
+    precision = Precision(
+        params=policy.param_dtype,
+        reduce=policy.reduce_dtype,
+        output=policy.output_dtype,
+        master=None,
+        cast_inputs=policy.cast_forward_inputs,
+    )
+    keep = keep_of(reshard_after_forward, mesh)
+    part = Part(modules, mesh, precision)
+    part.ignored = set(ignored_params or ())
+    part.habits.keep = keep
+    cut_parameters(part, partial(dim_of, shard_placement_fn))
+    for m in modules:
+        kind: Any = type(m)
+        m.__class__ = sharded_class(kind)
+        m.register_state_dict_pre_hook(before_state_dict)
+        m.register_load_state_dict_pre_hook(before_load)
+        if mesh.device_type != "cpu":
+            m.register_forward_pre_hook(inputs_to_device, with_kwargs=True)
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)` use full parameters as its forward does; nothing happens where it is no `FSDPModule`."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not callable(getattr(module, method_name, None)):
+        raise UsageError(f"{type(module).__name__} has no method {method_name!r}; name one that it has.")
+    reference, own = weakref.ref(module), module.__dict__.get(method_name)
+    method = getattr(type(module), method_name, None)
+
+    @wraps(own or cast(Any, method))
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        owner: Any = reference()
+        call = own if own is not None else partial(cast(Any, method), owner)
+        return fsdp_part(owner).hooks().enter(owner, call, args, kwargs)
+
+    module.__dict__[method_name] = entered
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, the stages of a pipeline say, use the streams and communicators of the first; before their first use."""
+    parts = [fsdp_part(m) for m in modules]
+    for part in parts[1:]:
+        if part.tree is not None:
+            part.tree.dissolve()
+        part.shares = weakref.ref(parts[0])

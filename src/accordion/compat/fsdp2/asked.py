@@ -1,0 +1,117 @@
+"""What a call of `fully_shard` asks for, checked: each refusal says what was found and what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from accordion.compat.lazy import part_of
+from accordion.errors import UsageError
+from accordion.shard import default_mesh
+
+log = logging.getLogger("accordion")
+PlacementRule = Callable[[nn.Parameter], Shard | None]
+
+
+@cache
+def say_once(text: str) -> None:
+    log.info("compat.fsdp2: %s", text)
+
+
+def modules_of(given: Any) -> list[nn.Module]:
+    modules = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not modules:
+        raise UsageError("fully_shard was given an empty list; pass a module, or a list of modules to gather together.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}.")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise UsageError(
+                f"fully_shard was given a {type(module).__name__}, which nobody calls; shard each module in it, or pass "
+                "fully_shard([...]) a list of them."
+            )
+        if part_of(module) is not None:
+            raise UsageError(
+                f"fully_shard was applied to this {type(module).__name__} before; apply it once to each module."
+            )
+        if "_accordion" in module.__dict__:
+            raise UsageError(f"this {type(module).__name__} is sharded by accordion.shard already; use one of both.")
+    below = {id(m) for module in modules for m in module.modules() if m is not module}
+    return [module for module in modules if id(module) not in below]  # a list names a module below another one too
+
+
+def mesh_of(mesh: Any, dims: Any) -> DeviceMesh:
+    if dims is not None:
+        raise UsageError(
+            "dp_mesh_dims is for parameters that are DTensors on all axes of a mesh already, which are not taken; pass the "
+            "data-parallel slice as mesh, e.g. mesh=mesh['fsdp']."
+        )
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        return default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, as init_device_mesh makes it.")
+    if mesh.ndim not in (1, 2):
+        raise UsageError(
+            f"the mesh has {mesh.ndim} axes, named {mesh.mesh_dim_names}; pass one that shards, or two, ('replicate', 'shard'), "
+            "or the slice of this one that is data-parallel."
+        )
+    if mesh.get_coordinate() is None:
+        raise UsageError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call fully_shard on its ranks only.")
+    return mesh
+
+
+def check_policies(mp_policy: Any, offload: Any, ignored: Any) -> None:
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise UsageError(f"mp_policy is a {type(mp_policy).__name__}; pass a MixedPrecisionPolicy.")
+    if offload is not None and not isinstance(offload, OffloadPolicy):
+        raise UsageError(f"offload_policy is a {type(offload).__name__}; pass an OffloadPolicy.")
+    if isinstance(offload, CPUOffloadPolicy):
+        raise UsageError(
+            "CPUOffloadPolicy: shards live on the device that computes; there is no memory tier in the engine yet."
+        )
+    if ignored is not None and not all(isinstance(p, nn.Parameter) for p in ignored):
+        raise UsageError("ignored_params holds what is no nn.Parameter; pass a set of parameters, not of names.")
+
+
+def keep_of(reshard: Any, mesh: DeviceMesh) -> bool | None:
+    """What `Habits.keep` becomes."""
+    if reshard is None or isinstance(reshard, bool):
+        return None if reshard is None else not reshard
+    ranks = mesh.size(mesh.ndim - 1)
+    if not isinstance(reshard, int) or reshard < 1 or ranks % reshard:
+        raise UsageError(
+            f"reshard_after_forward is {reshard!r}; pass True, False, or an int that divides the {ranks} ranks that shard."
+        )
+    if reshard == 1:
+        return True
+    if reshard != ranks:
+        say_once(
+            f"reshard_after_forward={reshard}: full parameters are let go after the forward, as for True, and gathered over all "
+            "ranks for the backward."
+        )
+    return False
+
+
+def dim_of(rule: PlacementRule | None, param: nn.Parameter) -> int | None:
+    """The dim on which a parameter is cut: 0, unless the caller's rule says another; a 0-d one is kept whole."""
+    asked: Any = None if rule is None else rule(param)
+    if asked is not None and not isinstance(asked, Shard):
+        raise UsageError(
+            f"shard_placement_fn returned {asked!r}; return None or Shard(dim): all parameters of a model share one mesh here."
+        )
+    if param.dim() == 0:
+        return None
+    dim = 0 if asked is None else int(asked.dim)
+    if not -param.dim() <= dim < param.dim():
+        raise UsageError(f"shard_placement_fn returned Shard({dim}) for a parameter of shape {tuple(param.shape)}.")
+    return dim % param.dim()

@@ -1,0 +1,231 @@
+"""`FSDPModule`: what `fully_shard` mixes into a module's class, setters that act from the next pass on among it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from accordion.compat.fsdp2.asked import say_once
+from accordion.compat.lazy import Part, part_of, parts_below
+from accordion.engine.schedule import Phase
+from accordion.errors import UsageError
+
+
+class UnshardHandle:
+    """What `FSDPModule.unshard(async_op=True)` returns."""
+
+    def __init__(self, part: Part | None = None) -> None:
+        self._part = part
+
+    def wait(self) -> None:
+        """Wait for the gather; the module's registered parameters are the full ones then."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.lease.take()
+
+
+class FSDPModule:
+    """The class that `fully_shard` mixes into a module's own. Settings act from the next forward or backward on."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Of the original class: `nn.Sequential` makes a new one of its own class for a slice."""
+        original: Any = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before, or build it again and "
+            "load_state_dict(model.state_dict())."
+        )
+
+    # -- full parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the full parameters of this module, not of those below; they are plain tensors in `parameters()` until
+        `reshard`, the end of a forward that reshards or of a backward. With `async_op` they are shown by the handle's `wait`.
+        """
+        part = fsdp_part(self)
+        if async_op:
+            part.lease.begin()
+            return UnshardHandle(part)
+        part.lease.take()
+        return None
+
+    def reshard(self) -> None:
+        """Let the full parameters of this module go, not of those below."""
+        fsdp_part(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward or backward: end what it left behind, sums of gradients included. Root only."""
+        part = fsdp_part(self)
+        if part.outermost() is not part:
+            raise RuntimeError(
+                f"reset_iter_state was called on {type(self).__name__}, which lies in another FSDP module; call it on the root."
+            )
+        if part.unit is not None:
+            part.unit.engine.reset()
+            for unit in part.unit.engine.units:
+                unit.drop_sums()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """True lets full parameters go after the forward, False keeps them for the backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
+        for part in _parts(self, recurse):
+            part.habits.keep = not reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps full parameters from a backward to the next forward, unless the shards have changed meanwhile."""
+        for part in _parts(self, recurse):
+            part.habits.keep_on = not reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accepted: full parameters are gathered for the backward all the same."""
+        if not unshard_in_backward:
+            say_once("set_unshard_in_backward(False): parameters are gathered for the backward all the same.")
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules while this one's forward runs, in place of the one that was seen to follow."""
+        self._prefetch(Phase.FORWARD, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules while this one's backward runs, in place of the one that was seen to follow."""
+        self._prefetch(Phase.BACKWARD, modules)
+
+    def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
+        part = fsdp_part(self)
+        part.ahead[phase] = [weakref.ref(fsdp_part(m)) for m in modules]
+        part.push()
+
+    # -- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False lets backwards add up full gradients on each rank; the next one with True reduces the sum."""
+        for part in _parts(self, recurse):
+            part.sync = part.all_reduce = requires_gradient_sync
+            _settle_sync(part)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a 2-D mesh False lets backwards add up full gradients without any communication, on a 1-D one nothing changes."""
+        for part in _parts(self, recurse):
+            part.all_reduce = requires_all_reduce
+            _settle_sync(part)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted, without effect: each backward waits for its own reduces, which is right for every micro-batch."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by `factor`, in place of the number of ranks."""
+        if not factor > 0:
+            raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
+        part = fsdp_part(self)
+        part.scale = 1.0 / factor
+        part.push()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with each 1-D buffer of reduced gradients, divided already, on the stream of the reduce.
+
+        It may write into the buffer, which holds this rank's rows, and a few elements beside them that mean nothing.
+        """
+        part = fsdp_part(self)
+        if stream is not None and part.strategy.hybrid:
+            raise UsageError(
+                "a stream for the all-reduce hook was passed on a 2-D mesh, which all-reduces by itself; leave it out."
+            )
+        if stream is not None:
+            say_once("set_all_reduce_hook(stream=...): the hook runs on the stream of the reduce.")
+        part.after_reduce = hook
+        part.push()
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted, without effect: reductions are sums here always."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accepted, without effect: absent gradients travel as zeros always."""
+
+    # -- communication
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Accepted, without effect: reduces have a communicator of their own wherever one helps."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accepted: a reduce needs no buffer for large gradients, and never waits for that of another."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
+        if max_input_buffers < 1:
+            raise UsageError(f"max_input_buffers is {max_input_buffers}; pass a positive number.")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: parameters are gathered straight into place, without the staging buffers that `comm` allocates."""
+        raise UsageError(
+            "set_custom_all_gather: parameters are gathered straight into place, and there is no staging buffer for a custom "
+            "all-gather to allocate; leave it out."
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused: a reduce may be an exchange and a local sum, which a custom reduce-scatter cannot stand for."""
+        raise UsageError(
+            "set_custom_reduce_scatter: gradients are reduced by an exchange and a local sum where that wins, which a custom "
+            "reduce-scatter cannot stand for; leave it out."
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted: there are no staging buffers whose memory could come from a process group."""
+        if enable:
+            say_once("set_allocate_memory_from_process_group_for_comm: parameters travel in place, nothing is staged.")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Accepted: there are no staging buffers that could lie in symmetric memory."""
+        if backend != "NCCL":
+            raise UsageError(f"the symmetric memory backend is {backend!r}; only 'NCCL' is known.")
+        say_once("set_symm_mem_for_comm: parameters travel in place, nothing is staged in symmetric memory.")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the next forward of this module wait for `event`, recorded after the optimizer's step on a stream of its own."""
+        part = fsdp_part(self)
+        if part.mesh.device_type == "cpu":
+            return
+        handles: list[Any] = []
+
+        def wait(*_: Any) -> None:
+            handles.pop().remove()
+            torch.accelerator.current_stream().wait_event(event)
+
+        handles.append(part.alive()[0].register_forward_pre_hook(torch.compiler.disable(wait), prepend=True))
+
+
+@cache
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def fsdp_part(module: Any) -> Part:
+    part = part_of(module) if isinstance(module, nn.Module) else None
+    if part is None:
+        raise UsageError(f"{type(module).__name__} is no FSDPModule; pass what fully_shard returned.")
+    return part
+
+
+def _parts(module: Any, recurse: bool) -> Sequence[Part]:
+    own = fsdp_part(module)
+    return list(parts_below([module])) if recurse else [own]
+
+
+def _settle_sync(part: Part) -> None:
+    part.habits.reduces = part.sync and (part.all_reduce or not part.strategy.hybrid)
+    if part.sync and not part.habits.reduces:
+        say_once(
+            "set_requires_all_reduce(False): gradients add up whole on each rank until the all-reduce, and are not "
+            "reduce-scattered before; the sums are the same, and take the memory of full gradients."
+        )

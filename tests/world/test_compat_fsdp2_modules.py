@@ -1,0 +1,435 @@
+"""`accordion.compat.fsdp2`: what is sharded together, in which order it is asked for, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import accordion as acc
+import accordion.compat.fsdp2 as ours
+from tests.world import models
+from tests.world.checks import assert_close, mean_grads, one_loss
+from tests.world.test_compat_fsdp2 import SIDES, assert_same_gradients, describe, grads_of, leases, sharded
+
+
+def trained(mesh, plain: nn.Module, model: nn.Module, steps: int = 2) -> None:
+    """The sharded model's gradients and steps are the plain one's, over all ranks."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(steps):
+        for m in (plain, model):
+            one_loss(m, step).backward()
+        wanted = mean_grads(mesh, plain)
+        assert_close(grads_of(model), wanted, 1e-5)
+        for name, p in plain.named_parameters():
+            p.grad = wanted[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def listed(mesh) -> None:
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        group = [model.norm, model.head]
+        assert api.fully_shard(group, mesh=mesh) is group
+        api.fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+        pair.append(api.fully_shard(model, mesh=mesh))
+    assert type(pair[1].norm).__name__ == "FSDPLayerNorm"
+    for step in range(2):
+        for m in pair:
+            one_loss(m, step).backward()
+    assert_same_gradients(*pair)
+    model = pair[1]
+    assert [unit.name for unit in model.__dict__["_accordion"].engine.units] == ["", "blocks.0", "norm"]
+    model.norm.unshard()
+    assert type(model.head.weight) is nn.Parameter
+    model.head.reshard()
+    assert isinstance(model.norm.weight, DTensor)
+
+
+def test_a_list_of_modules_is_gathered_together(world):
+    world.run(2, listed)
+
+
+def only_lists(mesh) -> None:
+    """No module around them: the parts are their own roots."""
+    plain, model = models.plain(), models.plain()
+    ours.fully_shard([model.embed, *model.blocks], mesh=mesh)
+    ours.fully_shard([model.norm, model.head], mesh=mesh)
+    trained(mesh, plain, model)
+
+
+def blocks_only(mesh) -> None:
+    plain, model = models.plain(), models.plain()
+    for name in ("embed", "norm", "head"):
+        for p in [*getattr(plain, name).parameters(), *getattr(model, name).parameters()]:
+            p.requires_grad_(False)
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=mesh)
+    trained(mesh, plain, model)
+
+
+def test_without_a_root(world):
+    world.run(2, only_lists)
+    world.run(2, blocks_only)
+
+
+def late_root(mesh) -> None:
+    """The root is sharded after a block was used, and a block is called before the root."""
+    plain, model = models.plain(), models.plain()
+    x = torch.randn(2, 3, 32)
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=mesh)
+    wanted = plain.blocks[1](x)
+    assert torch.allclose(model.blocks[1](x), wanted)
+    ours.fully_shard(model, mesh=mesh)
+    assert torch.allclose(model.blocks[1](x), wanted)
+    assert len(leases(model)) == 4
+    trained(mesh, plain, model)
+
+
+def test_calls_in_another_order(world):
+    world.run(2, late_root)
+
+
+class Crossed(nn.Module):
+    """Two branches that share a weight, and a root that holds both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(19, 8)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 19))
+        self.second[0].weight = self.first[0].weight
+        self.second[2].weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.second(self.first(self.embed(tokens)))
+
+
+def tied(mesh) -> None:
+    plain, model = Crossed(), Crossed()
+    for part in (model.first, model.second):
+        ours.fully_shard(part, mesh=mesh)
+    assert model.second[0].weight is model.first[0].weight
+    ours.fully_shard(model, mesh=mesh)
+    assert model.second[2].weight is model.embed.weight
+    assert isinstance(model.embed.weight, DTensor)
+    held = list(model.parameters())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    trained(mesh, plain, model)
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    state = model.state_dict()
+    assert torch.equal(state["embed.weight"].to_local(), state["second.2.weight"].to_local())
+    apart = Crossed()
+    for part in (apart.first, apart.second):
+        ours.fully_shard(part, mesh=mesh)
+    x = torch.randn(2, 8)
+    apart.first(x)
+    with pytest.raises(ValueError, match="is tied to a parameter that was sharded with another module"):
+        apart.second(x)
+
+
+def test_tied_parameters_are_one(world):
+    world.run(2, tied)
+
+
+def tied_later(mesh) -> None:
+    """After the inner module was sharded."""
+    plain, model = models.tied(), models.tied()
+    ours.fully_shard(model.embed, mesh=mesh)
+    model.head.weight = model.embed.weight
+    ours.fully_shard(model, mesh=mesh)
+    trained(mesh, plain, model)
+
+
+def test_a_parameter_is_tied_between_the_calls(world):
+    world.run(2, tied_later)
+
+
+def chosen(mesh) -> None:
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        pair.append(api.fully_shard(model, mesh=mesh, ignored_params={model.head.weight}))
+    assert {n: describe(p) for n, p in pair[1].named_parameters() if isinstance(p, DTensor)} == {
+        n: describe(p) for n, p in pair[0].named_parameters() if isinstance(p, DTensor)
+    }
+    assert type(pair[1].head.weight) is nn.Parameter
+    for step in range(2):
+        for m in pair:
+            one_loss(m, step).backward()
+    assert_same_gradients(*pair)
+    uneven = ours.fully_shard(models.narrow(), mesh=mesh, shard_placement_fn=lambda p: Shard(-1))
+    trained(mesh, models.narrow(), uneven)
+    scalar = ours.fully_shard(models.uneven(), mesh=mesh)
+    assert scalar.gain.placements == (Replicate(),)
+    trained(mesh, models.uneven(), scalar)
+
+
+def test_other_dims_and_ignored_parameters(world):
+    world.run(2, chosen)
+
+
+def staged(mesh) -> None:
+    """Several roots that share streams and communicators."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
+    for stage in stages:
+        ours.fully_shard(stage, mesh=mesh)
+    ours.share_comm_ctx(stages)
+    x = torch.randn(4, 8)
+    stages[1](stages[0](x)).sum().backward()
+    first, second = [stage.__dict__["_accordion"].engine for stage in stages]
+    assert first is not second
+    assert first.wiring is second.wiring
+    assert all(p.grad is not None for stage in stages for p in stage.parameters())
+
+
+def test_stages_share_communicators(world):
+    world.run(2, staged)
+
+
+def released(mesh) -> None:
+    """The model's memory goes with its last reference."""
+    model = sharded(ours, mesh)
+    one_loss(model).backward()  # the first of a process imports, and imports keep frames
+    del model
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded(ours, mesh)
+        for one, other in zip(model.blocks, model.blocks[1:], strict=False):
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
+        one_loss(model).backward()
+        held = [weakref.ref(g.home) for unit in model.__dict__["_accordion"].engine.units for g in unit.groups]
+        assert held
+        assert all(ref() is not None for ref in held)
+        del model, one, other
+        assert not [ref for ref in held if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def with_accordion(mesh, folder: str) -> None:
+    """The library's own functions work on such a model too."""
+    model = sharded(ours, mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    plain = models.plain()
+    for m in (plain, model):
+        one_loss(m).backward()
+    for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
+        p.grad = grad
+    norms = acc.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(*norms, rtol=1e-5)
+    optimizer.step()
+    acc.save(f"{folder}/step-1", model, optimizer)
+    with acc.full_params(model):
+        full = {n: p.detach().clone() for n, p in model.named_parameters()}
+    other = acc.shard(models.plain(), mesh=mesh)
+    again = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=1e-2))
+    acc.load(f"{folder}/step-1", other, again)
+    assert_close(dict(acc.full_state_dict(other, rank0_only=False)), full, 0.0)
+    with acc.no_sync(model):
+        one_loss(model, 1).backward()
+    one_loss(model, 2).backward()
+
+
+def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
+    world.run(2, released)
+    world.run(2, with_accordion, str(tmp_path))
+
+
+def parallel(mesh) -> None:
+    """Tensor parallelism inside, sharding over the other axes: DTensors on all of them, the numbers of torch's."""
+    dp = mesh.mesh_dim_names[:-1]
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+            api.fully_shard(block, mesh=mesh[dp])
+        pair.append(api.fully_shard(model, mesh=mesh[dp]))
+    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
+        n: describe(p) for n, p in pair[0].named_parameters()
+    }
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    row = dist.get_rank() // mesh["tp"].size()  # ranks of one tensor-parallel group train on one batch
+    for step in range(2):
+        losses = []
+        for m in pair:
+            tokens, targets = models.batch(step, 0, row, vocab=48)
+            losses.append(models.loss_of(m(tokens), targets))
+            losses[-1].backward()
+        assert torch.allclose(*losses, rtol=1e-5)
+        assert_same_gradients(*pair, tolerance=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = pair[1]
+    assert list(model.state_dict()) == list(pair[0].state_dict())
+    model.blocks[0].unshard()
+    assert model.blocks[0].up.weight.placements == (Shard(0),)
+    assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
+    model.blocks[0].reshard()
+    for refused in (lambda: acc.clip_grad_norm_(model, 1.0), lambda: acc.full_state_dict(model)):
+        with pytest.raises(ValueError, match="is tensor-parallel"):
+            refused()
+
+
+def test_tensor_parallelism_inside(world):
+    world.run_mesh((2, 2), ("dp", "tp"), parallel)
+    world.run_mesh((2, 1, 2), ("replicate", "dp", "tp"), parallel)
+
+
+class Doubling(nn.Module):
+    """Tuples, dicts and an output that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
+        y = x[0] @ self.weight + x[1]["more"]
+        return {"out": (y, y.detach().argmax(-1)), "note": "text"}
+
+
+def shaped(mesh) -> None:
+    grads = []
+    for api in SIDES:
+        model = nn.Sequential(Doubling())
+        api.fully_shard(model[0], mesh=mesh)
+        api.fully_shard(model, mesh=mesh)
+        a, b = torch.full((2, 4), 2.0, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+        out = model((a, {"more": b}))
+        (out["out"][0] ** 2).sum().backward()
+        grads.append([a.grad, b.grad, model[0].weight.grad.full_tensor()])
+        assert type(model[:1]) is nn.Sequential, "a slice is of the original class"
+    for wanted, found in zip(*grads, strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_containers_in_arguments_and_results(world):
+    world.run(2, shaped)
+
+
+def compiled(mesh, first: bool) -> None:
+    import torch._dynamo.testing
+
+    plain, model = models.plain(), models.plain()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    # dynamo looks at `.grad` of what it takes in, and a full parameter is no leaf
+    warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf.*")
+    for block in model.blocks:
+        if first:
+            block.compile(backend=counter, fullgraph=True)
+        ours.fully_shard(block, mesh=mesh)
+        if not first:
+            block.compile(backend=counter, fullgraph=True)
+    ours.fully_shard(model, mesh=mesh)
+    for step in range(3):
+        for m in (plain, model):
+            one_loss(m, step).backward()
+        assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
+        plain.zero_grad()
+        model.zero_grad()
+    assert counter.frame_count == 1, "one graph serves all blocks and steps"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_blocks_are_compiled_before_and_after(world, first):
+    world.run(2, compiled, first)
+
+
+# -- refusals
+
+
+class Quantised(Tensor):
+    pass
+
+
+def refused(mesh) -> None:
+    def refuses(match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            ours.fully_shard(*args, **{"mesh": mesh, **options})
+
+    model = models.plain()
+    refuses("takes a module or a list of modules, not int", 3)
+    refuses("an empty list", [])
+    refuses("takes a module or a list of modules, not str", [model, "head"])
+    refuses("ModuleList, which nobody calls", model.blocks)
+    refuses("mesh is a str", model, mesh="cpu")
+    refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (2, 1, 1)))
+    refuses("dp_mesh_dims", model, dp_mesh_dims=object())
+    refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
+    refuses("offload_policy is a bool", model, offload_policy=True)
+    refuses("no memory tier", model, offload_policy=ours.CPUOffloadPolicy())
+    refuses("no nn.Parameter", model, ignored_params={"head.weight"})
+    refuses("divides the 2 ranks", model, reshard_after_forward=3)
+    refuses("divides the 2 ranks", model, reshard_after_forward="yes")
+    refuses("return None or Shard", model, shard_placement_fn=lambda p: Replicate() if p.dim() == 1 else None)
+    refuses("returned Shard.1. for a parameter of shape", model, shard_placement_fn=lambda p: Shard(1))
+    assert all(type(p) is nn.Parameter for p in model.parameters()), "a refusal leaves the model as it was"
+    wrong = models.plain()
+    ours.fully_shard(wrong, mesh=mesh)
+    refuses("a call on a module around this one; shard the inner", wrong.blocks[0])
+    refuses("was applied to this FSDPTiny before", wrong)
+    refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
+    parallel = models.plain()
+    other = init_device_mesh("cpu", (2,))
+    parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(1)]))
+    refuses("slices of one mesh with named axes", parallel, mesh=init_device_mesh("cpu", (1, 2)))
+    subclass = models.plain()
+    subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
+    refuses("is a Quantised, a tensor subclass", subclass)
+    with pytest.raises(ValueError, match="is no FSDPModule"):
+        wrong.set_modules_to_forward_prefetch([models.plain()])
+
+
+def misused(mesh) -> None:
+    model = sharded(ours, mesh)
+    one_loss(model)
+    model.head.weight = nn.Parameter(torch.zeros(48, 32))
+    with pytest.raises(ValueError, match="was replaced after shard"):
+        one_loss(model)
+    early = models.plain()
+    optimizer = torch.optim.SGD(early.parameters(), lr=0.1)
+    ours.fully_shard(early, mesh=mesh)
+    with pytest.raises(ValueError, match="made before shard"):
+        optimizer.step()
+    copied = sharded(ours, mesh)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy.deepcopy(copied)
+        one_loss(copied)
+    mixed = models.plain()
+    for block in mixed.blocks:
+        ours.fully_shard(block, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+    ours.fully_shard(mixed, mesh=mesh)
+    with pytest.raises(ValueError, match="one model has one mesh"):
+        one_loss(mixed)
+    assigned = sharded(ours, mesh)
+    assigned.load_state_dict({n: p.clone() for n, p in models.plain().state_dict().items()}, assign=True)
+    one_loss(assigned).backward()
+
+
+def test_what_is_refused_says_why(world):
+    world.run(2, refused)
+    world.run(2, misused)
