@@ -669,6 +669,15 @@ def test_every_name_of_torch_is_here():
         from accordion.compat.fsdp1 import FlatParameter  # noqa: F401
 
 
+def test_every_name_is_in_the_documentation():
+    written = (EXAMPLES.parents[1] / "docs" / "compat.md").read_text()
+    section = written[written.index("## `accordion.compat.fsdp1`") : written.index("## `accordion.compat.deepspeed`")]
+    public = {name for name in vars(torch_fsdp.FullyShardedDataParallel) if not name.startswith("_")}
+    arguments = set(inspect.signature(FSDP).parameters) - {"module"}
+    for name in {*fsdp1.__all__, *wrapping.__all__, *public, *arguments, "FlatParameter"}:
+        assert f"`{name}`" in section, name
+
+
 def refused(mesh: DeviceMesh) -> list[str]:
     net = seeded()
     said: list[str] = []
