@@ -124,6 +124,7 @@ POLICIES: dict[str, Any] = {
     "none": None,
     "size": SIZE,
     "transformer": functools.partial(wrapping.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    "always": wrapping.always_wrap_policy,
     "lambda": functools.partial(wrapping.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
     "module": wrapping.ModuleWrapPolicy({Block}),
     "custom": wrapping.CustomPolicy(lambda m: isinstance(m, (Block, nn.Linear))),
@@ -147,7 +148,7 @@ def without_counters(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if name != "seen"}
 
 
-UNITS = {"none": 1, "size": 3, "transformer": 3, "lambda": 3, "module": 3, "custom": 9}
+UNITS = {"none": 1, "size": 3, "transformer": 3, "always": 12, "lambda": 3, "module": 3, "custom": 9}
 
 
 @pytest.mark.parametrize("policy", UNITS)
@@ -170,12 +171,12 @@ def test_hybrid_strategies(world, strategy):
 # -- beside torch's own class, in one process
 
 
-def torchs(mesh: DeviceMesh, policy: Any = None, **arguments: Any) -> nn.Module:
+def torchs(mesh: DeviceMesh, policy: Any = None, make: Any = Net, **arguments: Any) -> nn.Module:
     """torch's own; on CPU it gathers a full state dict only for optimizers, and dies for models (2.13.0)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch_fsdp.FullyShardedDataParallel(
-            seeded(), auto_wrap_policy=policy, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True,
+            seeded(make), auto_wrap_policy=policy, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True,
             **arguments,
         )  # fmt: skip
 
@@ -276,6 +277,21 @@ def read_each_others(mesh: DeviceMesh, folder: str, theirs: Any, ours: Any) -> N
 
 def test_beside_torchs_own_class(world, tmp_path):
     world.run(4, beside_torch, str(tmp_path))  # all ranks: torch's class takes the default group here and there
+
+
+def wraps_as_torch(mesh: DeviceMesh) -> None:
+    mixed = MixedPrecision(param_dtype=BF16)
+    for name, policy in POLICIES.items():
+        assert repr(FSDP(seeded(), auto_wrap_policy=policy, device_mesh=mesh)) == repr(torchs(mesh, policy)), name
+    policy = wrapping.ModuleWrapPolicy({nn.Linear})
+    theirs = torchs(mesh, policy, make=WithNorm, mixed_precision=mixed)
+    assert repr(FSDP(seeded(WithNorm), auto_wrap_policy=policy, device_mesh=mesh, mixed_precision=mixed)) == repr(
+        theirs
+    )
+
+
+def test_policies_wrap_what_torchs_do(world):
+    world.run(2, wraps_as_torch)
 
 
 def mixed_beside_torch(mesh: DeviceMesh) -> None:

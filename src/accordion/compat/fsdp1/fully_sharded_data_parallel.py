@@ -31,7 +31,7 @@ from accordion.compat.fsdp1.api import (
     StateDictType,
 )
 from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters, of_children
-from accordion.compat.fsdp1.nesting import Wrapper, clean, walk, wrappers_in
+from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
 from accordion.engine.engine import Engine
@@ -91,11 +91,6 @@ class FullyShardedDataParallel(StateDicts):
         given: object = module
         if not isinstance(given, nn.Module):
             raise UsageError(f"FullyShardedDataParallel takes a torch.nn.Module, not {type(given).__name__}.")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise UsageError(
-                f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "
-                "parameters; wrap its items, or the module that holds it."
-            )
         self._arguments = Arguments(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
@@ -116,6 +111,7 @@ class FullyShardedDataParallel(StateDicts):
         self._settings = states.settings_for(StateDictType.FULL_STATE_DICT, None, None)
         self._own_dtypes = {}
         _check_inside(wrappers_in(module), auto_wrap_policy)
+        _check_called(module, auto_wrap_policy)
         if auto_wrap_policy is not None:
             ignored = {id(p) for p in self._arguments.ignored}
             auto_wrap(module, auto_wrap_policy, ignored, of_children(self._arguments), _wrapped)
@@ -244,6 +240,17 @@ class FullyShardedDataParallel(StateDicts):
 def _wrapped(module: nn.Module, arguments: dict[str, Any]) -> nn.Module:
     """What an auto wrap policy makes."""
     return FullyShardedDataParallel(module, **arguments)
+
+
+def _check_called(module: nn.Module, policy: Any) -> None:
+    """A list or dict of modules is never called, so nothing would gather what no wrapper inside it holds."""
+    inside = {id(m) for wrapper in wrappers_in(module) for m in walk(wrapper)}
+    loose = [m for m in walk(module) if id(m) not in inside and any(p is not None for p in m._parameters.values())]
+    if isinstance(module, CONTAINERS) and (loose or policy is not None):
+        raise UsageError(
+            f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "
+            "parameters; wrap its items, or the module that holds it."
+        )
 
 
 def _check_inside(inside: list[Wrapper], policy: Any) -> None:

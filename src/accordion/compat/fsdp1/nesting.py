@@ -17,6 +17,7 @@ from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 
 INNER = "_fsdp_wrapped_module."
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward, so a wrapper around one gathers nothing
 PREFIXES = (INNER, "_checkpoint_wrapped_module.")
 
 
@@ -52,7 +53,13 @@ class Wrapper(nn.Module):
             wrapper._built = True  # asking for modules, as the engine does, must not begin again
         try:
             top._own_dtypes = {n: b.dtype for n, b in top.named_buffers()}
-            build([(name, wrapper, wrapper._arguments) for name, wrapper in wrappers])
+            build(
+                [
+                    (name, wrapper, wrapper._arguments)
+                    for name, wrapper in wrappers
+                    if not isinstance(wrapper._fsdp_wrapped_module, CONTAINERS)
+                ]
+            )
         except BaseException:
             for _, wrapper in wrappers:
                 wrapper._built = False
