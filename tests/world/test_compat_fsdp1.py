@@ -694,6 +694,10 @@ def test_every_name_is_in_the_documentation():
         assert f"`{name}`" in section, name
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
 def refused(mesh: DeviceMesh) -> list[str]:
     net = seeded()
     said: list[str] = []
@@ -723,6 +727,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: FSDP.summon_full_params(FSDP(seeded(), device_mesh=mesh), rank0_only=True).__enter__(),
         lambda: FSDP(seeded(), device_mesh=mesh).register_comm_hook(None, None),
         lambda: FSDP.rekey_optim_state_dict({}, None, None),
+        lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), device_mesh=mesh), sgd(plain), {}),
         lambda: FSDP.optim_state_dict(FSDP(seeded(), device_mesh=mesh), torch.optim.SGD(net.parameters(), lr=1.0)),
     ]
     for case in cases:
@@ -740,7 +745,7 @@ SAID = [
     "has a str", "pass all in ignored_states", "auto_wrap_policy is 3", "has no parameters", "has 1 axes", "takes two",
     "give the policy, or wrap by hand", "used already", "give all the same",
     "LOCAL_STATE_DICT is not supported", "takes a FullStateDictConfig", "has none", "writeback=False", "no flat one",
-    "by qualified name", "that the model has not",
+    "by qualified name", "empty on this rank", "that the model has not",
 ]  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Wrapper(nn.Module):
             top = above
         return top
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace what communicates
     def _ready(self) -> None:
         """Build the engine of the outermost wrapper, once."""
         if self._built:

@@ -109,6 +109,8 @@ def named_state(
             for word, value in state["state"][key].items():
                 if full and isinstance(value, DTensor):
                     value = full_rows(value, *params[id(p)])
+                elif full and isinstance(value, Tensor):
+                    value = value.clone()  # the step count, which two optimizers must not share
                 entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
             result[name] = entry
     if full and getattr(settings.optim_state_dict_config, "rank0_only", False) and not first_rank(engines[0]):
@@ -129,6 +131,11 @@ def state_by_id(
     """
     params = params_of(engines)
     groups = _shared(state["param_groups"] if state else None, from_first)
+    if groups is None:
+        raise UsageError(
+            "the optimizer's state dict is empty on this rank; where only the first rank has it, set the state_dict_type of this "
+            "model with FullOptimStateDictConfig(rank0_only=True) first."
+        )
     names = names_of(model, optim)
     if [sorted(g["params"]) for g in groups] != [sorted(fqns) for fqns in names]:
         raise UsageError(
