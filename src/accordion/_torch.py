@@ -235,6 +235,24 @@ def name_of_group(group: Any) -> str:
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 
+# -- for compat/fsdp1
+
+
+def is_wrap_policy(policy: object) -> bool:
+    """Whether `policy` is one of the policy objects of torch.distributed.fsdp.wrap; their base has no public name."""
+    return callable(getattr(policy, "_run_policy", None))
+
+
+def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The modules that a policy object names, with keyword arguments for the wrapper of each. No public name."""
+    return dict(policy._run_policy(root, set(), arguments))
+
+
+def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
+    """The classes that FSDP's MixedPrecision leaves in float32, batch norms by default. No public name."""
+    return tuple(getattr(mixed, "_module_classes_to_ignore", ()))
+
+
 # -- for compat
 
 

@@ -126,6 +126,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """Scale the gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before, 0-d float32.
 
     The norm is over all elements of all gradients, as on one device; one number is reduced over ranks. The same on all ranks.
+    Gradients of parameters that are not sharded count as they are, and must be equal on all ranks.
     """
     engine = engine_of(model)
     if engine is None:
@@ -133,6 +134,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     cut: list[Tensor] = []
     whole: list[Tensor] = []
     seen: set[int] = set()
+    shards = {id(param.sharded) for unit in engine.units for param in unit.params}
     for unit in engine.units:
         for param in unit.params:
             if param.around is not None:
@@ -144,6 +146,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             if grad is not None and id(param) not in seen:
                 seen.add(id(param))
                 (cut if engine.wiring.cut_links and param.cut.dim is not None else whole).append(_torch.local_of(grad))
+    whole += [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
     norm = total_norm(cut, whole, engine.wiring.cut_links, float(norm_type), engine.wiring.device)
     scale_to([*cut, *whole], max_norm, norm)
     return norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,13 +102,18 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
     Collective: call it on every rank. Tied parameters are one tensor under each of their names.
     """
     engine = sharded_engine(model, "full_state_dict")
+    return full_values(engine, model.state_dict(keep_vars=True), rank0_only=rank0_only, cpu=cpu)
+
+
+def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
+    """Gather what `state_dict(keep_vars=True)` gave, in its order; empty on other ranks with `rank0_only`. Collective."""
     engine.recover()
     first = engine.wiring.shard.rank == 0 and engine.wiring.replicate.rank == 0
     params = {id(p.sharded): p for p in _all_params(engine)}
-    result: dict[str, Tensor] = {}
+    result: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
     with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in values.items():
             if not isinstance(value, Tensor):  # the extra state of a module
                 result[name] = value
                 continue

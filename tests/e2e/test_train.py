@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store
 from accordion import cli
 from accordion.train import launch, loop
 from accordion.train.command import read
+from accordion.train.deepspeed import translated
 from accordion.train.launch import Place
 from accordion.train.prepare import prepare
 
@@ -171,21 +172,42 @@ VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losse
 }
 
 
+# A DeepSpeed configuration, and the same settings as flags; its optimizer decays vectors too, so that neither has any decay.
+DEEPSPEED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.25,
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "none"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0}},
+    "steps_per_print": 10,
+}
+AS_FLAGS = ["--train.micro_batch", "4", "--train.accumulate", "2", "--train.clip", "0.25", "--train.lr", "0.003"]
+AS_FLAGS += ["--train.weight_decay", "0", "--shard.strategy", "full_shard"]
+
+
 def several(place: Place, store: Store, jobs: list[tuple[Any, ...]]) -> None:
     for i, job in enumerate(jobs):
         loop.train(place, PrefixStore(str(i), store), *job)
 
 
 def test_every_switch_trains_the_same_model(place: Path) -> None:
+    file = place / "ds_config.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    runs = {name: flags for name, (flags, _) in VARIANTS.items()}
+    runs |= {"deepspeed": ["--deepspeed", str(file)], "deepspeed as flags": AS_FLAGS}
     jobs = []
-    for name, (flags, _) in VARIANTS.items():
-        config = read([*TINY, "--train.steps", "6", "--run.dir", f"variants/{name}", *flags])
+    for name, flags in runs.items():
+        config = translated(read([*TINY, "--train.steps", "6", "--run.dir", f"variants/{name}", *flags]), (), 2)
         jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
     expected = losses(metrics(place / "variants" / "full_shard"))
     assert len(expected) == 6
     for name, (_, tolerance) in VARIANTS.items():
         assert losses(metrics(place / "variants" / name)) == pytest.approx(expected, rel=0, abs=tolerance), name
+    by_file, by_flags = (metrics(place / "variants" / name) for name in ("deepspeed", "deepspeed as flags"))
+    for key in ("loss", "grad_norm", "lr"):
+        assert [line[key] for line in by_file] == [line[key] for line in by_flags], key
+    assert losses(by_file) != losses(metrics(place / "variants" / "accumulated"))
 
 
 def test_under_torchrun(whole: tuple[Metrics, str], place: Path) -> None:

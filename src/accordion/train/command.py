@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch.distributed.distributed_c10d import Store
 
 from accordion.train import launch, loop
 from accordion.train.config import Config, check, flat
-from accordion.train.options import parse
+from accordion.train.deepspeed import translated
+from accordion.train.options import given, parse
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
 
@@ -34,7 +36,7 @@ def make_parser() -> ArgumentParser:
 
 def read(words: list[str]) -> Config:
     """The configuration in `words` and in the run files they name. Raises `UsageError`."""
-    parsed = parse(make_parser(), words, list(flat(Config())))
+    parsed = parse(make_parser(), _long(words), list(flat(Config())))
     empty = Config()
     groups = {group.name: replace(getattr(empty, group.name), **parsed[group.name]) for group in fields(empty)}
     config = Config(**groups)
@@ -42,22 +44,30 @@ def read(words: list[str]) -> Config:
     return config
 
 
+def _long(words: list[str]) -> list[str]:
+    """`--deepspeed` is short for `--train.deepspeed`."""
+    return [re.sub(r"^--deepspeed(?==|$)", "--train.deepspeed", word) for word in words]
+
+
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
     config = read(words)
+    named = given(_long(words), list(flat(config)))
     place = launch.place_of(environ)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
     if place is not None:
-        launch.guarded(_started_rank, config, cache)
+        launch.guarded(_started_rank, config, named, cache)
         return 0
     device, world = launch.choose(config.launch, None, torch.cuda.device_count())
+    config = translated(config, named, world)
     prepared = prepare(config, world, world, cache, Screen().note)
     return launch.start(loop.train, (config, prepared, device), world)
 
 
-def _started_rank(place: launch.Place, store: Store, config: Config, cache: Path) -> None:
+def _started_rank(place: launch.Place, store: Store, config: Config, named: frozenset[str], cache: Path) -> None:
     """One rank that another launcher started: the first on each host prepares for the others."""
     device, world = launch.choose(config.launch, place, torch.cuda.device_count())
+    config = translated(config, named, world)
     say = Screen(speaks=place.rank == 0).note
     prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say))
     loop.train(place, store, config, prepared, device)

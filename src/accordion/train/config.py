@@ -80,6 +80,8 @@ class TrainConfig:
         clip: largest gradient norm; 0: no clipping
         seed: of the initial weights and of the order of the data
         eval_every: steps between validations; 0: only at the end
+        deepspeed: a DeepSpeed configuration, also `--deepspeed ds_config.json`: what it says stands in place of the keys
+            here and in `shard`, its optimizer over all parameters alike; what it leaves out is as DeepSpeed has it
     """
 
     steps: int = 100
@@ -91,6 +93,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     eval_every: int = 0
+    deepspeed: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

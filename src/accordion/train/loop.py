@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accordion as acc
 from accordion.checkpoint import load, save
+from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import Place as Lies
 from accordion.config import strategy_named
 from accordion.train import checkpoints
 from accordion.train.config import Config, TrainConfig, as_yaml, flat, parse_units
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
+from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import Device, Place
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
@@ -39,7 +42,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
     """Train as `config` says: the whole of one rank."""
     device = _join(place, store, kind)
-    _agree(prepared, place)
+    _agree(config, prepared, place)
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         run = _make(config, prepared, place, device)
@@ -76,6 +79,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    rate: Callable[[int], float]  # the learning rate of step 1, 2, ...
     loader: StatefulDataLoader
     sums_locally: bool
 
@@ -97,13 +101,14 @@ def _join(place: Place, store: Store, kind: Device) -> torch.device:
     return device
 
 
-def _agree(prepared: Prepared, place: Place) -> None:
+def _agree(config: Config, prepared: Prepared, place: Place) -> None:
     """Raise `DivergenceError` on every rank where ranks found different data or another checkpoint."""
     tokens = prepared.tokens
     mine = {
         "training tokens": f"{tokens.num_train:,} ({tokens.digest[:12]})",
         "a tokenizer": tokens.tokenizer_digest[:12],
         "a checkpoint to go on from": str(prepared.resume),
+        "what train.deepspeed says": digest_of(config),
     }
     found: list[dict[str, str]] = [{}] * place.world
     dist.all_gather_object(found, mine)
@@ -121,6 +126,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
     shard, options = config.shard, config.train
     strategy = strategy_named(shard.strategy)
     name = _precision(shard.precision, device)
+    theirs = settings_of(config, name)
     sizes = {"shard": place.world // prepared.replicas}
     if strategy.hybrid:
         sizes = {"replicate": prepared.replicas, **sizes}
@@ -130,8 +136,9 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
         units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
         strategy=strategy,
-        precision=acc.Precision(params=DTYPES[name]),
+        precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
+        reduce_op=theirs.reduce_op if theirs else "mean",
     )
     fill(model, config.model, options.seed)
     share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
@@ -142,8 +149,9 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         device=device,
         share=share,
         model=model,
-        optimizer=_optimizer(model, options),
-        scaler=torch.amp.GradScaler(device.type, enabled=name == "fp16"),
+        optimizer=_optimizer(model, options, theirs),
+        scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
+        rate=partial(lr_at, options=options, schedule=theirs.scheduler if theirs else None),
         loader=make_loader(prepared.tokens.read("train"), config.data.seq_len, share, options.seed),
         sums_locally=strategy.grads is Lies.REPLICATE,
     )
@@ -157,8 +165,10 @@ def _precision(name: str, device: torch.device) -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def _optimizer(model: nn.Module, options: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves vectors alone."""
+def _optimizer(model: nn.Module, options: TrainConfig, theirs: Settings | None) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves vectors alone, or what a DeepSpeed configuration names."""
+    if theirs is not None and theirs.optimizer is not None:
+        return acc.wrap_optimizer(theirs.optimizer(model.parameters()))
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -176,8 +186,10 @@ def _say_share(run: Run, screen: Screen) -> None:
     screen.note(f"an epoch is {order.steps_per_epoch:,} steps{uneven}")
 
 
-def lr_at(step: int, options: TrainConfig) -> float:
-    """The learning rate of step 1, 2, ...: linear warmup, then a cosine down to a tenth."""
+def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> float:
+    """The learning rate of step 1, 2, ...: that of `schedule`, else linear warmup, then a cosine down to a tenth."""
+    if schedule is not None:
+        return schedule.lr(step - 1, options.lr)
     if step <= options.warmup:
         return options.lr * step / options.warmup
     left = (step - options.warmup) / max(1, options.steps - options.warmup)
@@ -187,7 +199,7 @@ def lr_at(step: int, options: TrainConfig) -> float:
 def _step(run: Run, batches: Iterator[Tensor], step: int) -> StepMetrics:
     """Forward and backward of each micro-batch, one optimizer step, and its figures averaged over ranks."""
     options, began = run.config.train, time.perf_counter()
-    lr = lr_at(step, options)
+    lr = run.rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     num_tokens = options.micro_batch * run.config.data.seq_len  # of a micro-batch, the same in each

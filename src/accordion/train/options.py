@@ -38,6 +38,16 @@ def parse(parser: ArgumentParser, words: list[str], keys: Sequence[str]) -> Mapp
     return dict(parsed.as_dict())
 
 
+def given(words: list[str], keys: Sequence[str]) -> frozenset[str]:
+    """The keys that flags and run files in `words` give a value, whichever it is; `parse` has found no mistake in them."""
+    files, flags = _split_files(words)
+    found = {name for word in flags if (name := word.removeprefix("--").partition("=")[0]) in keys}
+    for file in files:
+        for name, group in yaml.safe_load(Path(file).read_text(encoding="utf-8")).items():
+            found |= {f"{name}.{key}" for key in group} if isinstance(group, dict) else {str(name)}
+    return frozenset(found)
+
+
 def _split_files(words: list[str]) -> tuple[list[str], list[str]]:
     """The values of `--config`, and all other words."""
     files, flags = [], []

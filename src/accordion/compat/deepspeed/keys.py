@@ -1,0 +1,342 @@
+"""Every key of DeepSpeed's configuration: used, not needed here, or not supported, and why. Written as docs/compat_deepspeed.md.
+
+`python -m accordion.compat.deepspeed > docs/compat_deepspeed.md` writes the table anew.
+Source: DeepSpeed's documentation of its JSON and its `runtime/config.py`, `zero/config.py`, of autumn 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Use(Enum):
+    """What becomes of a key."""
+
+    USED = "used"
+    NOT_NEEDED = "not needed"
+    REFUSED = "not supported"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row. `off`: further values of a refused key that ask for nothing; `section`: keys below it are not told apart."""
+
+    use: Use
+    why: str
+    off: tuple[Any, ...] = ()
+    section: bool = False
+
+
+def used(why: str) -> Key:
+    return Key(Use.USED, why)
+
+
+def not_needed(why: str, section: bool = False) -> Key:
+    return Key(Use.NOT_NEEDED, why, section=section)
+
+
+def refused(why: str, *off: Any, section: bool = False) -> Key:
+    return Key(Use.REFUSED, why, off, section)
+
+
+NO_TIERS = "there are no memory tiers yet: shards rest on the device that computes"
+NO_QUANTIZED = "messages are not quantized; gradients travel in the dtype of the computation and are added in float32"
+WITH_OFFLOAD = "says how to offload, and nothing is offloaded"
+BUCKETS = "a unit is what is gathered and reduced together; there are no buckets"
+OWN_LOG = "`accordion train` writes metrics.jsonl and TensorBoard; a loop of your own logs as it likes"
+ONE_CYCLE = "of OneCycle, which changes `betas` at each step too; take torch.optim.lr_scheduler.OneCycleLR"
+NO_MODEL_CHANGES = "changes the model or the data, which stay the caller's"
+
+BATCH: dict[str, Key] = {
+    "train_batch_size": used("sequences or samples in a step: micro batch x accumulation x ranks"),
+    "train_micro_batch_size_per_gpu": used("`batch(num_ranks).micro_batch`; `train.micro_batch`"),
+    "gradient_accumulation_steps": used("`batch(num_ranks).accumulation`; `train.accumulate`"),
+    "managed_gradient_accumulation": not_needed("the loop says when it steps"),
+    "dataloader_drop_last": not_needed("the loader is the caller's; that of `accordion train` keeps ranks even"),
+    "elasticity": refused("batch sizes are given, not searched; checkpoints load on any number of ranks", section=True),
+}
+OPTIMIZER: dict[str, Key] = {
+    "optimizer.type": used(
+        "`optimizer`: Adam, AdamW, Adagrad, and each class of torch.optim by its name. Lamb, Lion, Muon, the 1-bit and the "
+        "mu-P ones are not in torch.optim, or step whole matrices with parameters split by use, and are refused"
+    ),
+    "optimizer.params": used(
+        "keyword arguments of that class; for Adam and AdamW weight_decay is 0 where it is not given, as in FusedAdam"
+    ),
+    "optimizer.params.adam_w_mode": used("Adam is AdamW unless this is false"),
+    "optimizer.params.torch_adam": used(
+        "takes torch's default for weight_decay in AdamW, 0.01; torch's Adam steps in any case"
+    ),
+    "optimizer.params.bias_correction": refused("torch's Adam always corrects", True),
+    "optimizer.params.max_grad_norm": refused("DeepSpeed does not support it either; give gradient_clipping", 0, 0.0),
+    "optimizer.legacy_fusion": not_needed("there is one implementation of a step"),
+    "zero_allow_untested_optimizer": not_needed("every optimizer of torch.optim is stepped on shards"),
+    "zero_force_ds_cpu_optimizer": not_needed("torch's optimizers step on every device"),
+}
+SCHEDULER: dict[str, Key] = {
+    "scheduler.type": used(
+        "`scheduler`: WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, step for step. OneCycle is refused: it changes "
+        "`betas` too"
+    ),
+    "scheduler.params.warmup_min_lr": used("of the first step; a list gives one for each parameter group"),
+    "scheduler.params.warmup_max_lr": used("after the warmup; a list gives one for each parameter group"),
+    "scheduler.params.warmup_num_steps": used("steps of the warmup; fewer than 2 count as 2"),
+    "scheduler.params.warmup_type": used('"log" (DeepSpeed\'s default) or "linear"'),
+    "scheduler.params.total_num_steps": used("where WarmupDecayLR reaches 0 and WarmupCosineLR its floor"),
+    "scheduler.params.warmup_min_ratio": used("WarmupCosineLR: share of the rate at which the warmup begins"),
+    "scheduler.params.cos_min_ratio": used("WarmupCosineLR: share of the rate at its end"),
+    "scheduler.params.lr_range_test_min_lr": used("LRRangeTest: the first rate"),
+    "scheduler.params.lr_range_test_step_size": used("LRRangeTest: steps in an interval"),
+    "scheduler.params.lr_range_test_step_rate": used("LRRangeTest: growth in an interval"),
+    "scheduler.params.lr_range_test_staircase": used("LRRangeTest: grow at the end of an interval only"),
+    "scheduler.params.last_batch_iteration": refused("a checkpoint knows where the schedule stands", -1),
+    **{
+        f"scheduler.params.{name}": refused(ONE_CYCLE)
+        for name in (
+            *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size"),
+            *("cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum"),
+            *("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
+        )
+    },
+}
+PRECISION: dict[str, Key] = {
+    "bf16.enabled": used("`Precision(params=torch.bfloat16)` over float32 masters"),
+    "bf16.bf16_master_weights_and_grads": used(
+        "`Precision(master=torch.bfloat16)`; only together with bf16_optimizer_states, since states have the dtype of masters"
+    ),
+    "bf16.bf16_optimizer_states": used("see bf16_master_weights_and_grads"),
+    "bf16.immediate_grad_update": not_needed("gradients are reduced as they come"),
+    "bf16.check_grad_overflow": refused(
+        'steps are not skipped in bf16; `shard(debug="finite")` names where NaN or inf begin'
+    ),
+    "bfloat16": used("the older name of bf16, with the same keys"),
+    "fp16.enabled": used(
+        "`Precision(params=torch.float16)` and `scaler()`. `accordion train` counts a step that overflows in the schedule; "
+        "DeepSpeed does not"
+    ),
+    "fp16.auto_cast": not_needed("floating inputs of each unit are cast in any case"),
+    "fp16.loss_scale": used("a fixed scale; 0: dynamic"),
+    "fp16.initial_scale_power": used("`init_scale` is 2 to this power"),
+    "fp16.loss_scale_window": used("`growth_interval`"),
+    "fp16.hysteresis": used("overflows before the scale is halved; `scaler()` counts them, torch's does not"),
+    "fp16.consecutive_hysteresis": used("whether a good step resets that count"),
+    "fp16.min_loss_scale": used("where it would go below, `update` raises, as in DeepSpeed"),
+    "fp16.fp16_master_weights_and_grads": refused("fp16 masters need DeepSpeed's CPU Adam; masters are float32"),
+    "fp16.fused_mode": not_needed("there is one implementation of a step"),
+    "amp": refused("Apex is not used; take bf16 or fp16", section=True),
+    "torch_autocast": refused(
+        "autocast saves a cast copy of each weight at each use; take bf16 or fp16, or write torch.autocast in your loop",
+        section=True,
+    ),
+    "communication_data_type": used(
+        "`Precision.reduce`, the dtype in which gradients are summed; float32 where not given"
+    ),
+    "seq_parallel_comm_data_type": not_needed("there is no sequence parallelism"),
+    "data_types.grad_accum_dtype": not_needed("gradients add up in the dtype of masters"),
+    "data_types.buffer_dtype": used(
+        "`Precision.buffers`; not given, buffers stay as they are, where DeepSpeed casts them"
+    ),
+    "data_types.param_dtype": refused("parameters keep their dtype; bf16 and fp16 choose that of the computation"),
+    "gradient_clipping": used("`clip` for `acc.clip_grad_norm_`; 0 or not given: none"),
+    "gradient_allreduce_op": used('`reduce_op`: "mean" or "sum"; here "sum" works in stage 3 too'),
+    "prescale_gradients": not_needed("sums are taken in float32 and divided once: nothing overflows on the way"),
+    "gradient_predivide_factor": not_needed("see prescale_gradients"),
+    "sparse_gradients": refused("gradients of embeddings are dense"),
+}
+_Z = "zero_optimization."
+ZERO: dict[str, Key] = {
+    _Z + "stage": used("0 NO_SHARD, 1 SHARD_OPTIM, 2 SHARD_GRAD_OP (which keeps shards between steps), 3 FULL_SHARD"),
+    _Z + "zero_hpz_partition_size": used(
+        "stage 3: HYBRID_SHARD_OPTIM on a mesh whose inner axis has so many ranks: parameters are gathered inside it, the "
+        "optimizer is cut over all"
+    ),
+    _Z + "mics_shard_size": used("stage 3: HYBRID_SHARD on a mesh whose inner axis has so many ranks"),
+    _Z + "mics_hierarchical_params_gather": not_needed("parameters are gathered inside the inner axis only"),
+    **{
+        _Z + name: refused(NO_TIERS, "none")
+        for name in (
+            "offload_param.device",
+            "offload_optimizer.device",
+            "cpu_offload",
+            "cpu_offload_params",
+            "cpu_offload_param",
+        )
+    },
+    **{
+        _Z + f"offload_param.{name}": not_needed(WITH_OFFLOAD)
+        for name in ("nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
+    },
+    **{
+        _Z + f"offload_optimizer.{name}": not_needed(WITH_OFFLOAD)
+        for name in (
+            *("nvme_path", "pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "pipeline"),
+            *("ratio", "super_offload", "convert_grad_on_cpu", "cpuadam_cores_perc"),
+        )
+    },
+    _Z + "cpu_offload_use_pin_memory": not_needed(WITH_OFFLOAD),
+    _Z + "zenflow": refused(NO_TIERS, section=True),
+    **{
+        _Z + name: not_needed(BUCKETS)
+        for name in ("allgather_partitions", "allgather_bucket_size", "reduce_bucket_size", "contiguous_gradients")
+    },
+    _Z + "reduce_scatter": not_needed("chosen for each message; `Strategy(reduce=)` forces it"),
+    _Z + "use_multi_rank_bucket_allreduce": not_needed(BUCKETS),
+    _Z + "overlap_comm": not_needed("communication always overlaps"),
+    _Z + "round_robin_gradients": not_needed(BUCKETS),
+    _Z + "parameter_alignment": not_needed("parameters start at multiples of 256 bytes"),
+    _Z + "compute_grad_norm": not_needed("the norm is computed where the loop clips"),
+    _Z + "sub_group_size": not_needed("a step is made on the shards as they lie"),
+    _Z + "stage3_max_live_parameters": not_needed("what lives is the units in use and the one gathered ahead"),
+    _Z + "stage3_max_reuse_distance": not_needed(
+        "the last unit and the root stay gathered for the backward, others do not"
+    ),
+    _Z + "stage3_prefetch_bucket_size": not_needed("one unit is gathered ahead; `Prefetch(budget_bytes=)` for more"),
+    _Z + "stage3_param_persistence_threshold": not_needed(
+        "small parameters travel packed in one message of their unit"
+    ),
+    _Z + "stage3_model_persistence_threshold": not_needed("see stage3_param_persistence_threshold"),
+    _Z + "stage3_gather_16bit_weights_on_model_save": not_needed("`acc.full_state_dict` gathers where it is asked for"),
+    _Z + "stage3_gather_fp16_weights_on_model_save": not_needed("`acc.full_state_dict` gathers where it is asked for"),
+    _Z + "stage3_module_granularity_threshold": not_needed("`shard(units=)` says what is gathered together"),
+    _Z + "stage3_use_all_reduce_for_fetch_params": not_needed("parameters are gathered straight into place"),
+    _Z + "stage3_allgather_sequential": not_needed(
+        "parameters are gathered straight into place, without a bucket to copy to"
+    ),
+    _Z + "stage3_partition_stream_chunk_size": not_needed(
+        "`acc.initialise` and `acc.load_pretrained` hold one tensor at a time"
+    ),
+    _Z + "leaf_module": not_needed("`shard(units=)` says what is gathered together", section=True),
+    _Z + "load_from_fp32_weights": not_needed("masters are what checkpoints hold"),
+    _Z + "elastic_checkpoint": not_needed("every checkpoint loads on any number of ranks"),
+    _Z + "pipeline_loading_checkpoint": not_needed("each rank reads its own rows"),
+    _Z + "ignore_unused_parameters": refused("parameters without a gradient are not looked for; only true is", True),
+    _Z + "legacy_stage1": not_needed("there is one implementation"),
+    **{
+        _Z + name: refused(NO_QUANTIZED)
+        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    },
+    _Z + "zeropp_loco_param": refused(NO_QUANTIZED, section=True),
+    _Z + "memory_efficient_linear": not_needed("no operator of torch is replaced"),
+    _Z + "override_module_apply": not_needed("no method of torch's classes is replaced"),
+    _Z + "log_trace_cache_warnings": not_needed("there is no trace to invalidate: each unit predicts its successor"),
+    _Z + "enable_sanity_checks": not_needed("ranks always agree before anything new"),
+    _Z + "save_muon_momentum_buffer_in_memory": not_needed(WITH_OFFLOAD),
+    "allgather_size": not_needed(BUCKETS),
+    "disable_allgather": not_needed("old; has no effect in DeepSpeed either"),
+}
+OTHERS: dict[str, Key] = {
+    "vocabulary_size": not_needed("the model knows its own"),
+    **{
+        f"activation_checkpointing.{name}": refused("recomputed activations stay whole, on the device")
+        for name in ("partition_activations", "cpu_checkpointing")
+    },
+    **{
+        f"activation_checkpointing.{name}": not_needed("says how, and not that, activations are recomputed")
+        for name in ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile")
+    },
+    "aio": not_needed(WITH_OFFLOAD, section=True),
+    "checkpoint.tag_validation": not_needed("the manifest of a checkpoint is written last, by one rank"),
+    "checkpoint.load_universal": not_needed("every checkpoint loads on any number of ranks"),
+    "checkpoint.parallel_write": not_needed("every rank writes its own rows", section=True),
+    "checkpoint.writer": not_needed("every rank writes its own rows", section=True),
+    "checkpoint.use_node_local_storage": refused("a checkpoint is one folder that all ranks see"),
+    "compile.deepcompile": refused("compile your blocks with torch.compile, before or after `shard`"),
+    "compile": not_needed("compile your blocks with torch.compile, before or after `shard`", section=True),
+    "graph_harvesting": not_needed("compile your blocks with torch.compile, before or after `shard`"),
+    "tensor_parallel": refused("there is no tensor parallelism", section=True),
+    "expert_parallel": refused("there is no expert parallelism", section=True),
+    "use_data_before_expert_parallelism": refused("there is no expert parallelism"),
+    "sequence_parallel_size": refused("there is no sequence parallelism", 1),
+    "pipeline": refused("there is no pipeline parallelism", section=True),
+    "hybrid_engine": refused("there are no inference kernels; generate inside `acc.full_params`", section=True),
+    **{
+        name: refused(NO_MODEL_CHANGES, section=True)
+        for name in (
+            *("sparse_attention", "progressive_layer_drop", "curriculum_learning", "data_efficiency", "eigenvalue"),
+            *("compression_training", "quantize_training", "weight_quantization"),
+        )
+    },
+    "autotuning": refused("settings are taken as written", section=True),
+    "nebula": refused("checkpoints are folders of safetensors, written by the ranks", section=True),
+    "datastates": refused("checkpoints are folders of safetensors, written by the ranks", section=True),
+    **{
+        name: not_needed(OWN_LOG)
+        for name in ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level")
+    },
+    **{
+        name: not_needed(OWN_LOG, section=True)
+        for name in ("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "comms_logger", "timers", "flops_profiler")
+    },
+}  # fmt: skip
+PARTS: dict[str, dict[str, Key]] = {
+    "Batch": BATCH,
+    "Optimizer": OPTIMIZER,
+    "Scheduler": SCHEDULER,
+    "Precision and gradients": PRECISION,
+    "ZeRO": ZERO,
+    "Others": OTHERS,
+}
+KEYS: Mapping[str, Key] = {name: key for part in PARTS.values() for name, key in part.items()}
+
+AUTO: Mapping[str, Any] = {
+    "optimizer.params.betas": (0.9, 0.999),
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+}
+"""What `"auto"` becomes where nothing else is given: the defaults of transformers' TrainingArguments."""
+FOLLOWS: Mapping[str, str] = {
+    "train_batch_size": "micro batch x accumulation x ranks",
+    "scheduler.params.warmup_max_lr": "the learning rate of the optimizer",
+}
+"""What `"auto"` becomes that follows from other keys."""
+ASKED: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.accumulate",
+    "gradient_clipping": "train.clip",
+    "optimizer.params.lr": "train.lr",
+    "optimizer.params.weight_decay": "train.weight_decay",
+    "scheduler.params.total_num_steps": "train.steps",
+    "scheduler.params.warmup_num_steps": "train.warmup",
+    "bf16.enabled": "shard.precision",
+    "fp16.enabled": "shard.precision",
+}
+"""What `"auto"` asks of the caller, and the key of `accordion train` that answers there."""
+
+
+def render() -> str:
+    """The table as Markdown."""
+    lines = [
+        "# DeepSpeed's configuration, key by key",
+        "",
+        "Written by `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`; a test compares. How to use a file: "
+        "[compat.md](compat.md).",
+        "A key that is not here is refused with the nearest that is. `{...}`: the keys below it share the row. A key that is not",
+        'supported is accepted where it asks for nothing: `false`, `null`, `"enabled": false`, or its value in brackets.',
+    ]
+    for title, part in PARTS.items():
+        lines += ["", f"## {title}", "", "| key | | how, or why |", "|---|---|---|"]
+        for name, key in part.items():
+            off = f" ({', '.join(map(_json, key.off))})" if key.off else ""
+            why = key.why.replace("|", "\\|")
+            lines.append(f"| `{name}{' {...}' if key.section else ''}` | {key.use.value}{off} | {why} |")
+    lines += ["", '## `"auto"`', "", "| key | becomes |", "|---|---|"]
+    for name in dict.fromkeys([*ASKED, *AUTO, *FOLLOWS]):
+        given = [f"`{ASKED[name]}` in `accordion train`, else what `read(auto=)` gives"] if name in ASKED else []
+        default = (
+            [f"{'else ' if given else ''}`{AUTO[name]}`"]
+            if name in AUTO
+            else [FOLLOWS[name]]
+            if name in FOLLOWS
+            else []
+        )
+        lines.append(f"| `{name}` | {', '.join(given + default)} |")
+    lines += ["", 'Keys that are not needed may be `"auto"` too. Any other `"auto"` is refused.', ""]
+    return "\n".join(lines)
+
+
+def _json(value: Any) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)

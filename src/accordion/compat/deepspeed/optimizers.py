@@ -1,0 +1,91 @@
+"""The optimizer that a DeepSpeed configuration names, as a class of torch.optim and its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+
+ELSEWHERE = {
+    "lamb": "norms of whole parameters",
+    "onebitadam": "compressed communication",
+    "zerooneadam": "compressed communication",
+    "onebitlamb": "compressed communication",
+    "muadam": "mu-P's parameter groups",
+    "muadamw": "mu-P's parameter groups",
+    "musgd": "mu-P's parameter groups",
+    "lion": "DeepSpeed's Lion",
+    "muon": "whole matrices, and parameters marked for it",
+}
+"""Optimizers of DeepSpeed that torch.optim has not in this form, and what they need."""
+OURS = ("torch_adam", "adam_w_mode", "bias_correction", "max_grad_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerChoice:
+    """A class of torch.optim and its arguments; call it with parameters or parameter groups, after `shard`."""
+
+    cls: type[Optimizer]
+    params: Mapping[str, Any]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate with which every parameter group begins."""
+        return self._number("lr")
+
+    @property
+    def weight_decay(self) -> float:
+        """The decay of every parameter; 0 where the class has none."""
+        return self._number("weight_decay")
+
+    def _number(self, name: str) -> float:
+        takes = inspect.signature(self.cls).parameters
+        return float(self.params.get(name, takes[name].default if name in takes else 0.0))
+
+    def __call__(self, params: Iterable[Any]) -> Optimizer:
+        """The optimizer, not yet wrapped by `acc.wrap_optimizer`."""
+        return self.cls(params, **self.params)
+
+
+def optimizer_of(section: Mapping[str, Any]) -> OptimizerChoice:
+    """Read the `optimizer` section. Raises `UsageError` naming the key."""
+    name = section.get("type")
+    if not isinstance(name, str):
+        raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
+    if name.lower() in ELSEWHERE:
+        raise UsageError(
+            f"optimizer.type {name!r} is not supported: it needs {ELSEWHERE[name.lower()]}; take a class of torch.optim, or "
+            "leave the optimizer out of the file and make your own."
+        )
+    params = dict(section.get("params") or {})
+    ours = {key: params.pop(key) for key in OURS if key in params}
+    cls = _class(name, ours.get("adam_w_mode", True))
+    if name.lower() in ("adam", "adamw"):
+        params.setdefault("fused", True)
+        if not ours.get("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)
+    takes = [key for key in inspect.signature(cls).parameters if key != "params"]
+    for key in params:
+        if key not in takes:
+            raise UsageError(f"optimizer.params.{key} is no argument of {cls.__name__}; {nearest(key, takes)}")
+    return OptimizerChoice(cls, {key: tuple(v) if isinstance(v, list) else v for key, v in params.items()})
+
+
+def _class(name: str, adam_w_mode: bool) -> type[Optimizer]:
+    named: dict[str, type[Optimizer]] = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    natively = {"adam": "AdamW" if adam_w_mode else "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
+    known = natively.get(name.lower(), name)  # DeepSpeed lowers its own names only
+    if known not in named:
+        raise UsageError(f"optimizer.type {name!r} does not exist; {nearest(name, dict.fromkeys(named))}")
+    return named[known]

@@ -1,0 +1,284 @@
+"""From a `ds_config.json` to `Settings`: every key is known, `"auto"` is resolved, values are checked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accordion.compat.deepspeed.keys import ASKED, AUTO, FOLLOWS, KEYS, Use
+from accordion.compat.deepspeed.optimizers import optimizer_of
+from accordion.compat.deepspeed.scaling import LossScale
+from accordion.compat.deepspeed.schedules import Schedule
+from accordion.compat.deepspeed.settings import Settings
+from accordion.config import (
+    FULL_SHARD,
+    HYBRID_SHARD,
+    HYBRID_SHARD_OPTIM,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    SHARD_OPTIM,
+    Precision,
+    Strategy,
+    nearest,
+)
+from accordion.errors import UsageError
+
+log = logging.getLogger("accordion")
+STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INTEGERS = {  # key -> the least it may be
+    "train_batch_size": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "fp16.initial_scale_power": 0,
+    "fp16.loss_scale_window": 1,
+    "fp16.hysteresis": 1,
+    "zero_optimization.stage": 0,
+    "zero_optimization.zero_hpz_partition_size": 0,
+    "zero_optimization.mics_shard_size": -1,
+}
+SWITCHES = (
+    *("bf16.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    *("fp16.enabled", "fp16.consecutive_hysteresis", "optimizer.params.adam_w_mode", "optimizer.params.torch_adam"),
+)
+NUMBERS = ("gradient_clipping", "fp16.loss_scale", "fp16.min_loss_scale", "optimizer.params.lr")
+
+
+def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
+    """Read a `ds_config.json`, a path or what stands in it, into the words of this package.
+
+    `auto`: dotted key -> the value that an `"auto"` there takes, as the Hugging Face Trainer gives them from its arguments;
+    docs/compat_deepspeed.md lists what each becomes without. Needs neither DeepSpeed nor a process group.
+    Raises `UsageError`, on one line, for a key that does not exist, is not supported, or has a value that it cannot have.
+    """
+    said = dict(_flat(_content(source)))
+    for name, value in [*said.items(), *((name, None) for name in auto or {})]:
+        _check_key(name, value)
+    given = {**AUTO, **(auto or {})}
+    autos = tuple(name for name, value in said.items() if value == "auto")
+    said = {name: _resolved(name, value, given) for name, value in said.items()}
+    ignored = tuple(name for name in said if _use(name) is Use.NOT_NEEDED)
+    said = {n: _checked(n, value) for n, value in said.items() if value is not None and _use(n) is Use.USED}
+    strategy, group_ranks = _strategy(said)
+    if ignored:
+        log.info("DeepSpeed keys that are not needed here: %s", ", ".join(ignored))
+    optimizer = optimizer_of(_section(said, "optimizer")) if any(k.startswith("optimizer.") for k in said) else None
+    if said.get("scheduler.params.warmup_max_lr") == "auto":
+        if optimizer is None:
+            raise UsageError(
+                "scheduler.params.warmup_max_lr is 'auto' and the file has no optimizer whose lr it follows."
+            )
+        said["scheduler.params.warmup_max_lr"] = optimizer.lr
+    return Settings(
+        strategy=strategy,
+        precision=_precision(said),
+        reduce_op=said.get("gradient_allreduce_op", "mean"),
+        clip=float(said.get("gradient_clipping", 0.0)),
+        optimizer=optimizer,
+        scheduler=_schedule(said),
+        loss_scale=_loss_scale(said),
+        group_ranks=group_ranks,
+        said=said,
+        autos=autos,
+        ignored=ignored,
+    )
+
+
+def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise UsageError(f"read() takes the path of a ds_config.json or a dict, not {type(source).__name__}.")
+    try:
+        content = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise UsageError(f"DeepSpeed configuration {str(source)!r} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"DeepSpeed configuration {str(source)!r} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"DeepSpeed configuration {str(source)!r} holds no keys.")
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"the DeepSpeed configuration has the key {twice!r} twice in one place; keep one.")
+    return found
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value), sections opened as far as the table tells them apart."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if not prefix and key == "bfloat16":
+            name = "bf16"
+        if name == "zero_optimization" and isinstance(value, bool):
+            value = {"stage": int(value)}  # as DeepSpeed reads its oldest files
+        has_keys = any(known.startswith(f"{name}.") for known in KEYS)
+        if has_keys and isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        elif has_keys and name != "compile":
+            if value is not None:
+                raise UsageError(f"{name} is {value!r}; it takes keys of its own, {{...}}.")
+        else:
+            yield name, value
+
+
+def _row(name: str) -> str | None:
+    """The row of the table for a key, which may be that of its section."""
+    row = name
+    while row and row not in KEYS:
+        row = row.rpartition(".")[0]
+        if row in KEYS and not (KEYS[row].section or row == "optimizer.params"):
+            return None
+    return row or None
+
+
+def _use(name: str) -> Use:
+    row = _row(name)
+    assert row is not None, "unknown keys were refused"
+    return KEYS[row].use
+
+
+def _check_key(name: str, value: Any) -> None:
+    row = _row(name)
+    if row is None:
+        raise UsageError(f"DeepSpeed key {name!r} does not exist; {_near(name)}")
+    key = KEYS[row]
+    if key.use is not Use.REFUSED or value in (False, None, "none", *key.off):
+        return
+    if isinstance(value, Mapping) and (
+        not value or value.get("enabled") is False or value.get("autotp_size") in (0, 1)
+    ):
+        return
+    shown = "" if isinstance(value, (Mapping, list)) else f" ({json.dumps(value)})"
+    raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.why}; leave it out.")
+
+
+def _near(name: str) -> str:
+    """A hint at what an unknown key may have meant: the same name elsewhere, else the nearest beside it."""
+    section, _, leaf = name.rpartition(".")
+    elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]!r}?"
+    prefix = f"{section}." if section else ""
+    beside = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
+    hint, _, names = nearest(leaf, sorted(beside)).partition("valid: ")
+    return hint.strip() or f"valid: {names}"
+
+
+def _resolved(name: str, value: Any, given: Mapping[str, Any]) -> Any:
+    if value != "auto":
+        return value
+    if name in given:
+        return given[name]
+    if name == "train_batch_size":
+        return None
+    if name in FOLLOWS or _use(name) is Use.NOT_NEEDED:
+        return value
+    if name in ASKED:
+        raise UsageError(
+            f"DeepSpeed key {name!r} is 'auto', which the Hugging Face Trainer fills from its arguments; write a value, or pass "
+            f"read(..., auto={{{name!r}: ...}})."
+        )
+    raise UsageError(f"DeepSpeed key {name!r} is 'auto', which has no meaning there; write a value.")
+
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "communication_data_type": tuple(DTYPES),
+    "data_types.buffer_dtype": tuple(DTYPES),
+    "gradient_allreduce_op": ("mean", "sum"),
+}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value, a whole number as an int. Raises `UsageError` for one that the key cannot have."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if name in INTEGERS:
+        if not number or value != int(value) or value < INTEGERS[name]:
+            raise UsageError(f"{name} is {value!r}; it takes a whole number of at least {INTEGERS[name]}.")
+        return int(value)
+    if name in NUMBERS and (not number or value < 0):
+        raise UsageError(f"{name} is {value!r}; it takes a number of at least 0.")
+    if name in SWITCHES and not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; it takes true or false.")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise UsageError(f"{name} is {value!r}; valid: {', '.join(CHOICES[name])}.")
+    return value
+
+
+def _section(said: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`{"type": ..., "params": {...}}` again."""
+    params = f"{name}.params."
+    inside = {key.removeprefix(params): value for key, value in said.items() if key.startswith(params)}
+    return {"type": said.get(f"{name}.type"), "params": inside}
+
+
+def _strategy(said: Mapping[str, Any]) -> tuple[Strategy, int | None]:
+    stage = said.get("zero_optimization.stage", 0)
+    if stage > 3:
+        raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")
+    secondary = said.get("zero_optimization.zero_hpz_partition_size", 1)
+    mics = said.get("zero_optimization.mics_shard_size", -1)
+    if secondary > 1 and mics > 0:
+        raise UsageError(
+            "zero_hpz_partition_size and mics_shard_size are both given; they say the same thing twice, keep one."
+        )
+    for name, size, strategy in (
+        ("zero_hpz_partition_size", secondary if secondary > 1 else 0, HYBRID_SHARD_OPTIM),
+        ("mics_shard_size", mics, HYBRID_SHARD),
+    ):
+        if size > 0:
+            if stage != 3:
+                raise UsageError(f"zero_optimization.{name} is {size}, which is of stage 3, and the stage is {stage}.")
+            return strategy, size
+    return STAGES[stage], None
+
+
+def _precision(said: Mapping[str, Any]) -> Precision:
+    bf16, fp16 = said.get("bf16.enabled", False), said.get("fp16.enabled", False)
+    if bf16 and fp16:
+        raise UsageError("bf16.enabled and fp16.enabled are both true; keep one.")
+    masters = bf16 and said.get("bf16.bf16_master_weights_and_grads", False)
+    states = bf16 and said.get("bf16.bf16_optimizer_states", False)
+    if masters != states:
+        raise UsageError(
+            f"bf16_master_weights_and_grads is {masters} and bf16_optimizer_states {states}; optimizer states have the dtype of "
+            "the masters, so give both the same value."
+        )
+    return Precision(
+        params=torch.bfloat16 if bf16 else torch.float16 if fp16 else None,
+        reduce=DTYPES[said.get("communication_data_type", "fp32")],
+        master=torch.bfloat16 if masters else torch.float32,
+        buffers=DTYPES[said["data_types.buffer_dtype"]] if "data_types.buffer_dtype" in said else None,
+    )
+
+
+def _schedule(said: Mapping[str, Any]) -> Schedule | None:
+    if not any(name.startswith("scheduler.") for name in said):
+        return None
+    section = _section(said, "scheduler")
+    return Schedule(section["type"], section["params"])
+
+
+def _loss_scale(said: Mapping[str, Any]) -> LossScale | None:
+    if not said.get("fp16.enabled", False):
+        return None
+    fixed = float(said.get("fp16.loss_scale", 0))
+    return LossScale(
+        initial=fixed or 2.0 ** said.get("fp16.initial_scale_power", 16),
+        fixed=fixed > 0,
+        window=said.get("fp16.loss_scale_window", 1000),
+        hysteresis=said.get("fp16.hysteresis", 2),
+        consecutive_hysteresis=said.get("fp16.consecutive_hysteresis", False),
+        least=float(said.get("fp16.min_loss_scale", 1)),
+    )

@@ -1,0 +1,132 @@
+"""DeepSpeed's learning rate schedules as functions of the step, and as schedulers of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+
+WARMUP = ("warmup_num_steps", "warmup_type")
+TAKES: Mapping[str, tuple[str, ...]] = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP),
+    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", *WARMUP),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *WARMUP),
+    "LRRangeTest": tuple(f"lr_range_test_{name}" for name in ("min_lr", "step_size", "step_rate", "staircase")),
+}
+POSITIVE = ("warmup_num_steps", "total_num_steps", "lr_range_test_step_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule of a `ds_config.json`; call it with an optimizer for a scheduler of torch, stepped after each optimizer step.
+
+    Step for step as DeepSpeed sets the rate: the first step is made at the beginning of the warmup, and so is the second.
+    """
+
+    type: str
+    params: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.type not in TAKES:
+            raise UsageError(
+                f"scheduler.type {self.type!r} is not supported; {nearest(str(self.type), dict.fromkeys(TAKES))}"
+            )
+        for name, value in self.params.items():
+            if name not in TAKES[self.type]:
+                raise UsageError(
+                    f"scheduler.params.{name} is none of {self.type}; {nearest(name, list(TAKES[self.type]))}"
+                )
+            if name in POSITIVE and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"scheduler.params.{name} is {value!r}; it takes a positive whole number.")
+        if "total_num_steps" in TAKES[self.type] and "total_num_steps" not in self.params:
+            raise UsageError(f"scheduler.params.total_num_steps is missing, which {self.type} needs.")
+        if self.params.get("warmup_type", "log") not in ("log", "linear"):
+            raise UsageError(f"scheduler.params.warmup_type is {self.params['warmup_type']!r}; valid: log, linear.")
+
+    def __call__(self, optimizer: Optimizer) -> LRScheduler:
+        """A scheduler of torch; its first rates are set at once."""
+        for name in ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"):
+            given, groups = self.params.get(name), len(optimizer.param_groups)
+            if isinstance(given, (list, tuple)) and len(given) != groups:
+                raise UsageError(f"scheduler.params.{name} has {len(given)} rates for {groups} parameter groups.")
+        return Scheduled(optimizer, self)
+
+    def lr(self, done: int, own: float, group: int = 0) -> float:
+        """The rate of the step that follows `done` steps. `own`: rate of the group when the schedule began."""
+        if self.type == "LRRangeTest":
+            interval = done / int(self.params.get("lr_range_test_step_size", 2000))
+            if self.params.get("lr_range_test_staircase", False):
+                interval = math.floor(interval)
+            growth = 1 + float(self.params.get("lr_range_test_step_rate", 1.0)) * interval
+            return self._of("lr_range_test_min_lr", 1e-3, group) * growth
+        if self.type == "WarmupCosineLR":
+            return own * self._cosine(done - 1)
+        least = self._of("warmup_min_lr", 0.0, group)
+        most = self._of("warmup_max_lr", own if self.type == "WarmupLR" else 1e-3, group)
+        return least + (most - least) * self._share(done - 1)
+
+    def _of(self, name: str, default: float, group: int) -> float:
+        value = self.params.get(name)
+        if value is None:
+            return default
+        return float(value[group] if isinstance(value, (list, tuple)) else value)
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warmup; 0 where the schedule has none."""
+        return self._warmup() if "warmup_num_steps" in TAKES[self.type] else 0
+
+    def _warmup(self) -> int:
+        return max(2, int(self.params.get("warmup_num_steps", 1000)))
+
+    def _rise(self, iteration: int) -> float:
+        """How far the warmup has come, 0 to 1."""
+        if self.params.get("warmup_type", "log") == "log":
+            return math.log(iteration + 1) / math.log(self._warmup())
+        return iteration / self._warmup()
+
+    def _share(self, iteration: int) -> float:
+        """Where the rate stands between its least and its most."""
+        if iteration < 0:
+            return 0.0
+        if iteration < self._warmup():
+            return self._rise(iteration)
+        if self.type == "WarmupLR":
+            return 1.0
+        total = int(self.params["total_num_steps"])
+        return max(0.0, (total - iteration) / max(1.0, total - self._warmup()))
+
+    def _cosine(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        first = float(self.params.get("warmup_min_ratio", 0.0))
+        if iteration < self._warmup():
+            return first + (1 - first) * self._rise(iteration)
+        last = float(self.params.get("cos_min_ratio", 1e-4))
+        window = max(1, int(self.params["total_num_steps"]) - self._warmup())
+        along = min(1.0, (iteration - self._warmup() + 1) / window)
+        return last + (1 - last) * (1 + math.cos(math.pi * along)) / 2
+
+
+class Scheduled(LRScheduler):
+    """Owns how many steps a `Schedule` has made for one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        self._schedule = schedule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        own = [float(lr) for lr in self.base_lrs]
+        if self._schedule.type == "WarmupLR":  # all groups rise to the rate of the first
+            own = [own[0]] * len(own)
+        return [self._schedule.lr(self.last_epoch, lr, group) for group, lr in enumerate(own)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "_schedule"}

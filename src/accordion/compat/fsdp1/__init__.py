@@ -1,0 +1,55 @@
+"""`torch.distributed.fsdp`'s FullyShardedDataParallel on this engine: put `accordion.compat.fsdp1` in place of its name.
+
+Submodules have torch's names too: `accordion.compat.fsdp1.wrap`, `.sharded_grad_scaler`, `.fully_sharded_data_parallel`, `.api`.
+"""
+
+from typing import Any
+
+from accordion.compat.fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from accordion.compat.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
+from accordion.compat.fsdp1.sharded_grad_scaler import ShardedGradScaler
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FlatParameter":
+        raise ImportError(
+            "FlatParameter is not in accordion.compat.fsdp1: there are no flat parameters, each one is a DTensor under its own "
+            "name; use model.named_parameters()."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,176 @@
+"""The constructor arguments of one wrapper, checked, and their meaning for `shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from accordion.config import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD, SHARD_GRAD_OP, Precision, Strategy
+from accordion.errors import UsageError
+
+HYBRID_SHARD_GRAD_OP = Strategy(
+    name="hybrid_shard_grad_op", params=SHARD, grads=SHARD, optim=SHARD, keep_until_backward=True, hybrid=True
+)
+STRATEGIES: dict[str, Strategy] = {
+    "FULL_SHARD": FULL_SHARD,
+    "SHARD_GRAD_OP": SHARD_GRAD_OP,
+    "NO_SHARD": NO_SHARD,
+    "HYBRID_SHARD": HYBRID_SHARD,
+    "_HYBRID_SHARD_ZERO2": HYBRID_SHARD_GRAD_OP,
+}
+PLAIN = "there is one way here: the order of units is learned, and one unit is gathered ahead in both directions"
+WITHOUT_MEANING = {
+    "backward_prefetch": (BackwardPrefetch.BACKWARD_PRE, PLAIN),
+    "forward_prefetch": (False, PLAIN),
+    "limit_all_gathers": (True, "what is gathered ahead is bounded always"),
+}
+"""Arguments that change nothing, by name: torch's default, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What a wrapper was given, but for the module and the policy. `ignored`: parameters that stay as they are."""
+
+    process_group: Any = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | torch.device | None = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    ignored: tuple[nn.Parameter, ...] = ()
+    device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {
+            "sharding_strategy": ShardingStrategy,
+            "cpu_offload": CPUOffload,
+            "backward_prefetch": BackwardPrefetch,
+            "mixed_precision": MixedPrecision,
+            "device_id": (int, torch.device),
+            "device_mesh": DeviceMesh,
+        }
+        for name, kind in kinds.items():
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise UsageError(f"{name} is {given!r}, a {type(given).__name__}; it takes {wanted} or None.")
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise UsageError(f"param_init_fn is {self.param_init_fn!r}; it takes a function of a module.")
+        if self.cpu_offload is not None and self.cpu_offload.offload_params:
+            raise UsageError(
+                "CPUOffload(offload_params=True) is not supported: there are no memory tiers yet, shards rest on the device that "
+                "computes; leave cpu_offload out."
+            )
+        if self.mixed_precision is not None and self.mixed_precision.keep_low_precision_grads:
+            raise UsageError(
+                "MixedPrecision(keep_low_precision_grads=True) is not supported: gradients have the dtype of the parameters that "
+                "the optimizer steps; leave it out."
+            )
+        if self.process_group is not None and self.device_mesh is not None:
+            raise UsageError("process_group and device_mesh are both given; pass one of them.")
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the engine; torch's default is FULL_SHARD."""
+        return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
+
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh over which `shard` cuts; None: its own default."""
+        hybrid = self.strategy.hybrid
+        if self.device_mesh is not None:
+            return self.device_mesh
+        group = self.process_group
+        if group is None and not hybrid:
+            return None
+        kind = self.device_type()
+        if group is None:
+            count = torch.accelerator.device_count() if kind != "cpu" else dist.get_world_size()
+            shape = (dist.get_world_size() // count, count)
+            return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        if not hybrid:
+            if not isinstance(group, dist.ProcessGroup):
+                raise UsageError(f"process_group is {group!r}; {self.strategy.name} takes one process group.")
+            return DeviceMesh.from_group(group, kind)
+        if not (isinstance(group, (tuple, list)) and len(group) == 2):
+            raise UsageError(
+                f"process_group is {group!r}; {self.strategy.name} takes two, (group that shards, group that replicates), or a "
+                "device_mesh."
+            )
+        inner, outer = (dist.get_process_group_ranks(g) for g in group)
+        own = dist.get_rank()
+        ranks = torch.tensor([[replica + member - own for member in inner] for replica in outer])
+        return DeviceMesh.from_group([group[1], group[0]], kind, ranks, mesh_dim_names=("replicate", "shard"))
+
+    def device_type(self) -> str:
+        if isinstance(self.device_id, torch.device):
+            return self.device_id.type
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or (self.device_id is None and dist.get_backend() == "gloo"):
+            return "cpu"
+        return accelerator.type
+
+    def use_device(self) -> None:
+        """Make `device_id` the device of this rank."""
+        index = self.device_id.index if isinstance(self.device_id, torch.device) else self.device_id
+        if index is not None and self.device_type() != "cpu":
+            torch.accelerator.set_device_index(index)
+
+    def precision(self, master: torch.dtype, *, root: bool) -> Precision:
+        """The precision of one unit; parameters keep their dtype as those that the optimizer steps."""
+        mixed = self.mixed_precision
+        if mixed is None:
+            return Precision(master=master, cast_inputs=False)
+        casts = mixed.cast_forward_inputs or (root and mixed.cast_root_forward_inputs)
+        return Precision(
+            params=mixed.param_dtype,
+            reduce=mixed.reduce_dtype or mixed.param_dtype or torch.float32,
+            master=master,
+            buffers=mixed.buffer_dtype,
+            cast_inputs=casts,
+        )
+
+    def without_meaning(self) -> list[str]:
+        """What was given and changes nothing, as sentences."""
+        return [
+            f"{name}={getattr(self, name)}: {why}"
+            for name, (default, why) in WITHOUT_MEANING.items()
+            if getattr(self, name) != default
+        ]
+
+
+def ignored_parameters(
+    module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
+) -> tuple[nn.Parameter, ...]:
+    """The parameters that `ignored_modules` and `ignored_states` name. Raises `UsageError` for both, or for other things."""
+    if modules is not None and states is not None:
+        raise UsageError("ignored_modules and ignored_states are both given; pass all in ignored_states.")
+    found: list[nn.Parameter] = []
+    for state in [*(modules or ()), *(states or ())]:
+        if isinstance(state, nn.Parameter):
+            found.append(state)
+        elif isinstance(state, nn.Module):
+            found.extend(state.parameters())
+        else:
+            raise UsageError(
+                f"ignored_states has a {type(state).__name__}; it takes parameters or modules of the model."
+            )
+    return tuple({id(p): p for p in found}.values())
+
+
+def of_children(arguments: Arguments) -> dict[str, Any]:
+    """The keyword arguments of a wrapper that an auto wrap policy makes."""
+    given = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+    given["ignored_states"] = list(given.pop("ignored"))
+    return given

@@ -1,0 +1,155 @@
+"""From nested wrappers to one engine: the outermost wrapper is the model, each wrapper inside it a unit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from accordion.compat.fsdp1.arguments import Arguments
+from accordion.config import Precision
+from accordion.errors import DivergenceError, UsageError
+from accordion.initialise import initialise
+from accordion.shard import shard
+
+log = logging.getLogger("accordion")
+
+
+def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
+    """Shard the first of `wrappers`, in which the others are; (name in it, wrapper, its arguments).
+
+    Raises `UsageError` where an inner wrapper asks for what one engine cannot do, `DivergenceError` where ranks hold
+    models of different structure.
+    """
+    (_, root, arguments), inner = wrappers[0], wrappers[1:]
+    for name, _, theirs in inner:
+        _check_alike(name, theirs, arguments)
+    arguments.use_device()
+    ignored = {id(p) for _, _, given in wrappers for p in given.ignored}
+    units = {id(wrapper) for _, wrapper, _ in inner}
+    with _hidden(root, ignored):
+        master = _master(root)
+        precision = arguments.precision(master, root=True)
+        overrides: dict[type[nn.Module] | str, Precision] = {
+            name: theirs.precision(master, root=False)
+            for name, wrapper, theirs in inner
+            if any(True for _ in wrapper.parameters())
+        }
+        made = _meta_modules(root)
+        make = partial(
+            shard,
+            root,
+            arguments.mesh(),
+            units=lambda name, module: id(module) in units,
+            strategy=arguments.strategy,
+            precision=_with(precision, overrides),
+        )
+        asked = any(given.sync_module_states for _, _, given in wrappers)
+        try:
+            make(sync=asked)
+        except DivergenceError:  # on every rank, before anything was done
+            if asked:
+                raise
+            make(sync=True)  # raises again unless values are all that differs
+            log.warning(
+                "ranks built different parameters: the first rank's are taken (torch's class keeps rows of each rank's)"
+            )
+    if made:
+        _materialise(root, made, [(wrapper, given) for _, wrapper, given in wrappers])
+    for sentence in arguments.without_meaning():
+        log.info("accepted without effect: %s", sentence)
+
+
+def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
+    for what in ("strategy", "process_group", "device_mesh"):
+        mine, other = getattr(root, what), getattr(theirs, what)
+        same = mine == other if what == "strategy" else other is None or mine is other or mine == other
+        if not same:
+            raise UsageError(
+                f"wrapper {name!r} has {what} {getattr(other, 'name', other)} and the outermost {getattr(mine, 'name', mine)}; "
+                "give all the same."
+            )
+
+
+def _with(precision: Precision, overrides: dict[type[nn.Module] | str, Precision]) -> Precision:
+    return Precision(
+        params=precision.params,
+        reduce=precision.reduce,
+        master=precision.master,
+        buffers=precision.buffers,
+        cast_inputs=precision.cast_inputs,
+        overrides=overrides,
+    )
+
+
+def _master(root: nn.Module) -> torch.dtype:
+    """The dtype under which every trained parameter keeps its own: the narrowest there is."""
+    dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
+    if not dtypes:
+        return torch.float32
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    alike = [dtype for dtype in dtypes if dtype.itemsize == narrowest.itemsize]
+    if len(alike) > 1:
+        raise UsageError(
+            f"parameters are {' and '.join(map(str, alike))} in one model; make them one dtype before wrapping."
+        )
+    return narrowest
+
+
+@contextmanager
+def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
+    """Without the ignored parameters, which afterwards stand where they were, in the order in which they were."""
+    kept: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    for module in root.modules() if ignored else ():
+        if any(id(p) in ignored for p in module._parameters.values()):
+            kept.append((module, dict(module._parameters)))
+            for name in [name for name, p in module._parameters.items() if id(p) in ignored]:
+                del module._parameters[name]
+    try:
+        yield
+    finally:
+        for module, before in kept:
+            now = dict(module._parameters)
+            module._parameters.clear()
+            module._parameters.update({name: now.get(name, p) for name, p in before.items()})
+
+
+def _meta_modules(root: nn.Module) -> set[int]:
+    """Ids of the modules with parameters or buffers of their own on the meta device."""
+    return {
+        id(module)
+        for module in root.modules()
+        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+    }
+
+
+def _materialise(root: nn.Module, made: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
+    """Give what was on the meta device values: by the `param_init_fn` of the nearest wrapper, else `reset_parameters`."""
+    functions: dict[int, Arguments] = {}
+    for wrapper, given in wrappers:  # inner wrappers come later, and win
+        functions.update({id(module): given for module in wrapper.modules()})
+    has_function = any(given.param_init_fn is not None for _, given in wrappers)
+    if not has_function and all(
+        id(m) in made for m in root.modules() if any(True for _ in m.parameters(recurse=False))
+    ):
+        initialise(root)
+        return
+
+    def init(module: nn.Module) -> None:
+        if id(module) not in made:
+            return
+        function = functions[id(module)].param_init_fn
+        if function is not None:
+            function(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        else:
+            raise UsageError(
+                f"{type(module).__name__} is on the meta device and has no reset_parameters(); give the wrapper a param_init_fn."
+            )
+
+    initialise(root, init)

@@ -1,0 +1,287 @@
+"""The wrapper `FullyShardedDataParallel`: torch's constructor and methods, on this engine."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accordion import _torch, optim, state
+from accordion.compat.fsdp1 import states
+from accordion.compat.fsdp1.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters, of_children
+from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
+from accordion.compat.fsdp1.policies import auto_wrap
+from accordion.compat.fsdp1.state_dicts import StateDicts
+from accordion.engine.engine import Engine
+from accordion.engine.group import own_rows
+from accordion.errors import UsageError
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+class FullyShardedDataParallel(StateDicts):
+    """A module whose parameters are sharded over ranks; nested ones are its units.
+
+    Arguments are those of torch's class. The engine is made for the outermost wrapper and all below it: at once where an
+    `auto_wrap_policy` is given, else when parameters, state or a forward are first asked for, since a wrapper around it may
+    still come. Until then parameters are whole. Afterwards each is a DTensor under its own name.
+
+    Raises `UsageError` for what cannot be done, by name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        given: object = module
+        if not isinstance(given, nn.Module):
+            raise UsageError(f"FullyShardedDataParallel takes a torch.nn.Module, not {type(given).__name__}.")
+        self._arguments = Arguments(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored=ignored_parameters(module, ignored_modules, ignored_states),
+            device_mesh=device_mesh,
+        )
+        self._outer = None
+        self._built = False
+        self._settings = states.settings_for(StateDictType.FULL_STATE_DICT, None, None)
+        self._own_dtypes = {}
+        _check_inside(wrappers_in(module), auto_wrap_policy)
+        _check_called(module, auto_wrap_policy)
+        if auto_wrap_policy is not None:
+            ignored = {id(p) for p in self._arguments.ignored}
+            auto_wrap(module, auto_wrap_policy, ignored, of_children(self._arguments), _wrapped)
+        self._fsdp_wrapped_module = module
+        for wrapper in wrappers_in(module):
+            if wrapper._outer is None:
+                wrapper._outer = weakref.ref(self)
+        if auto_wrap_policy is not None:
+            self._ready()
+
+    # -- as a module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a wrapper that recomputes activations."""
+        inner = self._fsdp_wrapped_module
+        below = inner._modules.get("_checkpoint_wrapped_module")
+        return inner if below is None else below
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_flat_param", "_handle"):
+            raise AttributeError(
+                f"{name} does not exist: there are no flat parameters, each is a DTensor under its own name."
+            )
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._ready()
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module; the engine's hooks on this one gather around it."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As torch's; a plain module around asks here for parameters too, so the engine is made."""
+        self._ready()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's, under the names that the unwrapped module gives them."""
+        self._ready()
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As torch's, under the names that the unwrapped module gives them."""
+        self._ready()
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean(name), buffer
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` with every module, full parameters standing in them; each rank keeps its rows of what `fn` writes."""
+        if not self._built or state.sharded_engine(self, "apply").suspended:
+            return super().apply(fn)
+        with self.summon_full_params(self):
+            return super().apply(fn)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All wrappers in `module`, itself included; only the outermost ones with `root_only`."""
+        found = [m for m in walk(module) if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m.check_is_root()] if root_only else found
+
+    # -- training
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Accumulate full gradients without communicating; the next backward outside reduces the sum."""
+        self._root_engine("no_sync()")
+        with state.no_sync(self):
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, 0-d float32."""
+        self._root_engine("clip_grad_norm_()")
+        return optim.clip_grad_norm_(self, float(max_norm), float(norm_type))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None]:
+        """Full parameters in the registry of the whole model around `module`, on every rank.
+
+        With `writeback` each rank keeps its rows of what is written. `recurse` and `rank0_only` are accepted: more is full
+        than asked for. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
+        """
+        if rank0_only and writeback:
+            raise UsageError("summon_full_params(rank0_only=True, writeback=True) cannot be: pass writeback=False.")
+        tops = list({id(w): w for w in (m._outermost() for m in wrappers_in(module))}.values())
+        with contextlib.ExitStack() as stack:
+            for top in tops:
+                engine = top._engine("summon_full_params()")
+                if offload_to_cpu and engine.wiring.device.type != "cpu":
+                    raise UsageError(
+                        "summon_full_params(offload_to_cpu=True) is not supported: parameters are shown on the device that "
+                        "computes; take a full state dict with offload_to_cpu=True."
+                    )
+                stack.enter_context(_full(top, engine, writeback, with_grads))
+            yield
+
+    def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: there is no flat gradient that a hook could send."""
+        raise UsageError(
+            "register_comm_hook is not supported: gradients are sent from where they lie, there is no flat one to give a hook; "
+            "MixedPrecision(reduce_dtype=) chooses the dtype of the sum."
+        )
+
+
+def _wrapped(module: nn.Module, arguments: dict[str, Any]) -> nn.Module:
+    """What an auto wrap policy makes."""
+    return FullyShardedDataParallel(module, **arguments)
+
+
+def _check_called(module: nn.Module, policy: Any) -> None:
+    """A list or dict of modules is never called, so nothing would gather what no wrapper inside it holds."""
+    inside = {id(m) for wrapper in wrappers_in(module) for m in walk(wrapper)}
+    loose = [m for m in walk(module) if id(m) not in inside and any(p is not None for p in m._parameters.values())]
+    if isinstance(module, CONTAINERS) and (loose or policy is not None):
+        raise UsageError(
+            f"FullyShardedDataParallel was given a {type(module).__name__}, which nobody calls, so nothing would gather its "
+            "parameters; wrap its items, or the module that holds it."
+        )
+
+
+def _check_inside(inside: list[Wrapper], policy: Any) -> None:
+    if inside and policy is not None:
+        raise UsageError(
+            f"auto_wrap_policy was given for a module with {len(inside)} wrappers in it; give the policy, or wrap by hand."
+        )
+    if any(wrapper._built for wrapper in inside):
+        raise UsageError(
+            "a FullyShardedDataParallel inside this module has been used already (its policy, parameters, state or forward), so "
+            "it cannot become a unit of another; wrap the outermost before that, or leave the policy to the outermost."
+        )
+
+
+@contextlib.contextmanager
+def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
+    """Full parameters of one engine, and their gradients if asked for."""
+    sharded = dict(nn.Module.named_parameters(top))
+    entries = states.params_of([engine])
+    with state.full_params(top, write=writeback):
+        full = dict(nn.Module.named_parameters(top))
+        pairs = [(full[n], p, *entries[id(p)]) for n, p in sharded.items() if with_grads and id(p) in entries]
+        for shown, p, param, _ in pairs:
+            if p.grad is not None:
+                shown.grad = states.full_rows(p.grad, param, engine)
+        try:
+            yield
+        finally:
+            for shown, p, param, _ in pairs if writeback else ():
+                if shown.grad is None:
+                    p.grad = None
+                else:
+                    rows = own_rows(shown.grad, param.cut, engine.wiring).contiguous()
+                    p.grad = _torch.as_dtensor(rows, p)

@@ -1,0 +1,95 @@
+"""Where an auto wrap policy puts wrappers: the modules below the one that is wrapped, children before parents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.engine.tree import map_tensors
+from accordion.errors import UsageError
+
+Make = Callable[[nn.Module, dict[str, Any]], nn.Module]
+"""Wraps a module, with keyword arguments for the wrapper."""
+
+
+def auto_wrap(root: nn.Module, policy: Any, ignored: set[int], arguments: dict[str, Any], make: Make) -> None:
+    """Replace the modules below `root` that `policy` names by wrapped ones, in place.
+
+    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. `ignored`: ids of
+    parameters that count nowhere. With mixed precision, norms over batches are units that compute in float32, as torch has it.
+    """
+    mixed = arguments["mixed_precision"]
+    exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
+    if _torch.is_wrap_policy(policy):
+        targets = _torch.run_wrap_policy(policy, root, arguments)
+    elif callable(policy):
+        targets = _by_function(root, policy, ignored, arguments)
+    else:
+        raise UsageError(
+            f"auto_wrap_policy is {policy!r}; it takes a policy of accordion.compat.fsdp1.wrap or a function."
+        )
+    for module in root.modules():
+        if exempt and isinstance(module, exempt):
+            targets[module] = {**arguments, "mixed_precision": None}
+            compute_in_float32(module)
+    targets.pop(root, None)
+    wrapped: dict[int, nn.Module] = {}
+    for parent in _children_first(root):
+        for name, child in list(parent._modules.items()):
+            if child is not None and child in targets:
+                if id(child) not in wrapped:
+                    wrapped[id(child)] = make(child, targets[child])
+                parent._modules[name] = wrapped[id(child)]
+
+
+def _by_function(
+    root: nn.Module, policy: Callable[..., bool], ignored: set[int], arguments: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    targets: dict[nn.Module, dict[str, Any]] = {}
+
+    def visit(module: nn.Module) -> int:
+        """How many elements below and in `module` are in wrappers now."""
+        own = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
+        if not policy(module=module, recurse=True, nonwrapped_numel=own):
+            return 0
+        inside = sum(visit(child) for child in module.children())
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=own - inside):
+            targets[module] = arguments
+            return own
+        return inside
+
+    visit(root)
+    return targets
+
+
+def _children_first(root: nn.Module) -> list[nn.Module]:
+    return list(root.modules())[::-1]
+
+
+def compute_in_float32(module: nn.Module) -> None:
+    """Cast floating inputs of `module` to float32, and its outputs back to what the first of them was."""
+    given: list[torch.dtype | None] = []
+
+    def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found: list[torch.dtype] = []
+
+        def cast(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            found.append(tensor.dtype)
+            return tensor.float()
+
+        cast_args, cast_kwargs = map_tensors(cast, args), map_tensors(cast, kwargs)
+        given.append(found[0] if found else None)
+        return cast_args, cast_kwargs
+
+    def narrow(_: nn.Module, __: Any, output: Any) -> Any:
+        dtype = given.pop()
+        return map_tensors(lambda t: t.to(dtype) if dtype is not None and t.is_floating_point() else t, output)
+
+    module.register_forward_pre_hook(widen, with_kwargs=True)
+    module.register_forward_hook(narrow)

@@ -1,0 +1,194 @@
+"""The state dict methods of `FullyShardedDataParallel`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Generator
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.optim import Optimizer
+
+from accordion import state
+from accordion.compat.fsdp1 import states
+from accordion.compat.fsdp1.nesting import Wrapper, clean, engines_of, some_wrappers
+from accordion.errors import UsageError
+
+OPTIM = "an optimizer's state dict"
+
+
+class StateDicts(Wrapper):
+    """State dicts of the model and of its optimizers, full or sharded."""
+
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The state under the names of the unwrapped module; full or sharded as `state_dict_type` says, full by default.
+
+        A full one is collective. With `keep_vars` it is the sharded parameters themselves.
+        """
+        self._ready()
+        raw = super().state_dict(prefix=prefix, keep_vars=True)
+        found = OrderedDict((clean(name), value) for name, value in raw.items())
+        if not keep_vars:
+            found = OrderedDict(self._as_asked(found, prefix))
+        if destination is None:
+            destination = OrderedDict()
+            destination._metadata = OrderedDict()
+        destination.update(found)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update({clean(f"{k}.")[:-1]: v for k, v in raw._metadata.items()})  # type: ignore[attr-defined]
+        return destination  # type: ignore[no-any-return]
+
+    def _as_asked(self, found: dict[str, Any], prefix: str) -> dict[str, Any]:
+        engine = self._engine("state_dict()")
+        config = self._settings.state_dict_config
+        for name, value in found.items():
+            dtype = self._outermost()._own_dtypes.get(name.removeprefix(prefix))
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and dtype is not None:
+                found[name] = value.to(dtype)  # buffers that mixed precision cast are saved as they were
+        if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            rank0_only = bool(getattr(config, "rank0_only", False))
+            return state.full_values(engine, found, rank0_only=rank0_only, cpu=config.offload_to_cpu)
+        return {
+            name: (value.detach().cpu() if config.offload_to_cpu else value.detach())
+            if isinstance(value, Tensor)
+            else value
+            for name, value in found.items()
+        }
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._ready()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Say what state dicts of `module` are from now on; returns what was said before."""
+        settings = states.settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        wrappers = some_wrappers(module, "set_state_dict_type")
+        before = wrappers[0]._settings
+        for wrapper in wrappers:
+            wrapper._settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What was said last about state dicts of `module`."""
+        return some_wrappers(module, "get_state_dict_type")[0]._settings
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None]:
+        """`set_state_dict_type` for the time of a block."""
+        before = StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for wrapper in some_wrappers(module, "state_dict_type"):
+                wrapper._settings = before
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by qualified name, full or sharded as `state_dict_type` says; a full one is collective."""
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        settings = StateDicts.get_state_dict_type(model)
+        return states.named_state(model, optim, given, engines_of(model, OPTIM), settings)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave on any number of ranks."""
+        if is_named_optimizer:
+            raise UsageError(
+                "is_named_optimizer=True is not supported: an optimizer of torch.optim has numbered parameters."
+            )
+        settings = StateDicts.get_state_dict_type(model)
+        engines = engines_of(model, OPTIM)
+        from_first = engines[0] if getattr(settings.optim_state_dict_config, "rank0_only", False) else None
+        result = states.state_by_id(model, optim, optim_state_dict, engines, from_first)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
+    ) -> dict[str, Any]:
+        """The older name of a full `optim_state_dict`, on CPU."""
+        settings = states.settings_for(
+            StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+        )
+        return states.named_state(model, optim, optim.state_dict(), engines_of(model, OPTIM), settings)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+        """The older name of a sharded `optim_state_dict`."""
+        settings = states.settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
+        return states.named_state(model, optim, optim.state_dict(), engines_of(model, OPTIM), settings)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """The older name of `optim_state_dict_to_load` for a full one that every rank has."""
+        return states.state_by_id(model, _given(optim), full_optim_state_dict, engines_of(model, OPTIM), None)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """The older name of `optim_state_dict_to_load` for a sharded one."""
+        return states.state_by_id(model, optim, sharded_optim_state_dict, engines_of(model, OPTIM), None)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The older name of `optim_state_dict_to_load` for a full one that the first rank has."""
+        engines = engines_of(model, OPTIM)
+        return states.state_by_id(model, _given(optim), full_optim_state_dict or {}, engines, engines[0])
+
+    @staticmethod
+    def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: state dicts are by qualified name."""
+        raise UsageError("rekey_optim_state_dict is not supported: take optim_state_dict, which is by qualified name.")
+
+
+def _given(optimizer: Optimizer | None) -> Optimizer:
+    if optimizer is None:
+        raise UsageError("optim_input is not supported, it numbers flat parameters; pass optim=, the optimizer itself.")
+    return optimizer

@@ -1,0 +1,169 @@
+"""State dicts of wrapped models and of their optimizers: full or sharded, by qualified name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accordion import _torch
+from accordion.engine.engine import Engine
+from accordion.engine.group import Param, gathered, own_rows
+from accordion.errors import UsageError
+
+CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def settings_for(
+    kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
+) -> StateDictSettings:
+    """Check what was asked; configurations that were left out are torch's defaults. Raises `UsageError`."""
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        raise UsageError(
+            "LOCAL_STATE_DICT is not supported: it holds flat parameters, and there are none; take SHARDED_STATE_DICT, which "
+            "communicates as little."
+        )
+    if kind not in CONFIGS:
+        raise UsageError(f"state_dict_type is {kind!r}; valid: {', '.join(str(k) for k in CONFIGS)}.")
+    made = []
+    for given, cls in zip((config, optim_config), CONFIGS[kind], strict=True):
+        if given is not None and type(given) is not cls:
+            raise UsageError(f"{kind.name} takes a {cls.__name__}, not a {type(given).__name__}.")
+        made.append(cls() if given is None else given)
+    return StateDictSettings(kind, *made)  # type: ignore[arg-type]
+
+
+def first_rank(engine: Engine) -> bool:
+    return engine.wiring.shard.rank == 0 and engine.wiring.replicate.rank == 0
+
+
+def params_of(engines: Iterable[Engine]) -> dict[int, tuple[Param, Engine]]:
+    """The engine's entry of each sharded parameter, by the id of the parameter."""
+    return {id(p.sharded): (p, engine) for engine in engines for unit in engine.units for p in unit.params}
+
+
+def full_rows(value: Tensor, param: Param, engine: Engine) -> Tensor:
+    """The whole of which `value`, a DTensor as its parameter is one, holds rows. Collective."""
+    return gathered(_torch.local_of(value), param.cut, engine.wiring)
+
+
+def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
+    """This rank's rows of a full tensor of the parameter's shape, as a DTensor beside it; other tensors as they are."""
+    like = param.sharded
+    if isinstance(value, DTensor):
+        if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
+            return value
+        value = value.full_tensor()
+    if value.dim() == 0 or value.shape != like.shape:
+        return value
+    rows = own_rows(value, param.cut, engine.wiring).to(_torch.local_of(like).device)
+    return _torch.as_dtensor(rows.contiguous(), like)
+
+
+def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
+    """The qualified name of every parameter, by parameter group. Raises `UsageError` for one that is not the model's."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    result = []
+    for group in optim.param_groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise UsageError(
+                    f"the optimizer has a parameter of shape {tuple(p.shape)} that the model has not; make the optimizer from "
+                    "model.parameters() after wrapping."
+                )
+        result.append([names[id(p)] for p in group["params"]])
+    return result
+
+
+def named_state(
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], engines: list[Engine], settings: StateDictSettings
+) -> dict[str, Any]:
+    """The optimizer's state dict by qualified name; full or sharded. Collective where it is full."""
+    full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    cpu = settings.optim_state_dict_config.offload_to_cpu
+    params = params_of(engines)
+    names = names_of(model, optim)
+    result: dict[str, Any] = {}
+    for group, saved, fqns in zip(optim.param_groups, state["param_groups"], names, strict=True):
+        for p, key, name in zip(group["params"], saved["params"], fqns, strict=True):
+            if key not in state["state"]:
+                continue
+            entry = {}
+            for word, value in state["state"][key].items():
+                if full and isinstance(value, DTensor):
+                    value = full_rows(value, *params[id(p)])
+                elif full and isinstance(value, Tensor):
+                    value = value.clone()  # the step count, which two optimizers must not share
+                entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
+            result[name] = entry
+    if full and getattr(settings.optim_state_dict_config, "rank0_only", False) and not first_rank(engines[0]):
+        return {}
+    groups = [
+        {**{k: v for k, v in saved.items() if k != "params"}, "params": fqns}
+        for saved, fqns in zip(state["param_groups"], names, strict=True)
+    ]
+    return {"state": result, "param_groups": groups}
+
+
+def state_by_id(
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], engines: list[Engine], from_first: Engine | None
+) -> dict[str, Any]:
+    """What `optim.load_state_dict` takes, from a state dict by qualified name, full or sharded.
+
+    `from_first`: the engine whose first rank alone has it; collective then. Raises `UsageError` where parameter groups differ.
+    """
+    params = params_of(engines)
+    groups = _shared(state["param_groups"] if state else None, from_first)
+    if groups is None:
+        raise UsageError(
+            "the optimizer's state dict is empty on this rank; where only the first rank has it, set the state_dict_type of this "
+            "model with FullOptimStateDictConfig(rank0_only=True) first."
+        )
+    names = names_of(model, optim)
+    if [sorted(g["params"]) for g in groups] != [sorted(fqns) for fqns in names]:
+        raise UsageError(
+            f"the state dict has parameter groups of {[len(g['params']) for g in groups]} names and the optimizer of "
+            f"{[len(fqns) for fqns in names]}, or other names; make the optimizer as it was saved."
+        )
+    entries: dict[int, Any] = {}
+    numbered, at = [], 0
+    for group, saved, fqns in zip(optim.param_groups, groups, names, strict=True):
+        ids = list(range(at, at + len(fqns)))
+        at += len(fqns)
+        for i, p, name in zip(ids, group["params"], fqns, strict=True):
+            entry = _shared(state["state"].get(name) if state else None, from_first)
+            if entry is not None:
+                entries[i] = {
+                    k: cut_like(v, *params[id(p)]) if isinstance(v, Tensor) and id(p) in params else v
+                    for k, v in entry.items()
+                }
+        numbered.append({**{k: v for k, v in saved.items() if k != "params"}, "params": ids})
+    return {"state": entries, "param_groups": numbered}
+
+
+def _shared(value: Any, from_first: Engine | None) -> Any:
+    """`value` of the first rank of an engine, on every rank of it; without an engine, each rank's own."""
+    if from_first is None:
+        return value
+    held = [value]
+    for axis in (from_first.wiring.shard, from_first.wiring.replicate):  # the first row, then down each column
+        if axis.num_ranks > 1:
+            dist.broadcast_object_list(held, group=axis.gather.group, group_src=0)
+    return held[0]

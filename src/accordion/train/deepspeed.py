@@ -1,0 +1,115 @@
+"""`accordion train --deepspeed ds_config.json`: what the file says, as keys of the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from accordion.compat import deepspeed
+from accordion.compat.deepspeed import Settings
+from accordion.errors import UsageError
+from accordion.optim import ELEMENTWISE
+from accordion.train.config import Config, check, flat
+
+MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def settings_of(config: Config, precision: str) -> Settings | None:
+    """What the file in `train.deepspeed` says, its `"auto"` filled from the run; `precision` is fp32, bf16, fp16 or auto."""
+    if config.train.deepspeed is None:
+        return None
+    run = config.train
+    auto = {
+        MICRO: run.micro_batch,
+        ACCUMULATION: run.accumulate,
+        "gradient_clipping": run.clip,
+        "optimizer.params.lr": run.lr,
+        "optimizer.params.weight_decay": run.weight_decay,
+        "scheduler.params.total_num_steps": run.steps,
+        "scheduler.params.warmup_num_steps": max(1, run.warmup),
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
+    }
+    return deepspeed.read(config.train.deepspeed, auto=auto)
+
+
+def digest_of(config: Config) -> str:
+    """Equal on ranks that read the same file."""
+    if config.train.deepspeed is None:
+        return "nothing"
+    return hashlib.sha256(Path(config.train.deepspeed).read_bytes()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the file means for one key of the run. `names`: keys of the file that would say so."""
+
+    key: str
+    value: Any
+    names: tuple[str, ...]
+
+
+def translated(config: Config, named: Collection[str], num_ranks: int) -> Config:
+    """`config` with what the file says; `named`: the keys that flags and run files gave.
+
+    Raises `UsageError` where the file and a flag or run file say different things.
+    """
+    settings = settings_of(config, config.shard.precision)
+    if settings is None:
+        return config
+    if settings.optimizer is not None and not issubclass(settings.optimizer.cls, ELEMENTWISE):
+        raise UsageError(
+            f"optimizer.type is {settings.optimizer.cls.__name__}, which looks at more than one element at a time; accordion "
+            f"train steps {', '.join(cls.__name__ for cls in ELEMENTWISE)}."
+        )
+    values, changed = flat(config), {}
+    for means in _meanings(config, settings, num_ranks):
+        says = [name for name in means.names if name in settings.said]
+        asks = any(name in settings.autos for name in means.names)
+        if means.key in named and values[means.key] != means.value and not asks:
+            if says:
+                raise UsageError(
+                    f"{means.key} is {values[means.key]}, and {' and '.join(says)} in {config.train.deepspeed!r} "
+                    f"mean{'s' if len(says) == 1 else ''} {means.value}; say it in one place."
+                )
+            continue
+        changed[means.key] = means.value
+    groups = {
+        group.name: replace(
+            getattr(config, group.name),
+            **{key.partition(".")[2]: v for key, v in changed.items() if key.startswith(f"{group.name}.")},
+        )
+        for group in fields(config)
+    }
+    result = replace(config, **groups)
+    check(result)
+    return result
+
+
+def _meanings(config: Config, settings: Settings, num_ranks: int) -> Iterator[Means]:
+    groups = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
+    yield Means("shard.strategy", settings.strategy.name, ("zero_optimization.stage", *groups))
+    if settings.group_ranks is not None:
+        yield Means("shard.replicas", settings.replicas(num_ranks), groups)
+    yield Means("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
+    said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
+    batch = replace(settings, said=said).batch(num_ranks)
+    yield Means("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))
+    yield Means("train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN))
+    yield Means("train.clip", settings.clip, ("gradient_clipping",))
+    if settings.optimizer is not None:
+        yield Means("train.lr", settings.optimizer.lr, ("optimizer.params.lr", "optimizer.type"))
+        decay = ("optimizer.params.weight_decay", "optimizer.type")
+        yield Means("train.weight_decay", settings.optimizer.weight_decay, decay)
+    if settings.scheduler is not None:
+        yield Means("train.warmup", settings.scheduler.warmup, ("scheduler.params.warmup_num_steps", "scheduler.type"))
+
+
+def _precision(config: Config, settings: Settings) -> str:
+    for name in ("bf16", "fp16"):
+        if settings.said.get(f"{name}.enabled"):
+            return name
+    return config.shard.precision if {"bf16.enabled", "fp16.enabled"} & set(settings.autos) else "fp32"

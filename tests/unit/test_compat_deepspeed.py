@@ -1,0 +1,498 @@
+"""DeepSpeed configurations: what they become, and every mistake as one sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accordion import cli
+from accordion.compat.deepspeed import LossScaler, Schedule, read
+from accordion.compat.deepspeed.keys import KEYS, Use, render
+from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM
+from accordion.errors import AccordionError, UsageError
+from accordion.train import command
+from accordion.train.config import as_yaml, flat
+from accordion.train.deepspeed import translated
+from accordion.train.loop import lr_at
+from accordion.train.options import given
+from tests.pool import fake_world
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compat_deepspeed.md"
+TRAINER: dict[str, Any] = {  # as the Hugging Face documentation has it for stage 3, without its offload
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+ANSWERS = {
+    "bf16.enabled": True,
+    "fp16.enabled": False,
+    "optimizer.params.lr": 3e-4,
+    "scheduler.params.warmup_num_steps": 10,
+    "scheduler.params.total_num_steps": 100,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "train_micro_batch_size_per_gpu": 2,
+}
+
+
+def test_the_table_of_the_documentation() -> None:
+    assert DOCUMENT.read_text() == render(), (
+        "write it anew: python -m accordion.compat.deepspeed > docs/compat_deepspeed.md"
+    )
+
+
+def test_a_file_of_the_trainer_with_its_autos() -> None:
+    settings = read(TRAINER, auto=ANSWERS)
+    assert settings.strategy is FULL_SHARD
+    assert settings.precision.params is torch.bfloat16
+    assert settings.precision.master is torch.float32
+    assert settings.clip == 1.0
+    assert settings.loss_scale is None
+    assert settings.batch(8).train_batch == 64
+    assert settings.mesh() is None
+    assert set(settings.shard) == {"strategy", "precision", "reduce_op"}
+    assert settings.scheduler is not None
+    assert settings.scheduler.lr(100 + 1, 0) == 0
+    assert settings.scheduler.lr(11, 0) == 3e-4
+    assert "steps_per_print" in settings.ignored
+    optimizer = settings.optimizer([nn.Parameter(torch.zeros(2))])
+    assert type(optimizer) is torch.optim.AdamW
+    defaults = optimizer.defaults
+    assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (3e-4, (0.9, 0.999), 1e-8)
+    assert defaults["weight_decay"] == 0
+    assert pickle.loads(pickle.dumps(settings)).strategy == FULL_SHARD
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_auto_that_nobody_answers_is_named(name: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}' is 'auto'"):
+        read(TRAINER, auto={key: value for key, value in ANSWERS.items() if key != name})
+
+
+def test_a_path_and_a_dict_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(TRAINER))
+    assert read(file, auto=ANSWERS) == read(str(file), auto=ANSWERS) == read(TRAINER, auto=ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy"), [(0, NO_SHARD), (1, SHARD_OPTIM), (2, SHARD_GRAD_OP), (3, FULL_SHARD), (False, NO_SHARD)]
+)
+def test_stages(stage: int, strategy: Any) -> None:
+    assert read({"zero_optimization": {"stage": stage}} if stage is not False else {}).strategy is strategy
+
+
+@pytest.mark.parametrize(
+    ("key", "strategy"), [("zero_hpz_partition_size", HYBRID_SHARD_OPTIM), ("mics_shard_size", HYBRID_SHARD)]
+)
+def test_hybrids_and_their_mesh(key: str, strategy: Any) -> None:
+    settings = read({"zero_optimization": {"stage": 3, key: 4}})
+    assert settings.strategy is strategy
+    assert settings.replicas(8) == 2
+    with fake_world(8, 0):
+        mesh = settings.mesh()
+        assert mesh is not None
+        assert (mesh.shape, mesh.mesh_dim_names) == ((2, 4), ("replicate", "shard"))
+    with pytest.raises(UsageError, match="do not divide 6 ranks"):
+        settings.replicas(6)
+    with pytest.raises(UsageError, match="is of stage 3"):
+        read({"zero_optimization": {"stage": 2, key: 4}})
+
+
+BATCHES = [  # train, micro, accumulation as given; ranks; what follows
+    ((32, 4, 2), 4, (32, 4, 2)),
+    ((32, 4, None), 4, (32, 4, 2)),
+    ((32, None, 2), 4, (32, 4, 2)),
+    ((None, 4, 2), 4, (32, 4, 2)),
+    ((32, None, None), 4, (32, 8, 1)),
+    ((None, 4, None), 4, (16, 4, 1)),
+]
+NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize(("said", "ranks", "expected"), BATCHES)
+def test_batch_sizes_follow(said: tuple[int | None, ...], ranks: int, expected: tuple[int, ...]) -> None:
+    batch = read({k: v for k, v in zip(NAMES, said, strict=True) if v is not None}).batch(ranks)
+    assert (batch.train_batch, batch.micro_batch, batch.accumulation) == expected
+
+
+@pytest.mark.parametrize("said", [(32, 4, 3), (31, 4, None), (31, None, 2), (2, None, None), (8, 16, None)])
+def test_batch_sizes_that_do_not_fit(said: tuple[int | None, ...]) -> None:
+    settings = read({k: v for k, v in zip(NAMES, said, strict=True) if v is not None})
+    with pytest.raises(UsageError, match=r"which is not .* x ranks"):
+        settings.batch(4)
+    with pytest.raises(UsageError, match="neither"):
+        read({"gradient_accumulation_steps": 2}).batch(4)
+
+
+def test_precision() -> None:
+    both = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert read({"bf16": {"enabled": True, **both}}).precision.master is torch.bfloat16
+    assert read({"bfloat16": {"enabled": True}}).precision.params is torch.bfloat16
+    assert read({"fp16": {"enabled": True}}).precision.params is torch.float16
+    assert read({}).precision.params is None
+    assert read({"communication_data_type": "bf16"}).precision.reduce is torch.bfloat16
+    assert read({"data_types": {"buffer_dtype": "bf16"}}).precision.buffers is torch.bfloat16
+    assert read({"gradient_allreduce_op": "sum"}).reduce_op == "sum"
+
+
+OPTIMIZERS = [
+    ("AdamW", {"lr": 0.1}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    ("Adam", {}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    ("adam", {"adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.0}),
+    ("AdamW", {"torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.01}),
+    ("Adagrad", {"lr": 0.1}, torch.optim.Adagrad, {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
+    ("Adadelta", {"rho": 0.8}, torch.optim.Adadelta, {"rho": 0.8}),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "cls", "defaults"), OPTIMIZERS)
+def test_optimizers(name: str, params: dict[str, Any], cls: type, defaults: dict[str, Any]) -> None:
+    choice = read({"optimizer": {"type": name, "params": params}}).optimizer
+    assert choice is not None
+    optimizer = choice([nn.Parameter(torch.zeros(2))])
+    assert type(optimizer) is cls
+    assert {key: optimizer.defaults[key] for key in defaults} == defaults
+    assert (choice.lr, choice.weight_decay) == (optimizer.defaults["lr"], optimizer.defaults["weight_decay"])
+
+
+# The rates of the first steps, worked out from DeepSpeed's formulas: the first step comes before the schedule's first iteration.
+RATES: list[tuple[str, dict[str, Any], list[float]]] = [
+    (
+        "WarmupLR",
+        {"warmup_type": "linear", "warmup_max_lr": 0.4, "warmup_num_steps": 4},
+        [0, 0, 0.1, 0.2, 0.3, 0.4, 0.4],
+    ),
+    ("WarmupLR", {"warmup_num_steps": 4, "warmup_min_lr": 0.5}, [0.5, 0.5, 0.75, 0.5 + 0.5 * 0.7924812503605781, 1, 1]),
+    ("WarmupLR", {"warmup_num_steps": 1, "warmup_max_lr": 2.0}, [0, 0, 2, 2]),
+    (
+        "WarmupDecayLR",
+        {"warmup_type": "linear", "warmup_max_lr": 1.0, "warmup_num_steps": 2, "total_num_steps": 6},
+        [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0],
+    ),
+    (
+        "WarmupCosineLR",
+        {"warmup_type": "linear", "warmup_num_steps": 2, "total_num_steps": 4, "cos_min_ratio": 0.2},
+        [0, 0, 0.5, 0.6, 0.2, 0.2],
+    ),
+    (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 2},
+        [0.1, 0.2, 0.3, 0.4],
+    ),
+    (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_staircase": True},
+        [0.1, 0.1, 0.2, 0.2, 0.3],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "expected"), RATES)
+def test_schedules_step_for_step(name: str, params: dict[str, Any], expected: list[float]) -> None:
+    schedule = read({"scheduler": {"type": name, "params": params}}).scheduler
+    assert schedule is not None
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
+    scheduler, found = schedule(optimizer), []
+    for _ in expected:
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx(expected)
+    assert "_schedule" not in scheduler.state_dict()
+
+
+def test_a_rate_for_each_group() -> None:
+    schedule = Schedule("WarmupLR", {"warmup_num_steps": 2, "warmup_max_lr": [1.0, 3.0]})
+    groups = [{"params": [nn.Parameter(torch.zeros(2))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    scheduler = schedule(optimizer)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 3.0]
+    with pytest.raises(UsageError, match="2 rates for 1 parameter groups"):
+        schedule(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
+
+
+def scales(section: dict[str, Any], overflows: list[bool]) -> list[float]:
+    scaler = read({"fp16": {"enabled": True, **section}}).scaler("cpu")
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    found = []
+    for overflow in overflows:
+        scaler.scale(param.sum()).backward()
+        if overflow:
+            assert param.grad is not None
+            param.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_loss_scaling_by_deepspeeds_rules() -> None:
+    bad, good = True, False
+    assert scales({"initial_scale_power": 4, "loss_scale_window": 2}, [good, good, good, good]) == [16, 32, 32, 64]
+    assert scales({"initial_scale_power": 4, "hysteresis": 1}, [bad, good, bad]) == [8, 8, 4]
+    assert scales({"initial_scale_power": 4, "hysteresis": 2}, [bad, good, bad, bad]) == [16, 16, 8, 4]
+    consecutive = {"initial_scale_power": 4, "hysteresis": 2, "consecutive_hysteresis": True}
+    assert scales(consecutive, [bad, good, bad, bad]) == [16, 16, 16, 8]
+    assert scales({"loss_scale": 128}, [bad, good, bad]) == [128, 128, 128]
+    with pytest.raises(AccordionError, match="least loss scale"):
+        scales({"initial_scale_power": 1, "hysteresis": 1}, [bad, bad, bad])
+
+
+def test_a_scaler_remembers_the_overflows_that_are_left() -> None:
+    rules = read({"fp16": {"enabled": True}}).loss_scale
+    before, after = LossScaler(rules, "cpu"), LossScaler(rules, "cpu")
+    before._left = 1
+    after.load_state_dict(before.state_dict())
+    assert after._left == 1
+    assert read({}).scaler("cpu").state_dict() == {}
+
+
+NO_KEY: list[tuple[dict[str, Any], str]] = [
+    ({"train_batchsize": 4}, "'train_batchsize' does not exist; did you mean 'train_batch_size'?"),
+    ({"zero_optimization": {"stge": 3}}, "'zero_optimization.stge' does not exist; did you mean 'stage'?"),
+    ({"stage": 3}, "did you mean 'zero_optimization.stage'?"),
+    ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "no argument of AdamW"),
+    ({"optimizer": {"type": "AdamW", "parms": {}}}, "did you mean 'params'?"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, "does not exist; did you mean 'warmup_type'?"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 1}}}, "is none of WarmupLR"),
+    ({"zero_optimization": 3}, "takes keys of its own"),
+    ({"fp16": {"enabled": "yes"}}, "takes true or false"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "same value"),
+    ({"gradient_clipping": -1}, "at least 0"),
+    ({"gradient_clipping": "much"}, "at least 0"),
+    ({"gradient_accumulation_steps": 1.5}, "whole number"),
+    ({"train_batch_size": 0}, "at least 1"),
+    ({"zero_optimization": {"stage": 4}}, "valid: 0, 1, 2, 3"),
+    ({"zero_optimization": {"stage": "auto"}}, "has no meaning there"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "mics_shard_size": 2}}, "keep one"),
+    ({"communication_data_type": "fp8"}, "valid: fp32, bf16, fp16"),
+    ({"gradient_allreduce_op": "max"}, "valid: mean, sum"),
+    ({"optimizer": {"type": "AdmW"}}, "did you mean 'Adam"),
+    ({"optimizer": {"params": {"lr": 1}}}, "takes a name"),
+    ({"optimizer": {"type": "Lamb"}}, "norms of whole parameters"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "compressed communication"),
+    ({"optimizer": {"type": "Muon"}}, "whole matrices"),
+    ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}}, "OneCycleLR"),
+    ({"scheduler": {"type": "Warmup"}}, "did you mean 'WarmupLR'?"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "positive whole number"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "valid: log, linear"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, "no optimizer whose lr"),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), NO_KEY, ids=[json.dumps(c)[:60] for c, _ in NO_KEY])
+def test_mistakes_are_named_on_one_line(content: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read(content)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    result: dict[str, Any] = value
+    return result
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.REFUSED])
+def test_what_is_not_supported_is_refused_by_name_and_may_be_off(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
+        read(nested(name, {"enabled": True} if KEYS[name].section else "wanted"))
+    assert KEYS[name].why in str(error.value)
+    for off in (None, False, *KEYS[name].off, *([{"enabled": False}] if KEYS[name].section else [])):
+        read(nested(name, off))
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.use is Use.NOT_NEEDED])
+def test_what_is_not_needed_is_accepted_and_told(name: str) -> None:
+    value = {"anything": 1} if KEYS[name].section else "auto"
+    ignored = read(nested(name, value)).ignored
+    assert [key for key in ignored if key == name or key.startswith(f"{name}.")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("what", ["offload_param", "offload_optimizer"])
+def test_offload_is_refused_with_its_reason(what: str, device: str) -> None:
+    content = {"zero_optimization": {"stage": 3, what: {"device": device, "pin_memory": True}}}
+    with pytest.raises(
+        UsageError, match=rf"{what}.device' \(\"{device}\"\) is not supported: there are no memory tiers"
+    ):
+        read(content)
+    assert read({"zero_optimization": {"stage": 3, what: {"device": "none"}}}).strategy is FULL_SHARD
+
+
+FILES = [("{", "is no JSON"), ("[]", "holds no keys"), ('{"fp16": {}, "fp16": {}}', "'fp16' twice")]
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=expected):
+        read(file)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read(tmp_path / "absent.json")
+    with pytest.raises(UsageError, match="not list"):
+        read([])  # type: ignore[arg-type]
+
+
+# -- accordion train --deepspeed
+
+
+def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int = 2) -> Any:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    all_words = ["--train.deepspeed", str(file), *words]
+    config = command.read(all_words)
+    return translated(config, given(all_words, list(flat(config))), num_ranks)
+
+
+def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
+    content = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.3}},
+    }
+    config = run_of(tmp_path, content, num_ranks=4)
+    assert (config.train.micro_batch, config.train.accumulate, config.train.clip) == (2, 2, 0.5)
+    assert (config.train.lr, config.train.weight_decay) == (0.02, 0.3)
+    assert (config.shard.strategy, config.shard.replicas) == ("hybrid_shard_optim", 2)
+    assert config.shard.precision == "bf16"
+
+
+def test_what_the_file_leaves_out_is_as_deepspeed_has_it_or_as_a_flag_says(tmp_path: Path) -> None:
+    config = run_of(tmp_path, {})
+    assert (config.shard.strategy, config.shard.precision, config.train.clip) == ("no_shard", "fp32", 0)
+    assert (config.train.micro_batch, config.train.accumulate, config.train.lr) == (8, 1, 1e-3)
+    config = run_of(tmp_path, {}, "--shard.strategy", "full_shard", "--train.clip=1.0", "--train.accumulate", "3")
+    assert (config.shard.strategy, config.train.clip, config.train.accumulate) == ("full_shard", 1.0, 3)
+
+
+def test_autos_are_filled_from_the_run(tmp_path: Path) -> None:
+    flags = ["--train.lr", "0.25", "--train.accumulate", "3", "--train.warmup", "0", "--shard.precision", "fp16"]
+    config = run_of(tmp_path, TRAINER, *flags)
+    assert (config.train.lr, config.train.accumulate, config.shard.precision) == (0.25, 3, "fp16")
+    assert config.shard.strategy == "full_shard"
+    assert run_of(tmp_path, TRAINER).shard.precision == "auto"
+
+
+CONFLICTS = [
+    ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch", "2"], "train.micro_batch is 2, and"),
+    ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch=8"], "train.micro_batch is 8, and"),
+    ({"zero_optimization": {"stage": 2}}, ["--shard.strategy", "full_shard"], "shard_grad_op"),
+    ({"bf16": {"enabled": True}}, ["--shard.precision", "fp32"], "mean"),
+    ({"gradient_clipping": 0.5}, ["--train.clip", "1.0"], "train.clip is 1.0, and gradient_clipping in"),
+    ({"optimizer": {"type": "AdamW"}}, ["--train.lr", "0.5"], "optimizer.type"),
+    ({"scheduler": {"type": "WarmupLR"}}, ["--train.warmup", "7"], "1000"),
+    ({"optimizer": {"type": "Adafactor"}}, [], "more than one element"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, [], "train.lr is 0"),
+    ({"train_batch_size": 3}, [], "x ranks"),
+]
+
+
+@pytest.mark.parametrize(("content", "words", "expected"), CONFLICTS)
+def test_a_conflict_of_a_flag_and_the_file_is_one_sentence(
+    tmp_path: Path, content: dict[str, Any], words: list[str], expected: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        run_of(tmp_path, content, *words)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_file_conflicts_too_and_its_record_does_not(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("train: {clip: 1.0}\n")
+    with pytest.raises(UsageError, match=r"train.clip is 1.0, and"):
+        run_of(tmp_path, {"gradient_clipping": 0.5}, "--config", str(run))
+    recorded = run_of(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
+    run.write_text(as_yaml(recorded))
+    words = ["--config", str(run)]
+    assert translated(command.read(words), given(words, list(flat(recorded))), 2) == recorded
+
+
+def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    config = run_of(tmp_path, {"scheduler": scheduler})
+    schedule = read({"scheduler": scheduler}).scheduler
+    assert [lr_at(step, config.train, schedule) for step in (1, 2, 3, 6)] == [0, 0, 0.1, 0.4]
+    assert lr_at(2, config.train) == config.train.lr * 2 / 4
+
+
+def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
+    assert command.read(["--deepspeed", "a.json"]) == command.read(["--train.deepspeed=a.json"])
+    assert command.read(["--deepspeed=a.json"]).train.deepspeed == "a.json"
+
+
+def test_the_command_starts_ranks_with_what_the_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(command, "prepare", lambda config, *rest: config)
+    monkeypatch.setattr(command.launch, "start", lambda entry, args, world: started.append((args[0], world)) or 0)
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
+    words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]
+    assert cli.main(words) == 0
+    config, world = started[0]
+    assert (world, config.shard.strategy, config.train.micro_batch) == (3, "full_shard", 8)
+    assert cli.main([*words, "--train.micro_batch", "4"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
+    assert told.count("\n") == 1
