@@ -184,9 +184,10 @@ class Group:
     def version(self) -> int:
         """Grows with every write to any shard: an optimizer step, a load, a write of full parameters.
 
-        Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there.
+        Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there, and
+        neither on `home.locals`, which are the same memory.
         """
-        return sum([p.sharded._version for p in self.params]) + sum([local._version for local in self.home.locals])
+        return sum([p.sharded._version + _torch.local_of(p.sharded)._version for p in self.params])
 
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
