@@ -61,11 +61,11 @@ class OptimizerLoop:
             full: Tensor = norm.full_tensor()
             return full
         grads = [p.grad for p in self._params if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(grads))))
+        norm = torch.linalg.vector_norm(torch.stack(list(_torch.foreach_norm(grads))))
         power = norm.square()
         dist.all_reduce(power)
         norm = power.sqrt()
-        torch._foreach_mul_(grads, torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0))
+        _torch.foreach_mul_(grads, torch.clamp(MAX_NORM / (norm + 1e-6), max=1.0))
         return norm  # type: ignore[no-any-return]
 
 
