@@ -35,6 +35,12 @@ def walks_everything(leaf: Tensor) -> bool:
     return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
+def saving_hook() -> Callable[[Tensor], Any] | None:
+    """The hook of `saved_tensors_hooks` that packs what autograd saves now, the innermost one; no public name."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Run `function` when the backward that runs now has ended without raising. No public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

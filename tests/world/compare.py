@@ -180,21 +180,6 @@ def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] =
         world.run(num_ranks, fn, *args)
 
 
-def run_broken(world, fn: Callable[..., Any], *args: Any) -> None:
-    """`run_on_all` for what is expected to fail on all ranks alike: the pool need not start again, which takes seconds."""
-    for num_ranks in RANKS:
-        errors = world.run(num_ranks, _error_of, fn, *args)
-        assert not any(errors), errors[0]
-
-
-def _error_of(mesh, fn: Callable[..., Any], *args: Any) -> str | None:
-    try:
-        fn(mesh, *args)
-    except BaseException as error:  # pytest.fail raises outside of Exception
-        return repr(error)
-    return None
-
-
 def poisoned(mesh, case: Case) -> Case:
     """On three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
     return replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case

@@ -34,7 +34,6 @@ from tests.world.compare import (
     compare,
     poisoned,
     rest,
-    run_broken,
     run_on_all,
     seed_of,
     seeded,
@@ -46,11 +45,6 @@ FEW = (2, 3)  # where more ranks can add nothing but time
 
 def run_case(mesh, name: str) -> None:
     compare(mesh, poisoned(mesh, CASES[name]))
-
-
-def but_broken(names: Any, broken: dict[str, str]) -> list[Any]:
-    mark = pytest.mark.xfail
-    return [pytest.param(n, marks=mark(strict=True, reason=broken[n])) if n in broken else n for n in names]
 
 
 def numbers(*shape: int, grad: bool = False) -> Tensor:
@@ -594,16 +588,11 @@ BACKWARD_CASES = {
     **{f"a loss that leaves through a {how}": leaving(how, False) for how in WAYS},
     **{f"only a loss that leaves through a {how}": leaving(how, True) for how in WAYS},
 }
-# Nothing of the model leads from such a loss to its unit, and its output is not walked back: the limit in docs/design.md.
-UNSEEN = {f"only a loss that leaves through a {how}": "nothing leads to it" for how in ("object attribute", "global")}
 
 
-@pytest.mark.parametrize("name", but_broken(BACKWARD_CASES, UNSEEN))
+@pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_any_way_into_the_backward(world, name):
-    if name in UNSEEN:
-        run_broken(world, run_case, name)
-    else:
-        run_on_all(world, run_case, name, ranks=FEW if "leaves" in name else RANKS)
+    run_on_all(world, run_case, name, ranks=FEW if "leaves" in name else RANKS)
 
 
 def steps_again(mesh, model: nn.Module, plain: nn.Module, run: Callable[..., Any] = plain_run) -> None:

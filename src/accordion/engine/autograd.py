@@ -57,10 +57,19 @@ class Call:
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
         """Hook on the mark and on outputs: the backward has reached this call."""
-        task = _torch.current_graph_task()
-        if task in self.waiting:
-            return
-        engine = self.unit.engine
+        if self.unit.begins_at_reads is None:
+            self.unit.begins_at_reads = False
+        if _torch.current_graph_task() not in self.waiting:
+            self._begin(fulls)
+
+    def begin_unseen(self, fulls: Sequence[Tensor]) -> None:
+        """A node of this call is about to read a full parameter; no mark and no output said that a backward comes."""
+        if _torch.current_graph_task() not in self.waiting:
+            self.unit.begins_at_reads = True
+            self._begin(fulls)
+
+    def _begin(self, fulls: Sequence[Tensor]) -> None:
+        task, engine = _torch.current_graph_task(), self.unit.engine
         self.refuse_double_backward()
         try:
             self.waiting[task] = sum(_torch.will_execute(node) for node in self.inputs)

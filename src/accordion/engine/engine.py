@@ -60,6 +60,7 @@ class Engine:
         self.sync = True
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
+        self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
         self._marks_of = -1  # the backward in which that call runs
         self.depth = 0  # calls of units under way on the forward path
         self.root_call = 0

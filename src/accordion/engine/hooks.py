@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class Hooks:
         self.unit, self.engine = unit, unit.engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
         self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
+        self._guards: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._handles: list[RemovableHandle] = []
         self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
         self._last_hooks: dict[int, int] = {}  # by id of the module
@@ -118,6 +119,9 @@ class Hooks:
 
     def forget(self) -> None:
         self._calls.clear()
+        for guard in self._guards.values():  # an interrupt: torch ran no hooks
+            self._end_guard(guard)
+        self._guards.clear()
         self._staged = None
 
     def _key(self) -> tuple[int, bool]:
@@ -162,6 +166,8 @@ class Hooks:
             raise
         self._calls.append((call, fulls))
         unit.show(fulls)
+        if call.reached is not None and unit.begins_at_reads is not False:
+            self._guard_reads(call, fulls)
         if engine.finite is not None:
             engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
         done: dict[int, Tensor] = {}
@@ -197,6 +203,30 @@ class Hooks:
             fulls[i] = full
         return call, unit.around(fulls)
 
+    def _guard_reads(self, call: Call, fulls: Sequence[Tensor]) -> None:
+        """Let a backward begin this call where it reads a full parameter, if nothing else has begun it.
+
+        So a loss that left the unit through a global or an object can be walked back alone. Each saved tensor costs two calls of
+        Python: so only until the first backward has come by a mark or an output, and after that where one did not. Where others
+        have such hooks (checkpointing, offload), theirs are left to work.
+        """
+        unit, begin, outer = self.unit, partial(call.begin_unseen, fulls), _torch.saving_hook()
+        if outer is not None and outer not in self.engine.saving:
+            return
+
+        def pack(tensor: Tensor) -> Any:
+            if unit.holds(tensor):
+                return Guarded(begin, tensor)
+            return tensor if outer is None else outer(tensor)
+
+        guard = self._guards[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, read)
+        self.engine.saving.append(pack)
+        guard.__enter__()
+
+    def _end_guard(self, guard: torch.autograd.graph.saved_tensors_hooks) -> None:
+        self.engine.saving.pop()
+        guard.__exit__()
+
     def _input(self, call: Call, done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Cast an input and watch for its gradient: through a view, whose gradient is what this call contributes.
 
@@ -224,6 +254,9 @@ class Hooks:
             return None
         call, fulls = entry
         engine, unit = self.engine, self.unit
+        guard = self._guards.pop(id(call), None)
+        if guard is not None:
+            self._end_guard(guard)
         unit.hide(fulls)
         if unit.writes() != call.writes:
             unit.release()
@@ -293,6 +326,20 @@ class Hooks:
         if keep is not None:
             return keep
         return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_last(self.unit)
+
+
+class Guarded(NamedTuple):
+    """A full parameter that autograd saves, and what must be done before it is read."""
+
+    begin: Callable[[], None]
+    tensor: Tensor
+
+
+def read(saved: Any) -> Tensor:
+    if isinstance(saved, Guarded):
+        saved.begin()
+        return saved.tensor
+    return cast(Tensor, saved)
 
 
 def written_into(inputs: Any) -> Iterator[Tensor]:
