@@ -56,6 +56,7 @@ class Wire(TorchDispatchMode):
         self.calls: list[Call] = []
         self.copies: list[Copy] = []
         self.seen: Counter[str] = Counter()
+        self._sent: dict[int, list[int]] = {}  # elements of each message between two ranks, by tag; of both directions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -69,16 +70,26 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _collective(self, name: str, args: Any) -> None:
+        """Messages that ranks send each other belong to the collective after them: the large tensors of that gather or reduce."""
+        if name in ("c10d::send", "c10d::recv_"):
+            pair = self._sent.setdefault(args[3], [0, 0, 0, 0])
+            at = 0 if name == "c10d::send" else 2
+            pair[at] += args[0][0].numel()
+            pair[at + 1] += 1
+            return
         kind, index = next((found for part, found in KINDS.items() if part in name), (name, 0))
         tensors = [leaf for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor)]
         groups = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.ScriptObject)]
+        # This rank's part travels nowhere: as large as what it sends to each in a gather, receives from each in a reduce.
+        parts = [(a + b // max(j, 1) if kind == "reduce" else b + a // max(i, 1)) for a, i, b, j in self._sent.values()]
+        self._sent.clear()
         found = [str(_size_of(group)) for group in groups if _size_of(group) is not None]
         self.calls.append(
             Call(
                 kind=kind,
                 group=found[0] if found else "",
-                numels=tuple(t.numel() for t in tensors),
-                num_bytes=sum(t.nbytes for t in tensors),
+                numels=(*parts, *(t.numel() for t in tensors)),
+                num_bytes=sum(t.nbytes for t in tensors) + sum(parts) * (tensors[0].itemsize if tensors else 0),
                 dtype=tensors[0].dtype if tensors else torch.uint8,
             )
         )

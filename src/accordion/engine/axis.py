@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -103,6 +103,12 @@ class Gathering:
         self._row_source = [*(home.padded[i] for i in msg.packed), home.tag]
         self._fulls = [room.rows[i] for i in msg.direct]
         self._shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
+        # The packed message stays a collective, which a rank can wait for in turns.
+        self._sends = axis.gather.sends and self._num_packed > 0 and bool(self._fulls)
+        self._sent: list[
+            tuple[Sequence[Tensor], list[Tensor]]
+        ] = []  # made at the first run: torch cuts no storage of no bytes
+        self._own = [] if cast else [room.own[i] for i in msg.direct]
         plain = num > 1 and all(msg.cuts[i].dim == 0 for i in msg.packed)
         self._outs = [room.rows[i].view(num, -1) for i in msg.packed] if plain else None
 
@@ -125,11 +131,24 @@ class Gathering:
         if packed is None or rows is None or row is None:
             yield self._axis.gather.gather(self._fulls, self._shards)
             return
-        yield self._axis.gather.gather([*self._fulls, packed], [*self._shards, row])
+        if self._sends:
+            sends = self._send(num)
+            yield self._axis.gather.gather([packed], [row])._replace(sends=sends)
+        else:
+            yield self._axis.gather.gather([*self._fulls, packed], [*self._shards, row])
         if self._msg.num_flags:
             check(rows[:, pack_numel:])
         if pack_numel:
             self._unpack(rows[:, :pack_numel])
+
+    def _send(self, num: int) -> list[Any]:
+        if not self._sent:
+            pairs = zip(self._fulls, self._shards, strict=True)
+            self._sent = [(full.view(num, -1).unbind(), [shard] * num) for full, shard in pairs]
+        works = self._axis.gather.send_each(self._sent)
+        if self._own:
+            _torch.foreach_copy_(self._own, self._shards)
+        return works
 
     def _unpack(self, rows: Tensor) -> None:
         """Copy the packed message, one row a rank, to where each small parameter stands."""
@@ -171,6 +190,9 @@ class Plan:
         self.direct = [slice(at, at + prod(shape)) for shape, _, at in (self.places[i] for i in msg.direct)]
         self.whole = [slice(msg.shard_offsets[i], msg.shard_offsets[i] + msg.cuts[i].shard_numel) for i in msg.whole]
         self.pack = slice(msg.pack_start, msg.pack_start + msg.row_numel)
+        self.sends = (
+            self.exchange and axis.reduce.sends and self.wire == dtype and bool(self.pack.stop - self.pack.start)
+        )
         self.sums_in_place = num == 1 and self.wire == dtype
 
 
@@ -201,7 +223,8 @@ class Reduction:
         )
         self._received: list[Tensor] = []
         if plan.exchange:
-            self._received = [torch.empty(num, r.numel(), dtype=wire, device=device) for r in self._direct_out]
+            rows = num - plan.sends
+            self._received = [torch.empty(rows, r.numel(), dtype=wire, device=device) for r in self._direct_out]
             self._received.append(torch.empty_like(self._pack))
 
     def poison(self) -> None:
@@ -244,6 +267,13 @@ class Reduction:
                 _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
             if self._pack.data_ptr() != self._out_pack.data_ptr():
                 self._out_pack.copy_(self._pack[0])
+        elif self._plan.sends:
+            parts = self._parts()
+            sends = link.send_each(parts)
+            yield joined(link.exchange(self._sends()[-1:]), link.sum(self._whole))._replace(sends=sends)
+            for (row_of_each, _), out in zip(parts, self._direct_out, strict=True):
+                add_rows(row_of_each, out)
+            sum_rows(self._received[-1], self._out_pack)
         elif self._plan.exchange:
             yield joined(link.exchange(self._sends()), link.sum(self._whole))
             for received, out in zip(self._received, [*self._direct_out, self._out_pack], strict=True):
@@ -254,6 +284,15 @@ class Reduction:
                 outs.append(self._out_pack)
                 inputs.append(self._pack.view(-1))
             yield joined(link.scatter_sum(outs, inputs), link.sum(self._whole))
+
+    def _parts(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For each direct gradient, by rank: where its part of this rank's rows comes to lie, and what goes to it."""
+        parts, rank = [], self._axis.rank
+        for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
+            c = self._msg.cuts[i]
+            to = list(grad.view(-1).split([c.rows_of(r) * c.row_numel for r in range(c.num_ranks)]))
+            parts.append(([*received[:rank], to[rank], *received[rank:]], to))
+        return parts
 
     def _sends(self) -> list[tuple[Tensor, Tensor, list[int], list[int]]]:
         sends: list[tuple[Tensor, Tensor, list[int], list[int]]] = []
@@ -272,6 +311,13 @@ class Reduction:
 def joined(first: Pending, second: Pending) -> Pending:
     """Both, of one link."""
     return Pending(first.link, [*first.works, *second.works])
+
+
+def add_rows(rows: Sequence[Tensor], out: Tensor) -> None:
+    """`out` (n,) becomes the sum of all of `rows` (n,), in their order and dtype."""
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out.add_(row)
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:

@@ -12,13 +12,19 @@ from torch import Tensor
 from accordion import _torch
 
 STREAM_ORDERED = ("nccl", "xccl", "rccl", "hccl")
+SENDING_RANKS = 8  # up to here gloo's ranks send each other large parts; the number of messages grows with its square
+TAG = 1 << 20  # of those messages, above what callers number theirs with
 
 
 class Pending(NamedTuple):
-    """What the host must wait for; no works where the backend orders by streams."""
+    """What the host must wait for; no works where the backend orders by streams.
+
+    `sends`: begun by every rank before `works` end, and waited for then: a time-out would close gloo's connections.
+    """
 
     link: Link
     works: Sequence[Any] = ()
+    sends: Sequence[Any] = ()
 
 
 class Link:
@@ -36,10 +42,12 @@ class Link:
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
         self.is_fake = False
+        self.sends = False  # `send_each` works, and beats collectives
         if group is None:
             return
         backend = _torch.backend_of(group, device)
         self._async, self.is_fake = backend not in STREAM_ORDERED, backend == "fake"
+        self.sends = backend == "gloo" and device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
@@ -73,6 +81,23 @@ class Link:
             self.group.alltoall_base(out, sent, a, b, self._exchange_options)
         self.group._end_coalescing(self.device)
         return self._pending()
+
+    def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
+        """For each (received, sent), contiguous tensors by rank: `sent[r]` goes to rank r, `received[r]` comes from it.
+
+        What is of this rank itself is left alone, and what is empty is not sent. Memory to memory: 12.6 MB over
+        2 ranks of gloo take 0.6 of the time of its gathers in place.
+        """
+        works = []
+        for i, (received, sent) in enumerate(messages):
+            for r, (into, out) in enumerate(zip(received, sent, strict=True)):
+                if r == self.rank:
+                    continue
+                if into.numel():
+                    works.append(self.group.recv([into], r, TAG + i))
+                if out.numel():
+                    works.append(self.group.send([out], r, TAG + i))
+        return works
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
         """Each `outs[i]` (1-D, n) becomes this rank's part of the sum over ranks of `inputs[i]` (1-D, num_ranks * n)."""

@@ -79,7 +79,9 @@ class Unit:
         self.leases = 0
         self.resident = False  # the full parameters stand
         self.stays = False  # they outlive their leases
-        self.begins_at_reads: bool | None = None  # some backward reached it by neither mark nor output; None: none came yet
+        self.begins_at_reads: bool | None = (
+            None  # some backward reached it by neither mark nor output; None: none came yet
+        )
         self._flights: list[Flight] = []
         self._places = [(ref, attr, i) for i, p in enumerate(self.params) for ref, attr in p.places]
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them

@@ -99,13 +99,15 @@ class Watch:
             while not self._done(work, POLL_S if polls else PATIENCE_S, what):
                 polls += 1
                 self._look(pending.link.ranks, what, polls)
+        for work in pending.sends:
+            self._done(work, None, what)
         self.forget()
 
-    def _done(self, work: Any, timeout_s: float, what: str) -> bool:
+    def _done(self, work: Any, timeout_s: float | None, what: str) -> bool:
         try:
-            work.wait(timedelta(seconds=timeout_s))
+            work.wait(*([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
         except RuntimeError as error:
-            if "Operation timed out" in str(error) and not work.is_completed():
+            if timeout_s is not None and "Operation timed out" in str(error) and not work.is_completed():
                 return False
             # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
             text = f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, or is"
