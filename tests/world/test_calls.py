@@ -1264,6 +1264,18 @@ def test_a_deleted_model_lets_its_memory_go_at_once(world, when):
     run_on_all(world, deleted, when)
 
 
+def deleted_between(mesh) -> None:
+    model = acc.shard(seeded(chain(Pair).build), mesh=mesh, units={Pair})
+    out = model(numbers())
+    del model
+    with pytest.raises(acc.UsageError, match="deleted between this forward and its backward"):
+        out.sum().backward()
+
+
+def test_a_model_deleted_before_the_backward_is_a_named_error(world):
+    run_on_all(world, deleted_between, ranks=FEW)
+
+
 def no_copies(mesh) -> None:
     model = acc.shard(seeded(Chain), mesh=mesh, units={Pair})
     plain_run(model, 0)

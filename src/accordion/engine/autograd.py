@@ -70,6 +70,11 @@ class Call:
 
     def _begin(self, fulls: Sequence[Tensor]) -> None:
         task, engine = _torch.current_graph_task(), self.unit.engine
+        if not engine.units:
+            raise UsageError(
+                "the sharded model was deleted between this forward and its backward, and its memory went with it; keep a reference "
+                "to the model until the backward has run."
+            )
         self.refuse_double_backward()
         try:
             self.waiting[task] = sum(_torch.will_execute(node) for node in self.inputs)
