@@ -1,0 +1,259 @@
+"""Exceptions, the end of a model, and what is refused: the model is usable after it, or its memory is back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
+from tests.world.checks import PlantedError, units_of
+from tests.world.compare import (
+    Pair,
+    rest,
+    run_on_all,
+    seed_of,
+    seeded,
+)
+
+# -- exceptions
+
+
+class RaisesBack(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
+        ctx.error = error
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ctx.error
+
+
+class Fails(Pair):
+    """Raises where and what it is told."""
+
+    where: str | None = None
+    error: type[BaseException] = PlantedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        recomputing = torch._C._current_graph_task_id() != -1
+        if self.where == "forward" or (self.where == "recomputation" and recomputing):
+            raise self.error
+        if self.where == "backward":
+            y = RaisesBack.apply(y, self.error)
+        return x + self.b(y)
+
+
+def raises(*_: Any) -> None:
+    raise PlantedError
+
+
+def planted(model: Chain, name: str) -> list[Any]:
+    """Make the second of three units fail; returns handles of hooks."""
+    unit = model.units[1]
+    kind, _, what = name.partition(": ")
+    if kind != "hook":
+        unit.where = what or kind
+        unit.error = KeyboardInterrupt if kind == "interrupt" else PlantedError
+        return []
+    return [
+        {
+            "before a unit": lambda: unit.register_forward_pre_hook(raises),
+            "after a unit": lambda: unit.register_forward_hook(raises),
+            "inside a unit": lambda: unit.a.register_forward_hook(raises),
+            "of a module's backward": lambda: unit.register_full_backward_hook(raises),
+            "of a gradient": lambda: unit.a.weight.register_hook(raises),
+            "of an accumulated gradient": lambda: unit.b.bias.register_post_accumulate_grad_hook(raises),
+            "of the root": lambda: model.register_forward_hook(raises),
+            "of an activation": lambda: unit.register_forward_hook(
+                lambda m, a, out: out.register_hook(raises) and None
+            ),
+        }[what]()
+    ]
+
+
+FAILURES = [
+    "forward", "backward", "recomputation", "recomputation, reentrant", "recomputation, activations",
+    "interrupt: forward", "interrupt: backward", "hook: before a unit", "hook: after a unit", "hook: inside a unit",
+    "hook: of a module's backward", "hook: of a gradient", "hook: of an accumulated gradient", "hook: of the root",
+    "hook: of an activation",
+]  # fmt: skip
+
+
+def failing(name: str) -> tuple[Callable[[], Chain], dict[str, Any], str]:
+    """How to build the model, options of `shard`, and what to plant."""
+    what, _, how = name.partition(", ")
+    call = None
+    if what == "recomputation" and how != "activations":
+        call = functools.partial(around_each, reentrant=how == "reentrant")
+    build = functools.partial(Chain, Fails, count=3, call=call)
+    return build, {"checkpoint_activations": "full" if how == "activations" else "none"}, what
+
+
+def run_failing(model: Chain) -> None:
+    """A step that fails; nothing of it stays but what is in the engine."""
+    with pytest.raises((PlantedError, KeyboardInterrupt)):
+        plain_run(model, 0)
+
+
+def failure(mesh, name: str) -> None:
+    build, options, what = failing(name)
+    plain, model = seeded(build), acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
+    for times in (2, 1):  # before any good step, and after some
+        for _ in range(times):
+            handles = planted(model, what)
+            run_failing(model)
+            for handle in handles:
+                handle.remove()
+            model.units[1].where = None
+            with torch.no_grad(), warnings.catch_warnings():  # usable at once
+                warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # reentrant, without
+                torch.manual_seed(seed_of(5))
+                found = model(numbers())
+                torch.manual_seed(seed_of(5))
+                assert torch.equal(found, plain(numbers()))
+        steps_again(mesh, model, plain)
+    with acc.full_params(model):
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_after_an_exception_the_model_is_as_before(world, name):
+    run_on_all(world, failure, name, ranks=FEW)
+
+
+# -- the end of a model
+
+
+def watched(model: Chain) -> list[weakref.ref[Any]]:
+    """What must go with the model: modules, units, the memory of shards and of full parameters."""
+    found: list[Any] = [model, *model.units, model.first]
+    for unit in units_of(model):
+        found += [unit, *unit.groups, *(g.home for g in unit.groups)]
+        found += [t for g in unit.groups for t in (*g.home.locals, *g.views)]
+    return [weakref.ref(o) for o in found]
+
+
+def deleted(mesh, when: str) -> None:
+    build, options, what = failing("recomputation, activations" if when == "after recomputation failed" else "forward")
+    model = acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    gc.collect()
+    gc.disable()
+    try:
+        if when != "unused":
+            for step in range(3):
+                plain_run(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        if when == "after inference":
+            with torch.no_grad():
+                model(numbers())
+        if when == "after a forward that nothing walks back":
+            model(numbers())
+        if "failed" in when:
+            where = what if when == "after recomputation failed" else when.split()[1]
+            planted(model, where)
+            try:
+                plain_run(model, 0)
+            except PlantedError:
+                pass
+            else:
+                pytest.fail("nothing was raised")
+        references = watched(model)
+        assert all(r() is not None for r in references)
+        del model, optimizer
+        if when in (
+            "after backward failed",
+            "after recomputation failed",
+        ):  # unsharded too: autograd's queue holds nodes
+            torch.ones((), requires_grad=True).backward()
+        if when == "after recomputation failed":  # unsharded too: frames of checkpoint() lie in cycles
+            gc.collect()
+        left = [r() for r in references if r() is not None]
+        assert not left, f"{len(left)} of {len(references)} live on, {[type(o).__name__ for o in left][:8]}"
+    finally:
+        gc.enable()
+
+
+ENDS = [
+    "unused", "after steps", "after inference", "after a forward that nothing walks back", "after forward failed",
+    "after backward failed", "after recomputation failed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ENDS)
+def test_a_deleted_model_lets_its_memory_go_at_once(world, when):
+    run_on_all(world, deleted, when)
+
+
+def deleted_between(mesh) -> None:
+    model = acc.shard(seeded(chain(Pair).build), mesh=mesh, units={Pair})
+    out = model(numbers())
+    del model
+    with pytest.raises(acc.UsageError, match="deleted between this forward and its backward"):
+        out.sum().backward()
+
+
+def test_a_model_deleted_before_the_backward_is_a_named_error(world):
+    run_on_all(world, deleted_between, ranks=FEW)
+
+
+def no_copies(mesh) -> None:
+    model = acc.shard(seeded(Chain), mesh=mesh, units={Pair})
+    plain_run(model, 0)
+    for target in (model, model.units[0], nn.Sequential(model)):
+        with pytest.raises(acc.UsageError, match=r"copied.*load_state_dict"):
+            copy.deepcopy(target)
+        for dump in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(acc.UsageError, match=r"pickled.*accordion\.save.*full_state_dict"):
+                dump(target)
+    with pytest.raises(acc.UsageError):
+        copy.copy(model)
+
+
+def test_copies_and_pickles_are_refused_with_the_way_to_do_it(world):
+    world.run(2, no_copies)
+
+
+def old_graph(mesh, strategy: acc.Strategy) -> None:
+    """forward - step - backward of the old graph: torch refuses weights that were written since, and so must shards."""
+    plain = seeded(Chain)
+    model = acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
+    for m in (plain, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        torch.manual_seed(seed_of(0))
+        loss = m(numbers()).square().mean()
+        plain_run(m, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises((RuntimeError, acc.UsageError), match=r"modified|changed"):
+            loss.backward()
+        m.zero_grad()
+        del loss
+    if strategy is acc.FULL_SHARD:
+        for _ in range(2):  # and goes on
+            plain_run(model, 1)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        rest(model)
+
+
+@pytest.mark.parametrize("strategy", [acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.SHARD_OPTIM], ids=lambda s: s.name)
+def test_the_backward_of_a_graph_older_than_the_weights_is_refused(world, strategy):
+    world.run(2, old_graph, strategy)
