@@ -8,6 +8,7 @@ from accordion.config import (
     NO_SHARD,
     SHARD_GRAD_OP,
     SHARD_OPTIM,
+    Offload,
     Place,
     Precision,
     Prefetch,
@@ -19,7 +20,7 @@ from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.pretrained import load_pretrained
 from accordion.report import describe
 from accordion.shard import entry_point, shard
-from accordion.state import full_params, full_state_dict, no_sync
+from accordion.state import full_params, full_state_dict, no_sync, synchronize
 from accordion.units import min_params
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointError",
     "DivergenceError",
     "NonFiniteError",
+    "Offload",
     "Place",
     "Precision",
     "Prefetch",
@@ -52,5 +54,6 @@ __all__ = [
     "no_sync",
     "save",
     "shard",
+    "synchronize",
     "wrap_optimizer",
 ]

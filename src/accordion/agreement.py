@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from accordion.config import Strategy
-from accordion.engine.collectives import broadcast, extremes
+from accordion.engine.collectives import broadcast, extremes, reduced
 from accordion.engine.group import Wiring
-from accordion.errors import DivergenceError
+from accordion.errors import DivergenceError, UsageError
 from accordion.units import Owned
+
+Made = TypeVar("Made")
 
 
 def same_structure(owned: list[Owned], chosen: list[tuple[str, nn.Module]], strategy: Strategy, wiring: Wiring) -> None:
@@ -27,6 +31,25 @@ def same_structure(owned: list[Owned], chosen: list[tuple[str, nn.Module]], stra
             f"ranks hold different models or settings: this rank has {len(owned)} parameters in {len(chosen)} units under "
             f"{strategy.name}; build the same model with the same arguments on every rank."
         )
+
+
+def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
+    """What `make` gives. Where it raises `UsageError` on some rank it is raised on all: none goes on and waits for it."""
+    made, error = None, None
+    try:
+        made = make()
+    except UsageError as caught:
+        error = caught
+    failed = torch.tensor([float(error is not None)], device=wiring.device)
+    reduced(failed, [a.gather for a in (wiring.shard, wiring.replicate)])
+    if error is not None:
+        raise error
+    if failed.item():
+        raise UsageError(
+            f"{int(failed.item())} other ranks could not get the memory or files that offloading asks for; they say why."
+        )
+    assert made is not None, "what is made is an object"
+    return made
 
 
 def same_values(owned: list[Owned], wiring: Wiring, sync: bool) -> None:

@@ -133,6 +133,46 @@ class Prefetch:
     budget_bytes: int | None = None
 
 
+DEVICE, HOST = "device", "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Where what training holds rests between uses: "device", where the model computes, or "host", in the memory of its machine.
+
+    `optimizer`: its states, the parameters that it steps and, where it is on the host, their gradients; it steps there.
+    `params`: the rows that are gathered, in the dtype in which they are: "device" keeps a copy of them where the model
+    computes, "host" brings them at each use. `grads`: where gradients rest; None: where the optimizer steps, which is the
+    only place that it can be. `overrides`: class or name of a unit -> its own places.
+    """
+
+    params: str = DEVICE
+    grads: str | None = None
+    optimizer: str = DEVICE
+    overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("params", "grads", "optimizer"):
+            place = getattr(self, key)
+            if place not in (DEVICE, HOST) and not (key == "grads" and place is None):
+                raise UsageError(f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST])}")
+        if self.params == HOST and self.optimizer == DEVICE:
+            raise UsageError(
+                "Offload(params='host', optimizer='device') would have the optimizer step on the device what rests on the host; "
+                "pass optimizer='host' too."
+            )
+        if self.grads not in (None, self.optimizer):
+            raise UsageError(
+                f"Offload(grads={self.grads!r}, optimizer={self.optimizer!r}): gradients are needed where the optimizer steps; "
+                "leave out grads, or name one place for both."
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards rest on the host."""
+        return self.optimizer != DEVICE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
     """Which activations are recomputed. `every`: each k-th unit; `selective`: matrix products and attention are kept."""

@@ -38,6 +38,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     engine = sharded_engine(model, "initialise")
     if init is None:
         _check_resets(model)
+    engine.synchronize()
     _agree_on_generators(engine, "before")
     with materialised_buffers(model, engine) as buffers:
         with init_mode(model, drafts=_retied(model) if init is None else ()) as fulls:
@@ -258,5 +259,5 @@ def blank(params: list[Param], wiring: Wiring) -> list[str]:
     if not params:
         return []
     counts = torch.stack([_torch.local_of(param.sharded).count_nonzero() for param in params])
-    counts = reduced(counts, [axis.gather for axis in (wiring.shard, wiring.replicate)])
+    counts = reduced(counts.to(wiring.device), [axis.gather for axis in (wiring.shard, wiring.replicate)])
     return [param.name for param, count in zip(params, counts.tolist(), strict=True) if not count]

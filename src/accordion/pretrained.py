@@ -52,6 +52,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     if engine.suspended:
         raise UsageError("load_pretrained does not work inside full_params; leave it first.")
     engine.recover()
+    engine.synchronize()
     team = Team.of(model.parameters())
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import socket
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
-from typing import Literal, NoReturn
+from functools import partial
+from typing import Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,24 +21,27 @@ from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
 from accordion.activations import checkpoint_forward
-from accordion.agreement import same_structure, same_values
-from accordion.config import FULL_SHARD, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
+from accordion.agreement import on_every_rank, same_structure, same_values
+from accordion.config import FULL_SHARD, Offload, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Link, alone, broadcast, gathered_rows, own_communicator
 from accordion.engine.engine import Engine
 from accordion.engine.finite import Finite
-from accordion.engine.group import Group, Param, Wiring, own_rows
+from accordion.engine.group import Group, Param, Planned, Wiring, messages, own_rows
+from accordion.engine.home import on_device
 from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut, cut
 from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
+from accordion.memory.tiers import Shape, Tiers
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, UnitChoice, choose_units, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
+Policy = TypeVar("Policy", Precision, Offload)
 
 
 def shard(
@@ -47,6 +52,7 @@ def shard(
     strategy: Strategy = FULL_SHARD,
     precision: Precision | None = None,
     prefetch: Prefetch | None = None,
+    offload: Offload | None = None,
     checkpoint_activations: str = "none",
     reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
@@ -58,6 +64,7 @@ def shard(
     its shards are zeros until they are loaded. `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default
     all ranks. `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable
     (name, module) -> bool; by default the repeated blocks. `checkpoint_activations`: none, full, selective or every:K.
+    `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
     go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
     ranks agree on each collective before it, as they do in the first step without; "finite" names the unit and the phase
@@ -77,16 +84,21 @@ def shard(
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         _check_hooks(owned)
-        precisions = _unit_precisions(chosen, precision)
+        precisions = _by_unit(chosen, precision, "Precision")
+        offloads = _by_unit(chosen, offload or Offload(), "Offload")
         same_structure(owned, chosen, strategy, wiring)
         same_values(owned, wiring, sync)
+        cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
+        planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
+        if any(own.offloads for own in offloads):
+            shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
+            wiring = dataclasses.replace(wiring, home=on_every_rank(partial(Tiers, offloads, shapes, wiring), wiring))
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
             engine.finite = Finite([wiring.shard.gather, wiring.replicate.gather], wiring.device)
         for i, (name, module) in enumerate(chosen):
-            own = precisions[i]
-            mine = [(o, _cut(o, own, wiring)) for o in owned if o.owner == i]
-            groups, by_name = make_groups(mine, own, wiring, (i, name)), {o.names[0]: o for o, _ in mine}
+            own, by_name = precisions[i], {o.names[0]: o for o, _ in cuts[i]}
+            groups = [Group(wiring, group, (i, name)) for group in planned[i]]
             for group in groups:
                 for param, local in zip(group.params, group.home.locals, strict=True):
                     o = by_name[param.name]
@@ -224,8 +236,10 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiri
         scale=scale,
         gather_lane=Lane(device, watch, late),
         reduce_lane=Lane(device, watch, late),
+        fetch_lane=Lane(device, watch, late),
         watch=watch,
         device=device,
+        home=on_device(device),
     )
 
 
@@ -238,21 +252,22 @@ def _one_node(link: Link, device: torch.device) -> bool:
     return bool((rows == digest).all())
 
 
-def _unit_precisions(chosen: Sequence[tuple[str, nn.Module]], precision: Precision) -> list[Precision]:
-    """The precision of each unit: an override by name (a pattern) or class, else the model's."""
-    result, used = [], set()
+def _by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
+    """The policy of each unit: an override by name (a pattern) or class, else the model's."""
+    result: list[Policy] = []
+    used = set()
     for name, module in chosen:
-        mine = precision
-        for key, override in precision.overrides.items():
+        mine = policy
+        for key, override in policy.overrides.items():
             if fnmatch(name, key) if isinstance(key, str) else isinstance(module, key):
                 mine = override
                 used.add(key)
         result.append(mine)
-    unused = [str(key) for key in precision.overrides if key not in used]
+    unused = [str(key) for key in policy.overrides if key not in used]
     if unused:
         names = ", ".join(sorted({f"{n or '(root)'}: {type(m).__name__}" for n, m in chosen})[:8])
         raise UsageError(
-            f"Precision.overrides names {', '.join(unused)}, which is no unit; the units are {names}; add it to `units`."
+            f"{kind}.overrides names {', '.join(unused)}, which is no unit; the units are {names}; add it to `units`."
         )
     return result
 
@@ -265,13 +280,23 @@ def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
 def make_groups(
     mine: list[tuple[Owned, Cut]], precision: Precision, wiring: Wiring, place: tuple[int, str]
 ) -> list[Group]:
-    """The groups of one unit, with zeros for shards: its parameters lie together by the dtype in which they are gathered."""
+    """The groups of one unit, with zeros for shards."""
+    return [Group(wiring, planned, place) for planned in plan_groups(mine, precision)]
+
+
+def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Planned]:
+    """The parameters of one unit by the dtype in which they are gathered, that dtype, and the one of their gradients' sum."""
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for o, c in mine:
         dtype, trained = o.original.dtype, o.original.requires_grad
         param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
         by_dtype.setdefault(precision.compute_dtype(dtype), []).append(param)
-    return [Group(wiring, params, dtype, precision.reduce_dtype(dtype), place) for dtype, params in by_dtype.items()]
+    return [Planned(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
+
+
+def _shape(group: Planned, wiring: Wiring) -> Shape:
+    params, gathered, _ = group
+    return Shape(messages(wiring, [p.cut for p in params], gathered)[1], [p.dtype for p in params], gathered)
 
 
 def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]:
@@ -286,8 +311,9 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: list[Pl
     """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
-    rows = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    sharded = nn.Parameter(rows, requires_grad=o.original.requires_grad)
+    # Of a local tensor on the meta device: any other would be moved to the mesh's, and rows may rest on the host.
+    rows = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
+    sharded = nn.Parameter(_torch.as_dtensor(local, rows), requires_grad=o.original.requires_grad)
     for original in (*reversed(o.others), o.original):
         vars(sharded).update(_torch.marks_of(original))
     _torch.hand_over_hooks(o.original, sharded)

@@ -50,6 +50,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if engine.suspended:
         raise UsageError("full_params is open already on this model; leave it first.")
     engine.recover()
+    engine.synchronize()
     shown: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -108,6 +109,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
     """Gather what `state_dict(keep_vars=True)` gave, in its order; empty on other ranks with `rank0_only`. Collective."""
     engine.recover()
+    engine.synchronize()
     first = engine.wiring.shard.rank == 0 and engine.wiring.replicate.rank == 0
     params = {id(p.sharded): p for p in _all_params(engine)}
     result: dict[str, Any] = {}
@@ -128,12 +130,33 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows."""
+    """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows. It and `state_dict` wait."""
     model.register_load_state_dict_pre_hook(_cut_full_tensors)
+    for unit in sharded_engine(model, "state_dict").units:
+        module = unit.module()
+        if module is not None:
+            module.register_state_dict_pre_hook(_wait_for_shards)
+
+
+def _wait_for_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    unit = module.__dict__.get("_accordion")
+    if unit is not None:
+        unit.engine.synchronize()
+
+
+def synchronize(model: nn.Module) -> None:
+    """Wait until the shards of a sharded model are what the last optimizer step makes of them.
+
+    Only with `Offload` is there anything to wait for: with a wrapped optimizer `step` returns while worker threads step. The
+    library's own functions, the model's and the optimizer's state dicts and the next forward wait by themselves; a
+    direct read of a parameter or of `optimizer.state` between a step and the next forward must call this first.
+    """
+    sharded_engine(model, "synchronize").synchronize()
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     engine = sharded_engine(module, "load_state_dict")
+    engine.synchronize()
     params = {id(p.sharded): p for p in _all_params(engine)}
     for name, sharded in module.named_parameters(remove_duplicate=False):
         given, param = state.get(prefix + name), params.get(id(sharded))

@@ -18,6 +18,7 @@ PUBLIC = {
     "HYBRID_SHARD",
     "HYBRID_SHARD_OPTIM",
     "NO_SHARD",
+    "Offload",
     "Place",
     "Precision",
     "Prefetch",
@@ -38,6 +39,7 @@ PUBLIC = {
     "no_sync",
     "save",
     "shard",
+    "synchronize",
     "wrap_optimizer",
 }
 
@@ -55,6 +57,7 @@ ORDER = [
     "checkpoint",
     "state",
     "optim",
+    "memory",
     "units",
     "activations",
     "engine",
@@ -88,6 +91,7 @@ CORE = [
     "initialise.py",
     "config.py",
     "engine",
+    "memory",
     "checkpoint",
     "_torch.py",
 ]
@@ -182,4 +186,4 @@ def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard.py"]}
     print(f"engine/ and shard.py: {sum(counted.values())} lines", counted)
     assert max(counted.values()) <= 420, counted
-    assert sum(counted.values()) <= 3250, "growth needs a reason in docs/design.md"
+    assert sum(counted.values()) <= 3450, "growth needs a reason in docs/design.md"

@@ -94,13 +94,19 @@ class Gathering:
         num = axis.num_ranks
         self._axis, self._msg, self._room = axis, msg, room
         self._num_packed = msg.row_numel * num if num > 1 else 0
-        cast = home.dtype != room.flat.dtype or num == 1
+        cast = home.dtype != room.flat.dtype or num == 1 or home.away
         self._row = None if cast else home.pack_row  # the row that travels, where it lies as it is
+        self.away = home.away
         # Alone on its axis everything is copied; a relay asks for it.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
         self._to, self._source = [room.own[i] for i in copied], [home.padded[i] for i in copied]
-        self._row_sizes = [*(msg.cuts[i].shard_numel for i in msg.packed), msg.num_flags]
-        self._row_source = [*(home.padded[i] for i in msg.packed), home.tag]
+        self._packed_sizes = [msg.cuts[i].shard_numel for i in msg.packed]
+        self._row_sizes, self._row_source = (
+            [*self._packed_sizes, msg.num_flags],
+            [*(home.padded[i] for i in msg.packed), home.tag],
+        )
+        if home.away and home.pack_row is not None:  # from elsewhere in one copy
+            self._row_sizes, self._row_source = [msg.row_numel], [home.pack_row]
         self._fulls = [room.rows[i] for i in msg.direct]
         self._shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
         # The packed message stays a collective, which a rank can wait for in turns.
@@ -116,18 +122,27 @@ class Gathering:
         """Memory for one run of `steps`: the packed message, one row a rank."""
         return self._room.flat.new_empty(self._num_packed) if self._num_packed else None
 
-    def steps(self, packed: Tensor | None, check: Callable[[Tensor], None]) -> Steps:
-        """`packed`: what `buffer` gave. `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there."""
-        num, pack_numel = self._axis.num_ranks, self._msg.pack_numel
-        to, source, row = self._to, self._source, self._row
-        rows = None if packed is None else packed.view(num, -1)
-        if rows is not None and row is None:
-            row = rows[self._axis.rank]
+    def load(self, packed: Tensor | None) -> None:
+        """Copy what does not travel from where it lies. `packed`: what `buffer` gave."""
+        to, source = self._to, self._source
+        if packed is not None and self._row is None:
+            row = packed.view(self._axis.num_ranks, -1)[self._axis.rank]
             to, source = [*to, *row.split(self._row_sizes)], [*source, *self._row_source]
         if to:
-            _torch.foreach_copy_(to, source)
+            _torch.foreach_copy_(to, source, non_blocking=self.away)
+
+    def steps(self, packed: Tensor | None, check: Callable[[Tensor], None]) -> Steps:
+        """`packed`: what `buffer` gave, loaded already where the home is away.
+
+        `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there.
+        """
+        num, pack_numel = self._axis.num_ranks, self._msg.pack_numel
+        if not self.away:
+            self.load(packed)
         if num == 1:
             return
+        rows = None if packed is None else packed.view(num, -1)
+        row = rows[self._axis.rank] if rows is not None and self._row is None else self._row
         if packed is None or rows is None or row is None:
             yield self._axis.gather.gather(self._fulls, self._shards)
             return
@@ -152,7 +167,7 @@ class Gathering:
 
     def _unpack(self, rows: Tensor) -> None:
         """Copy the packed message, one row a rank, to where each small parameter stands."""
-        msg, room, num, sizes = self._msg, self._room, self._axis.num_ranks, self._row_sizes[:-1]
+        msg, room, num, sizes = self._msg, self._room, self._axis.num_ranks, self._packed_sizes
         if self._outs is not None:
             torch.split_with_sizes_copy(rows, sizes, dim=1, out=self._outs)
             return

@@ -16,6 +16,7 @@ from accordion.engine.collectives import reduced
 from accordion.engine.finite import Finite
 from accordion.engine.group import Reduced, Wiring
 from accordion.engine.schedule import Expected, Order, Phase
+from accordion.engine.streams import Flight
 from accordion.engine.unit import Trained, Unit
 from accordion.errors import DivergenceError
 
@@ -66,6 +67,8 @@ class Engine:
         self.root_call = 0
         self.kept: list[Kept] = []
         self.flying: dict[int, list[Reduced]] = {}  # reduces under way, by id of their list
+        self.arriving: list[Flight] = []  # gradients on their way to where they rest, off the device
+        self._to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
         self._tasks: dict[int, list[Call]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
@@ -189,6 +192,7 @@ class Engine:
 
     def recover(self) -> None:
         """After a backward that raised (its callbacks never ran): wait for what flies, then end every lease it left."""
+        self.land_gradients()
         if not self._tasks and not self.flying:
             return
         for parts in self.flying.values():
@@ -231,6 +235,29 @@ class Engine:
         self._synced.add(task)
         unit.add_up(Trained([i], [unit.params[i].sharded], [unit.views[i]]), [grad])
 
+    def add(self, held: Tensor, grad: Tensor) -> None:
+        """Add a gradient to what stands in `grad` already, once it is there."""
+        if self.arriving:
+            self._to_add.append((held, grad))
+        else:
+            held.add_(grad)
+
+    def land_gradients(self) -> None:
+        """Let the host wait for gradients that travel to where they rest."""
+        for flight in self.arriving:
+            flight.synchronize()
+        self.arriving.clear()
+        for held, grad in self._to_add:
+            held.add_(grad)
+        self._to_add.clear()
+
+    def synchronize(self) -> None:
+        """Wait until shards, gradients and the optimizer's state are what the last step, backward and copies make of them."""
+        self.land_gradients()
+        for unit in self.units:
+            for group in unit.groups:
+                group.home.synchronize()
+
     def accumulates(self) -> bool:
         """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
         if torch.is_anomaly_enabled() or not _torch.walks_everything(self.anchor):
@@ -244,6 +271,7 @@ class Engine:
             self._walked.add(call.root)
         if self._tasks:
             return
+        self.land_gradients()
         self.drop_kept(lambda kept: kept.root == IN_BACKWARD or kept.root in self._walked)
         self._walked.clear()
         self.order.end(Phase.BACKWARD)
@@ -268,7 +296,9 @@ class Engine:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
             parts = unit.reduce(trained, nothing, [False] * len(nothing))
-            for param, grad in zip(trained.params, unit.as_gradients(trained, parts), strict=True):
+            grads, self.arriving = unit.as_gradients(trained, parts, [False] * len(nothing))
+            self.land_gradients()
+            for param, grad in zip(trained.params, grads, strict=True):
                 if grad is None:
                     continue
                 if param.grad is None:
@@ -290,15 +320,15 @@ class Engine:
         whole = [_torch.local_of(g) for is_whole, g in grads if is_whole and g is not None]
         if not links or not whole:
             return
-        one, found = torch.ones_like(self.zero), torch.zeros_like(self.zero)
+        one, found = (torch.full_like(self.zero, value, device=whole[0].device) for value in (1.0, 0.0))
         rows = [_torch.local_of(g) for is_whole, g in grads if not is_whole and g is not None]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for row in rows:
             by_dtype.setdefault(row.dtype, []).append(row)
         for same in by_dtype.values():
             _torch.find_non_finite_(same, found, one)
-        overflow = torch.where(reduced(found, links) > 0, float("inf"), 0.0)
-        _torch.foreach_add_(whole, overflow)
+        overflow = torch.where(reduced(found.to(self.zero.device), links) > 0, float("inf"), 0.0)
+        _torch.foreach_add_(whole, overflow.to(whole[0].device))
 
     # -- ahead of use
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from accordion import _torch
 from accordion.engine.axis import Axis, Gathering, Plan, Reduction, Room, dense
 from accordion.engine.collectives import Link, gathered_rows
-from accordion.engine.home import Home
+from accordion.engine.home import Home, HomeMaker
 from accordion.engine.layout import Cut, Message, aligned, full_offsets, message
 from accordion.engine.streams import Flight, Lane, Steps
 from accordion.engine.watch import ADVICE, Watch
@@ -37,8 +38,10 @@ class Wiring:
     scale: float
     gather_lane: Lane
     reduce_lane: Lane
+    fetch_lane: Lane  # from homes elsewhere to the device
     watch: Watch
     device: torch.device
+    home: HomeMaker
 
     @property
     def num_ranks(self) -> int:
@@ -87,7 +90,7 @@ def own_rows(full: Tensor, c: Cut, wiring: Wiring) -> Tensor:
 
 def gathered(local: Tensor, c: Cut, wiring: Wiring) -> Tensor:
     """The full tensor of which every rank holds `local`, in memory of its own; waits, and is not for the hot path."""
-    local = local.detach()
+    local = local.detach().to(wiring.device)
     for axis, level in reversed(wiring.levels(c)):
         if level.dim is None or axis.num_ranks == 1:
             continue
@@ -99,6 +102,14 @@ def gathered(local: Tensor, c: Cut, wiring: Wiring) -> Tensor:
         chunks = rows.view(axis.num_ranks, *shape).movedim(0, level.dim).flatten(level.dim, level.dim + 1)
         local = chunks.narrow(level.dim, 0, level.rows)
     return local.clone(memory_format=torch.contiguous_format)
+
+
+def messages(wiring: Wiring, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
+    """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a home keeps them."""
+    outer = message(cuts, dtype.itemsize, num_flags=1)
+    if not wiring.relay:
+        return outer, outer
+    return outer, message([wiring.levels(c)[1][1] for c in cuts], dtype.itemsize)
 
 
 class Relay(Home):
@@ -120,29 +131,40 @@ class Relay(Home):
         self.filled = -1
 
 
+class Planned(NamedTuple):
+    """A group before it has memory: its parameters, the dtype in which they are gathered, and that of their gradients' sum."""
+
+    params: list[Param]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
 class Group:
     """The parameters of one unit that are gathered in one dtype; owns their full storage and their shards."""
 
-    def __init__(
-        self, wiring: Wiring, params: list[Param], dtype: torch.dtype, reduce_dtype: torch.dtype, place: tuple[int, str]
-    ) -> None:
+    def __init__(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
         self.index, self.name = place  # of the unit
-        self.wiring, self.params, self.dtype, self.reduce_dtype = wiring, params, dtype, reduce_dtype
+        self.wiring = wiring
+        self.params, self.dtype, self.reduce_dtype = params, dtype, _ = planned
         cuts = [p.cut for p in params]
-        self.message = message(cuts, dtype.itemsize, num_flags=1)
-        self._inner = self.message
+        self.message, self._inner = messages(wiring, cuts, dtype)
         rank = wiring.shard.rank
         if wiring.relay:
             over = wiring.replicate
-            self._inner = message([wiring.levels(c)[1][1] for c in cuts], dtype.itemsize)
             self._relay = Relay(
                 self.message, self._inner, over.rank, dtype, wiring.device, poison=wiring.gather_lane.late
             )
-        self.home = Home(self._inner, over.rank if wiring.relay else rank, [p.dtype for p in params], wiring.device)
+        own = over.rank if wiring.relay else rank
+        self.home = wiring.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
         tagged = self._relay if wiring.relay else self.home
         self.tag = self.index % NUM_TAGS + 1
         self._tag = tagged.tag.fill_(self.tag)
-        self.alias = wiring.shard.num_ranks == 1 and not wiring.relay and self.home.dtype == dtype
+        self.alias = (
+            wiring.shard.num_ranks == 1
+            and not wiring.relay
+            and self.home.dtype == dtype
+            and self.home.is_memory_of_locals
+        )
         self.filled = -1  # version of the shards that the full copy shows
         self.room: Room | None = None
         if not self.alias:
@@ -192,6 +214,7 @@ class Group:
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
         self.filled = -1
+        self.home.mark_stale()
         if self.wiring.relay:
             self._relay.filled = -1
 
@@ -216,12 +239,23 @@ class Group:
             self._relay.room.open()
             todo.insert(0, self._to_relay)
         buffers = [g.buffer() for g in todo]
+        fetched = self._fetch(todo[0], buffers[0], now) if len(todo) > 1 or not self.wiring.relay else None
 
         def steps() -> Steps:
+            if fetched is not None:
+                fetched.join(self.wiring.gather_lane)
             for gathering, buffer in zip(todo, buffers, strict=True):
                 yield from gathering.steps(buffer, self._check)
 
-        return self.wiring.gather_lane.start(steps(), list(buffers), f"gathers {self.place}")
+        return self.wiring.gather_lane.start(steps(), [*buffers, fetched], f"gathers {self.place}")
+
+    def _fetch(self, gathering: Gathering, buffer: Tensor | None, version: int) -> Flight | None:
+        """Bring shards to the device, where they rest elsewhere."""
+        flight = self.home.refresh(version)
+        if gathering.away:
+            flight = self.wiring.fetch_lane.copy(partial(gathering.load, buffer), [buffer], f"fetches {self.place}")
+            self.home.read_by(flight)
+        return flight
 
     def _gathering_to(self, room: Room) -> Gathering:
         home = self._relay if self.wiring.relay else self.home
@@ -334,6 +368,10 @@ class Reduced:
         if group.reduce_dtype.itemsize >= 4:  # two bytes do not count as far as all ranks' tags add up to
             text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
             group.wiring.watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
+
+    def bring_home(self, adding: Sequence[bool]) -> tuple[Sequence[Tensor | None], Flight | None]:
+        """`finish`, with rows where gradients rest, and the copy to there that is under way; see `Home.put`."""
+        return self._group.home.put(self._chosen, self.finish(), adding)
 
     def finish(self) -> list[Tensor | None]:
         """Local rows for each chosen parameter, in the dtype of its shard."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from accordion.engine.layout import Cut, Message, message
+
+if TYPE_CHECKING:
+    from accordion.engine.streams import Flight
+
+Allocate = Callable[[int, torch.dtype], Tensor]
+"""(numel, dtype) -> a 1-D tensor of zeros."""
 
 
 class Home:
@@ -15,30 +22,91 @@ class Home:
 
     Shards of one dtype lie in one buffer in the order of `message`, so that packed shards are already the row that travels.
     `tag` stands behind the packed shards and travels with them: every rank of a gather must show the same one.
-    A tier elsewhere keeps the same names: `padded`, `locals`, `pack_row`, `tag`, `dtype`.
+    A tier elsewhere keeps the same names: `padded`, `pack_row`, `tag` and `dtype` are what gathers read, `locals` what
+    optimizers step. Where it is `away`, what gathers read is not on the device, and they copy it there first.
     """
 
-    def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    away = False
+    is_memory_of_locals = True  # what gathers read is what optimizers write
+
+    def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
         self.padded: list[Tensor] = [torch.empty(0)] * len(dtypes)  # each (chunk, ...) as 1-D, padding included
         self.locals: list[Tensor] = list(self.padded)  # each rank's real rows, in the parameter's shape
         self.pack_row: Tensor | None = None  # the packed shards and the tag as one 1-D tensor
-        self.tag = torch.zeros(msg.num_flags, dtype=dtypes[0], device=device)
-        self._flats: list[Tensor] = []
-        for dtype in dict.fromkeys(dtypes):
-            chosen = [i for i, d in enumerate(dtypes) if d == dtype]
-            part = msg if self.dtype is not None else message([msg.cuts[i] for i in chosen], dtype.itemsize)
-            flat = torch.zeros(part.shard_numel, dtype=dtype, device=device)
-            self._flats.append(flat)
+        self.flats: list[Tensor] = []
+        for dtype, chosen, part in flats_of(msg, dtypes):
+            flat = allocate(part.shard_numel, dtype)
+            self.flats.append(flat)
             if self.dtype is not None:
                 self.pack_row = flat[msg.pack_start : msg.pack_start + msg.row_numel]
-                self.tag = self.pack_row[msg.pack_numel :]
             for i, at in zip(chosen, part.shard_offsets, strict=True):
                 self.padded[i] = flat[at : at + msg.cuts[i].shard_numel]
                 self.locals[i] = own_storage(local_view(self.padded[i], msg.cuts[i], rank))
+        self.tag = (
+            allocate(msg.num_flags, dtypes[0])
+            if self.pack_row is None
+            else self.pack_row[msg.row_numel - msg.num_flags :]
+        )
 
     def num_bytes(self) -> int:
-        return sum(flat.untyped_storage().nbytes() for flat in self._flats)
+        return sum(flat.nbytes for flat in self.flats)
+
+    def refresh(self, version: int) -> Flight | None:
+        """Bring what gathers read up to shards of `version`, which grows with each write; None where no copy is under way."""
+        return None
+
+    def read_by(self, flight: Flight) -> None:
+        """A copy that reads this home is under way: writes must wait for it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until shards may be read and written."""
+
+    def mark_stale(self) -> None:
+        """Shards may have been written without their version telling."""
+
+    def put(
+        self, chosen: Sequence[int], rows: Sequence[Tensor | None], adding: Sequence[bool]
+    ) -> tuple[Sequence[Tensor | None], Flight | None]:
+        """Take reduced gradients of the parameters `chosen` to where those rest: local rows there, and the copy under way.
+
+        `adding`: which of them the caller only adds to others, and then drops.
+        """
+        return rows, None
+
+
+class HomeMaker(Protocol):
+    """What makes the home of a group: `unit` is the index of its unit, `gathered` the dtype in which it is gathered."""
+
+    def __call__(
+        self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
+    ) -> Home: ...
+
+
+def on_device(device: torch.device) -> HomeMaker:
+    """Homes whose shards lie where the model computes."""
+
+    def make(unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> Home:
+        return Home(msg, rank, dtypes, zeros_on(device))
+
+    return make
+
+
+def zeros_on(device: torch.device) -> Allocate:
+    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    return allocate
+
+
+def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
+    """The buffers of a home: dtype, the shards in it by index, and how they lie."""
+    result = []
+    for dtype in dict.fromkeys(dtypes):
+        chosen = [i for i, d in enumerate(dtypes) if d == dtype]
+        part = msg if len(chosen) == len(dtypes) else message([msg.cuts[i] for i in chosen], dtype.itemsize)
+        result.append((dtype, chosen, part))
+    return result
 
 
 def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:

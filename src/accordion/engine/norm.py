@@ -18,10 +18,13 @@ def total_norm(
 ) -> Tensor:
     """0-d float32: the norm over all elements. `cut`: rows of this rank; `whole`: tensors that every rank has whole.
 
+    `device`: where ranks communicate and the norm will be; the tensors may lie on the host, offloaded.
     Only `cut` is reduced over `links`; the norm of DTensors instead gathers or reduces each one apart.
     """
     norms = [
-        torch.linalg.vector_norm(torch.stack(_norms(part, norm_type)), norm_type) if part else None
+        torch.linalg.vector_norm(torch.stack([n.to(device) for n in _norms(part, norm_type)]), norm_type)
+        if part
+        else None
         for part in (cut, whole)
     ]
     zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -36,10 +39,17 @@ def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     filled = [t for t in tensors if t.numel()]
     if not filled:
         return [torch.zeros((), dtype=torch.float32, device=tensors[0].device)]
-    return [n.to(torch.float32) for n in _torch.foreach_norm(filled, norm_type, dtype=torch.float32)]
+    norms = [n for same in _by_device(filled) for n in _torch.foreach_norm(same, norm_type, dtype=torch.float32)]
+    return [n.to(torch.float32) for n in norms]
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    devices = dict.fromkeys(t.device for t in tensors)
+    return [[t for t in tensors if t.device == device] for device in devices]
 
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply all by max_norm / norm where that is under one; no read of the device."""
-    if tensors:
-        _torch.foreach_mul_(list(tensors), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    """Multiply all by max_norm / norm where that is under one; no read of the device where all lie there."""
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for same in _by_device(tensors):
+        _torch.foreach_mul_(same, scale.to(same[0].device))

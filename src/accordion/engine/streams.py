@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -58,9 +58,18 @@ class Lane:
     def entered(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._module is None else self._module.stream(self.stream)
 
+    def copy(self, copies: Callable[[], None], held: list[Any], what: str) -> Flight:
+        """Begin copies on this lane; nothing is waited for."""
+        return self.start(_copying(copies), held, what)
+
     def start(self, steps: Steps, held: list[Any], what: str) -> Flight:
         """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages."""
         return Flight(self, steps, held, what)
+
+
+def _copying(copies: Callable[[], None]) -> Steps:
+    copies()
+    yield from ()
 
 
 class Flight:
@@ -93,11 +102,25 @@ class Flight:
 
     def land(self) -> None:
         """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
+        self._finish()
+        self._lane.compute().wait_event(self._end)
+        self._held.clear()
+
+    def join(self, lane: Lane) -> None:
+        """Let another lane wait for the end; the buffers stay until this flight, or a later one of that lane, has landed."""
+        self._finish()
+        lane.stream.wait_event(self._end)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the end, and the buffers go."""
+        self.land()
+        if self._end is not None:
+            self._end.synchronize()
+
+    def _finish(self) -> None:
         while not self._ended:
             if self._pending is not None:
                 with self._lane.entered():
                     self._lane.watch.wait(self._pending, self._what)
                 self._pending = None
             self._advance()
-        self._lane.compute().wait_event(self._end)
-        self._held.clear()

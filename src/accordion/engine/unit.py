@@ -367,10 +367,22 @@ class Unit:
             return grad if grad is None else grad.to(self._reduce_dtypes[i])
         return held if grad is None else held + grad
 
-    def as_gradients(self, trained: Trained, parts: Sequence[Reduced]) -> list[DTensor | None]:
-        """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter."""
-        local = [r for part in parts for r in part.finish()]
-        return [None if g is None else _torch.as_dtensor(g, p) for g, p in zip(local, trained.params, strict=True)]
+    def as_gradients(
+        self, trained: Trained, parts: Sequence[Reduced], adding: Sequence[bool]
+    ) -> tuple[list[DTensor | None], list[Flight]]:
+        """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter.
+
+        And the copies under way that bring them there, where gradients rest off the device. `adding`: see `Home.put`.
+        """
+        local: list[Tensor | None] = []
+        flights: list[Flight] = []
+        for (_, _, mine), part in zip(self._by_group(trained, adding), parts, strict=True):
+            rows, flight = part.bring_home(mine)
+            local += rows
+            if flight is not None:
+                flights.append(flight)
+        pairs = zip(local, trained.params, strict=True)
+        return [None if g is None else _torch.as_dtensor(g, p) for g, p in pairs], flights
 
 
 def guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:

@@ -1,0 +1,71 @@
+"""The host memory of a sharded model: one piece, sized before the first step, that devices can reach without a copy."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion.errors import UsageError
+
+ALIGN_BYTES = 4096  # of each part: a page, which pinning and direct disk access ask for
+
+
+def page_aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class Arena:
+    """Owns one piece of host memory and hands out parts of it, each once; it never grows.
+
+    Beside an accelerator it is pinned: registered with the driver, since torch's pinned allocator rounds sizes up to powers of
+    two. It is let go when nobody holds a part of it any more.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        try:
+            whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            raise UsageError(
+                f"offloading needs {num_bytes} bytes of host memory on this rank, which the machine did not give "
+                f"({_first_line(error)}); offload less, or use more ranks or the disk."
+            ) from error
+        start = -whole.data_ptr() % ALIGN_BYTES
+        self._memory, self._used = whole[start : start + num_bytes], 0
+        if device.type != "cpu" and num_bytes:
+            driver = getattr(torch.get_device_module(device), "cudart", None)
+            if driver is not None:  # another accelerator's copies are right, and slower
+                pin(self, self._memory, driver())
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of zeros in a part that nobody has."""
+        start, num_bytes = self._used, numel * dtype.itemsize
+        self._used += page_aligned(num_bytes)
+        assert self._used <= self.num_bytes, "the arena is sized for all that is taken from it"
+        return self._memory[start : start + num_bytes].view(dtype).zero_()
+
+
+def pin(owner: object, memory: Tensor, runtime: Any) -> None:
+    """Let a device copy from and to `memory` by itself, as long as `owner` lives. Raises `UsageError` where it is refused.
+
+    `runtime`: the driver, as `torch.cuda.cudart()` gives it.
+    """
+    result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(result) != 0:
+        raise UsageError(
+            f"the machine refuses to pin {memory.numel()} bytes of host memory ({runtime.cudaGetErrorString(result)}); raise the "
+            "limit of locked memory (ulimit -l), offload less, or use more machines."
+        )
+    # The finalizer holds the memory: it must not be given back while it is registered.
+    weakref.finalize(owner, _unpin, runtime, memory)
+
+
+def _unpin(runtime: Any, memory: Tensor) -> None:
+    runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

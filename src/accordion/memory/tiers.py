@@ -1,0 +1,70 @@
+"""Where each unit's shards rest, as `Offload` says: the maker of homes that `shard` hands to the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from accordion.config import DEVICE, Offload
+from accordion.engine.group import Wiring
+from accordion.engine.home import Home, on_device
+from accordion.engine.layout import Message
+from accordion.engine.streams import Lane
+from accordion.memory.arena import Arena
+from accordion.memory.host import HostHome, home_bytes, landing_bytes
+
+log = logging.getLogger("accordion")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shards of one group: how they lie, their dtypes, and the one in which they are gathered."""
+
+    msg: Message
+    dtypes: Sequence[torch.dtype]
+    gathered: torch.dtype
+
+
+class Tiers:
+    """Owns the host memory of a model and the streams that copy from it and to it; called by each group for its home.
+
+    `offloads`, `shapes`: of each unit. All that will ever be taken is counted and allocated now.
+    """
+
+    def __init__(self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], wiring: Wiring) -> None:
+        self._offloads, self._wiring = offloads, wiring
+        self._store_lane = Lane(wiring.device, wiring.watch, wiring.gather_lane.late)
+        chosen = [mine for offload, mine in zip(offloads, shapes, strict=True) if offload.offloads]
+        homes = sum(home_bytes(s.msg, s.dtypes, s.gathered) for mine in chosen for s in mine)
+        landing = max((sum(landing_bytes(s.msg, s.dtypes) for s in mine) for mine in chosen), default=0)
+        self.arena = Arena(homes + landing, wiring.device)
+        self._landing = self.arena.take(landing, torch.uint8)
+        self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
+        log.info(
+            "offload: %d bytes of %s host memory for %d of %d units",
+            homes + landing, "pinned" if wiring.device.type != "cpu" else "ordinary", len(chosen), len(offloads),
+        )  # fmt: skip
+
+    def __call__(
+        self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
+    ) -> Home:
+        offload = self._offloads[unit]
+        if not offload.offloads:
+            return on_device(self._wiring.device)(unit, msg, rank, dtypes, gathered)
+        start = self._landed.get(unit, 0)
+        self._landed[unit] = stop = start + landing_bytes(msg, dtypes)
+        return HostHome(
+            msg,
+            rank,
+            dtypes,
+            gathered,
+            allocate=self.arena.take,
+            landing=self._landing[start:stop],
+            keeps=offload.params == DEVICE,
+            device=self._wiring.device,
+            fetch_lane=self._wiring.fetch_lane,
+            store_lane=self._store_lane,
+        )

@@ -1,0 +1,28 @@
+"""What `Offload` takes and refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+import accordion as acc
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": "hots"}, r"params='hots'\) is no place; did you mean 'host'"),
+        ({"optimizer": "gpu"}, r"optimizer='gpu'\) is no place; valid: device, host"),
+        ({"params": "host"}, "pass optimizer='host' too"),
+        ({"grads": "host"}, "leave out grads, or name one place for both"),
+        ({"grads": "device", "optimizer": "host"}, "leave out grads, or name one place for both"),
+    ],
+)
+def test_places_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(acc.UsageError, match=message):
+        acc.Offload(**options)
+
+
+def test_what_offloads():
+    assert not acc.Offload().offloads
+    assert acc.Offload(optimizer="host").offloads
+    assert acc.Offload(params="host", grads="host", optimizer="host").offloads

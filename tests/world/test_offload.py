@@ -1,0 +1,249 @@
+"""Offload changes where states rest and no bit of what is trained: under every strategy, for every kind of model and use."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.world import models, reference
+from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss, units_of
+from tests.world.reference import Recipe, Trace, grads_of, local_of, params_of
+
+HOST = acc.Offload(params="host", optimizer="host")
+OPTIMIZER = acc.Offload(optimizer="host")
+MIXED = acc.Offload(params="host", optimizer="host", overrides={models.Block: OPTIMIZER, "blocks.1": acc.Offload()})
+BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
+RECIPES = [
+    Recipe(build="wide", micros=2, **BF16),
+    Recipe(build="tied", micros=3, no_sync=True),
+    Recipe(build="frozen", **BF16),
+    Recipe(build="uneven", skip_last=(1,), micros=2, **FP16),
+    Recipe(build="spare", sometimes=True),
+    Recipe(build="experts", **BF16),
+]
+
+
+def trained(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Trace:
+    precision = acc.Precision(params=recipe.compute)
+    model = acc.shard(recipe.model(), mesh=mesh, strategy=strategy, precision=precision, **options)
+    return reference.sharded(
+        model,
+        recipe,
+        dist.get_rank(),
+        no_sync=acc.no_sync,
+        wrap=acc.wrap_optimizer,
+        after_step=lambda: acc.synchronize(model),
+    )
+
+
+def same_as_without(mesh, strategy: acc.Strategy, recipes: list[Recipe], offloads: list[acc.Offload]) -> None:
+    for i, recipe in enumerate(recipes):
+        recipe = dataclasses.replace(recipe, steps=3)
+        wanted = trained(mesh, recipe, strategy)
+        debug = ("streams",) if i % 2 else ()
+        for offload in offloads:
+            found = trained(mesh, recipe, strategy, offload=offload, debug=debug)
+            assert found.losses == wanted.losses, (recipe.build, offload)
+            assert found.grads.keys() == wanted.grads.keys()
+            for name, grad in wanted.grads.items():
+                assert grad is found.grads[name] is None or torch.equal(found.grads[name], grad), (recipe.build, name)
+            assert_equal(found.params, wanted.params)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_bit_differs(world, strategy):
+    policy = STRATEGIES[strategy]
+    which = list(STRATEGIES).index(strategy)
+    chosen = [RECIPES[which % len(RECIPES)], RECIPES[(which + 3) % len(RECIPES)]]
+    world.run_mesh(*mesh_of(policy), same_as_without, policy, chosen, [HOST, OPTIMIZER])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_bit_differs_for_any_model(world, strategy, num_ranks):
+    policy = STRATEGIES[strategy]
+    world.run_mesh(
+        *mesh_of(policy, num_ranks), same_as_without, policy, RECIPES, [HOST, OPTIMIZER, MIXED], timeout_s=300
+    )
+
+
+# -- where things are
+
+
+def places(mesh) -> None:
+    """Shards and gradients lie in the arena, one piece of memory; the unit with an override of its own has them outside."""
+    with logged() as messages:
+        model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
+    arena = units_of(model)[0].engine.wiring.home.arena
+    assert any(f"offload: {arena.num_bytes} bytes of ordinary host memory for 2 of 3 units" in m for m in messages)
+    low, high = arena._memory.data_ptr(), arena._memory.data_ptr() + arena.num_bytes
+    one_loss(model).backward()
+    first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        for address in (local_of(p).data_ptr(), local_of(p.grad).data_ptr()):
+            assert (low <= address < high) != name.startswith("blocks.1"), name
+    kept = model.head.weight.grad
+    value = local_of(kept).clone()
+    model.zero_grad()
+    one_loss(model, 1).backward()
+    assert torch.equal(local_of(kept), value), "a gradient that the caller holds is the caller's"
+    assert not torch.equal(local_of(model.head.weight.grad), value)
+    again = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
+    assert again["head.weight"] != first["head.weight"]
+    assert again["norm.weight"] == first["norm.weight"]
+
+
+# -- what callers do
+
+
+def uses(mesh) -> None:
+    """Hooks, autograd.grad, clipping, writes, state dicts and checkpoints, of tied weights in and across units."""
+    found = []
+    for options in ({}, {"offload": HOST}):
+        with torch.device("meta"):
+            model = Blocks()
+        model = acc.shard(model, mesh=mesh, precision=acc.Precision(params=torch.bfloat16), **options)
+        torch.manual_seed(3)
+        acc.initialise(model)
+        assert model.last.weight is model.first.weight
+        seen: list[Any] = []
+        model.first.weight.register_post_accumulate_grad_hook(
+            lambda p, seen=seen: seen.append(local_of(p.grad).clone())
+        )
+        model.blocks[0].weight.register_hook(lambda g, seen=seen: seen.append(local_of(g).clone()))
+        x = torch.full((3, 8), 0.5 + dist.get_rank())
+        seen += [local_of(g).clone() for g in torch.autograd.grad(model(x).sum(), list(model.parameters()))]
+        for _ in range(2):
+            model(x).square().mean().backward()
+        seen.append(acc.clip_grad_norm_(model, 0.1))
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            seen.append(model(x))
+        with acc.full_params(model, write=True), torch.no_grad():
+            model.blocks[1].weight.mul_(1.5)
+        with torch.no_grad():
+            seen.append(model(x))
+        state = {name: value.clone() for name, value in acc.full_state_dict(model, rank0_only=False).items()}
+        model(x).square().mean().backward()
+        optimizer.step()
+        model.load_state_dict(state)
+        with torch.no_grad():
+            seen.append(model(x))
+        acc.synchronize(model)
+        seen += [local_of(v).clone() for v in model.state_dict().values()]
+        seen += [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+        assert_at_rest(model)
+        found.append(seen)
+    assert len(found[0]) == len(found[1])
+    for i, (wanted, value) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(wanted, value), i
+
+
+class Blocks(nn.Module):
+    """Its first and last layer are one, and so are those of its two blocks: ties between units and in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+def saved(mesh, path: str) -> None:
+    """What was trained with offload goes on without, and the other way round, bit for bit."""
+    results = []
+    for first, then in (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER})):
+        model, optimizer = fresh(mesh, **first)
+        for step in range(2):
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        folder = f"{path}/{len(results)}"
+        acc.save(folder, model, optimizer)
+        model, optimizer = fresh(mesh, seed=7, **then)
+        acc.load(folder, model, optimizer)
+        one_loss(model, 2).backward()
+        optimizer.step()
+        results.append(acc.full_state_dict(model, rank0_only=False))
+    for other in results[1:]:
+        assert_equal(other, results[0])
+
+
+def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = acc.shard(models.seeded(seed, tied=True), mesh=mesh, **options)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def test_callers_see_the_same_thing(world, tmp_path):
+    world.run(2, places)
+    world.run(2, uses)
+    world.run(2, saved, str(tmp_path))
+
+
+# -- what is refused
+
+
+def refused(mesh) -> None:
+    with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
+        acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
+    if dist.get_rank() == 0:
+        with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):
+            pin_on(FakeAccelerator(1))
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert_equal(params_of(model), dict(models.plain().named_parameters()))
+    one_loss(model).backward()
+    assert grads_of(model)
+
+
+def pin_on(module: Any) -> list[str]:
+    from accordion.memory import arena
+
+    class Owner:
+        pass
+
+    owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8)
+    arena.pin(owner, memory, module)
+    del owner
+    return module.calls
+
+
+class FakeAccelerator:
+    """The part of an accelerator's driver that pins memory. `answer`: 0 where it does."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer, self.calls = answer, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(f"register {num_bytes}")
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.calls.append("unregister")
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return "denied"
+
+
+def test_memory_that_cannot_be_pinned_is_named(world):
+    world.run(2, refused)
+    assert pin_on(FakeAccelerator(0)) == ["register 4096", "unregister"]
