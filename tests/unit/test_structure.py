@@ -69,6 +69,7 @@ ENGINE = [
     "autograd",
     "engine",
     "unit",
+    "window",
     "group",
     "axis",
     "streams",
@@ -185,5 +186,5 @@ def test_no_effects_and_no_environment_in_the_core() -> None:
 def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard.py"]}
     print(f"engine/ and shard.py: {sum(counted.values())} lines", counted)
-    assert max(counted.values()) <= 420, counted
-    assert sum(counted.values()) <= 3450, "growth needs a reason in docs/design.md"
+    assert max(counted.values()) <= 400, counted
+    assert sum(counted.values()) <= 3700, "growth needs a reason in docs/design.md"

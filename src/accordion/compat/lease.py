@@ -49,13 +49,13 @@ class Lease:
             unit.acquire()
             self.shown = [
                 nn.Parameter(full, requires_grad=p.sharded.requires_grad)
-                for full, p in zip(unit.around([view.data for view in unit.views]), unit.params, strict=True)
+                for full, p in zip(unit.window.around([view.data for view in unit.views]), unit.params, strict=True)
             ]
         for i, (leaf, param) in enumerate(zip(self.shown, unit.params, strict=True)):
             vars(leaf).update(_torch.marks_of(param.sharded))
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(unit), i))
-        unit.show(self.shown)
+        unit.window.show(self.shown)
         ended = torch.compiler.disable(partial(_forward_ended, weakref.ref(self)))
         self._hooks = [m.register_forward_hook(ended, always_call=True) for m in part.alive()]
 
@@ -68,7 +68,7 @@ class Lease:
             handle.remove()
         for leaf in shown:  # a graph that saved one finds its memory gone: autograd says so by the version counter
             torch.autograd.graph.increment_version(leaf)
-        part.unit.hide(shown)
+        part.unit.window.hide(shown)
         part.unit.release()
 
     def forward_ended(self) -> None:

@@ -44,7 +44,7 @@ class Call:
         self.writes = unit.writes()
         self.root = unit.engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
         self.kept: Kept | None = None
-        self.reached: Tensor | None = None  # an output of its Gather
+        self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
         self.version: int | None = None  # of the parameters that the forward saw
         self.inputs: list[Any] = []
         self.waiting: dict[int, int] = {}
@@ -64,7 +64,7 @@ class Call:
 
     def begin_unseen(self, fulls: Sequence[Tensor]) -> None:
         """A node of this call is about to read a full parameter; no mark and no output said that a backward comes."""
-        if _torch.current_graph_task() not in self.waiting:
+        if self.reached is None and _torch.current_graph_task() not in self.waiting:  # not in its own forward
             self.unit.begins_at_reads = True
             self._begin(fulls)
 
@@ -72,8 +72,8 @@ class Call:
         task, engine = _torch.current_graph_task(), self.unit.engine
         if not engine.units:
             raise UsageError(
-                "the sharded model was deleted between this forward and its backward, and its memory went with it; keep a reference "
-                "to the model until the backward has run."
+                "the sharded model was deleted between this forward and its backward, and its memory went with it; keep a "
+                "reference to the model until the backward has run."
             )
         self.refuse_double_backward()
         try:
@@ -85,7 +85,7 @@ class Call:
         if not engine.take(self.kept):
             self.unit.acquire()
         self.refuse_newer_weights()
-        self.unit.show(fulls, registered=False)
+        self.unit.window.show(fulls, registered=False)
         self.shown[task] = fulls
         engine.gather_ahead(Phase.BACKWARD, self.unit)
 
@@ -116,7 +116,7 @@ class Call:
         """The backward of this call needs full parameters no longer."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
-            self.unit.hide(fulls)
+            self.unit.window.hide(fulls)
             self.unit.stays = self.unit.habits.keep_on
             self.unit.release()
 

@@ -83,7 +83,7 @@ class Engine:
             call.shown.clear()
             call.parts.clear()
         for unit in self.units:
-            unit.hide_all()
+            unit.window.hide_all()
         self.units, self.kept, self.to_reach = [], [], []
         self.siblings.clear()
         self._tasks.clear()
@@ -187,7 +187,7 @@ class Engine:
         self.depth = 0
         for unit in self.units:
             unit.leases = 0
-            unit.hide_all()
+            unit.window.hide_all()
             unit.let_go()
 
     def recover(self) -> None:
@@ -206,7 +206,7 @@ class Engine:
         self._synced.clear()
         self.drop_kept()
         for unit in self.units:
-            unit.hide_all()
+            unit.window.hide_all()
             unit.let_go()
 
     # -- backward

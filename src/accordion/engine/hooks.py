@@ -62,7 +62,7 @@ class Hooks:
                 del module.__dict__["forward"]
                 if self._guarded[1] is not None:
                     module.__dict__["forward"] = self._guarded[1]
-        self.unit.detach()
+        self.unit.window.detach()
 
     def _guard(self, module: nn.Module) -> None:
         """Put the errors of the model's forward right that hooks do not see.
@@ -165,7 +165,7 @@ class Hooks:
             engine.depth -= 1  # torch runs `after` now, and it finds no call
             raise
         self._calls.append((call, fulls))
-        unit.show(fulls)
+        unit.window.show(fulls)
         if call.reached is not None and unit.begins_at_reads is not False:
             self._guard_reads(call, fulls)
         if engine.finite is not None:
@@ -185,14 +185,14 @@ class Hooks:
         """Take the lease of the forward, gather and stage ahead, and give what the module shall see."""
         engine, unit = self.engine, self.unit
         outside = _torch.current_graph_task() == -1
-        unit.check_registry()
+        unit.window.check_registry()
         unit.stays = False
         engine.comes(Phase.FORWARD if outside else Phase.BACKWARD, unit)
         unit.acquire()
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
-            return Call(unit, engine.sync), unit.around(unit.views)
+            return Call(unit, engine.sync), unit.window.around(unit.views)
         call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
         call.version = unit.version()
         if outside:
@@ -201,7 +201,7 @@ class Hooks:
         fulls = list(unit.views)
         for i, full in zip(call.trained.indices, outs, strict=True):
             fulls[i] = full
-        return call, unit.around(fulls)
+        return call, unit.window.around(fulls)
 
     def _guard_reads(self, call: Call, fulls: Sequence[Tensor]) -> None:
         """Let a backward begin this call where it reads a full parameter, if nothing else has begun it.
@@ -257,7 +257,7 @@ class Hooks:
         guard = self._guards.pop(id(call), None)
         if guard is not None:
             self._end_guard(guard)
-        unit.hide(fulls)
+        unit.window.hide(fulls)
         if unit.writes() != call.writes:
             unit.release()
             engine.leave(None)
@@ -313,7 +313,7 @@ class Hooks:
             replaced = {id(t): new for t, new in zip(found, left, strict=True)}
             out = map_tensors(lambda t: replaced.get(id(t), t), out)
         others = [t for t in found if id(t) not in replaced]
-        for tensor in (*others, *tensors_in(out, opaque_depth=3), *self.unit.leaked(), *written_into(inputs)):
+        for tensor in (*others, *tensors_in(out, opaque_depth=3), *self.unit.window.leaked(), *written_into(inputs)):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(begin)
         return out

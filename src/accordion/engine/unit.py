@@ -15,13 +15,11 @@ from accordion import _torch
 from accordion.engine.group import Group, Reduced
 from accordion.engine.schedule import Phase
 from accordion.engine.streams import Flight
+from accordion.engine.window import Window
 from accordion.errors import UsageError
 
 if TYPE_CHECKING:
     from accordion.engine.engine import Engine
-
-
-OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Habits:
 
 
 class Unit:
-    """Owns the groups of one module, the count of leases on their full parameters, and what the module sees of them."""
+    """Owns the groups of one module and the count of leases on their full parameters; `window`: what modules see of them."""
 
     def __init__(
         self,
@@ -69,32 +67,25 @@ class Unit:
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
         self.index = len(engine.units)
-        self.reads: list[
-            int
-        ] = []  # other units of whose parameters this one's module reads some: inner ones, owners of ties
+        # Other units of whose parameters this one's module reads some: inner ones, owners of ties.
+        self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
-        self._has_around = any(p.around is not None for p in self.params)
         self.full_bytes = sum(g.full_bytes for g in groups)
         self.leases = 0
         self.resident = False  # the full parameters stand
         self.stays = False  # they outlive their leases
-        self.begins_at_reads: bool | None = (
-            None  # some backward reached it by neither mark nor output; None: none came yet
-        )
+        # Whether some backward reached it by neither mark nor output; None: no backward came yet.
+        self.begins_at_reads: bool | None = None
         self._flights: list[Flight] = []
-        self._places = [(ref, attr, i) for i, p in enumerate(self.params) for ref, attr in p.places]
-        self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
-        self._inside: list[weakref.ref[nn.Module]] | None = None
-        self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
         self.sums: dict[int, Tensor] = {}  # full gradients that add up under no_sync, by index of their parameter
         self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
         self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
         self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
         self.takes_grads = engine.wiring.shard.num_ranks == 1  # large gradients are summed where they are
         self.trained = self._trained_now()
-        for ref in {ref for ref, _, _ in self._places}:
-            guard_conversion(ref, weakref.ref(self))
+        self.window = Window(module, self.params)
+        self.window.guard_conversions(self)
         engine.units.append(self)
 
     def _trains_now(self) -> list[int]:
@@ -177,20 +168,6 @@ class Unit:
         for group in self.groups:
             group.mark_stale()
 
-    # -- what the module sees
-
-    def check_registry(self) -> None:
-        """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
-        if self._shown:
-            return
-        for ref, attr, i in self._places:
-            module = ref()
-            if module is not None and module._parameters.get(attr) is not self.params[i].sharded:
-                raise UsageError(
-                    f"parameter {self.params[i].name!r} was replaced after shard(), by functional_call or by assignment, and the "
-                    "sharded model would not use it; write into it under full_params(model, write=True)."
-                )
-
     def writes(self) -> int:
         """Counts writes into full parameters, which are lost; a gather does not count."""
         return sum(g.room.flat._version for g in self.groups if g.room is not None)
@@ -200,96 +177,6 @@ class Unit:
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         return address != 0 and any(g.room is not None and g.room.holds(address) for g in self.groups)
-
-    def leaked(self) -> Iterator[Tensor]:
-        """Tensors of a graph that the last forward left in attributes, such as a router's loss: other ways into the backward."""
-        if self._inside is None:
-            root = self.module()
-            self._inside = [weakref.ref(m) for m in _modules_inside(root)] if root is not None else []
-        for ref in self._inside:
-            module = ref()
-            if module is None:
-                continue
-            for key, value in module.__dict__.items():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    yield value
-                elif type(value) in (list, tuple):
-                    yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
-                elif type(value) is dict and key not in OF_MODULES:
-                    yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
-
-    def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What modules see of full tensors: the same list where no parameter says otherwise."""
-        if not self._has_around:
-            return fulls
-        return [f if p.around is None else p.around(f) for f, p in zip(fulls, self.params, strict=True)]
-
-    def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
-        """Put full parameters in the place of shards, for reads of `module.weight`.
-
-        `registered`: for `parameters()` and the like too. Not in a backward: it may raise, and nobody would tidy up.
-        """
-        self._shown.append((fulls, registered))
-        self._install()
-
-    def hide(self, fulls: Sequence[Tensor]) -> None:
-        """Take them away again; what an outer call showed comes back."""
-        for at in reversed(range(len(self._shown))):  # one entry: a recursive call without gradients shows a list twice
-            if self._shown[at][0] is fulls:
-                del self._shown[at]
-                break
-        self._install()
-
-    def hide_all(self) -> None:
-        if self._shown:
-            self._shown.clear()
-            self._install()
-
-    def detach(self) -> None:
-        """Leave the modules as they were before the unit was made, with shards for parameters."""
-        self.hide_all()
-        for ref, _, _ in self._places:
-            module = ref()
-            if module is not None:
-                module.__dict__.pop("_apply", None)
-
-    def _install(self) -> None:
-        """Let modules show what was shown last, or the shards."""
-        fulls, registered = self._shown[-1] if self._shown else (None, False)
-        for ref, attr, i in self._places:
-            module = ref()
-            if module is None:
-                continue
-            sharded = self.params[i].sharded
-            module._parameters[attr] = fulls[i] if fulls is not None and registered else sharded  # type: ignore[assignment]
-            if fulls is not None and not registered:
-                module.__dict__[attr] = fulls[i]
-            else:
-                module.__dict__.pop(attr, None)
-        for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
-            rnn: Any = ref()
-            if rnn is not None:
-                rnn.__dict__["_flat_weights"] = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
-
-    def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-        """What `module.to(...)` and its kin do to the parameters: the full ones while they are shown, nothing to shards.
-
-        torch would swap the sharded parameters for others, out of the graph and out of the engine's sight.
-        """
-        for ref, attr, i in self._places:
-            if ref() is not module:
-                continue
-            if self._shown:
-                where: Any = module._parameters if self._shown[-1][1] else module.__dict__
-                where[attr] = function(where[attr])
-                continue
-            now = _torch.local_of(self.params[i].sharded)
-            new = function(now.new_empty(0))
-            if (new.dtype, new.device) != (now.dtype, now.device):
-                raise UsageError(
-                    f"parameter {self.params[i].name!r} is sharded as {now.dtype} on {now.device} and cannot become "
-                    f"{new.dtype} on {new.device}; convert before shard(), or choose with Precision and the mesh's device."
-                )
 
     # -- gradients
 
@@ -383,37 +270,3 @@ class Unit:
                 flights.append(flight)
         pairs = zip(local, trained.params, strict=True)
         return [None if g is None else _torch.as_dtensor(g, p) for g, p in pairs], flights
-
-
-def guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:
-    """Put `Unit.convert` before what torch does to the parameters of a module in `to`, `half`, `to_empty` and the like."""
-
-    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        module, unit = of(), by()
-        assert module is not None, "a module's method runs while the module lives"
-        if unit is not None and unit.habits.on_convert is not None and unit.engine.depth == 0:
-            unit.habits.on_convert()
-            changed: nn.Module = module._apply(function, recurse)
-            return changed
-        if unit is None or unit.engine.suspended:
-            converted: nn.Module = type(module)._apply(module, function, recurse)
-            return converted
-        unit.convert(module, function)
-        kept, module._parameters = module._parameters, {}
-        try:
-            type(module)._apply(module, function, recurse)
-        finally:
-            module._parameters = kept
-        return module
-
-    module = of()
-    if module is not None:
-        module.__dict__["_apply"] = apply
-
-
-def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
-    """`root` and the modules below it that are in no unit below it."""
-    yield root
-    for child in root.children():
-        if "_accordion" not in child.__dict__:
-            yield from _modules_inside(child)

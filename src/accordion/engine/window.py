@@ -1,0 +1,171 @@
+"""What modules see of a unit's parameters: shards in the registry between calls, full parameters in a call or its backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.engine.group import Param
+from accordion.errors import UsageError
+
+if TYPE_CHECKING:
+    from accordion.engine.unit import Unit
+
+OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
+
+
+class Window:
+    """Owns the stack of full parameters that are shown in place of shards, one entry a call under way."""
+
+    def __init__(self, module: nn.Module, params: Sequence[Param]) -> None:
+        self._module, self._params = weakref.ref(module), params
+        self._has_around = any(p.around is not None for p in params)
+        self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
+        self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
+        self._inside: list[weakref.ref[nn.Module]] | None = None
+        self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
+
+    def guard_conversions(self, unit: Unit) -> None:
+        """Let `module.to(...)` and its kin ask `unit` first."""
+        for ref in {ref for ref, _, _ in self._places}:
+            _guard_conversion(ref, weakref.ref(unit))
+
+    def check_registry(self) -> None:
+        """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
+        if self._shown:
+            return
+        for ref, attr, i in self._places:
+            module = ref()
+            if module is not None and module._parameters.get(attr) is not self._params[i].sharded:
+                raise UsageError(
+                    f"parameter {self._params[i].name!r} was replaced after shard(), by functional_call or by assignment, and "
+                    "the sharded model would not use it; write into it under full_params(model, write=True)."
+                )
+
+    def leaked(self) -> Iterator[Tensor]:
+        """Tensors of a graph that the last forward left in attributes, such as a router's loss: other ways into the backward."""
+        if self._inside is None:
+            root = self._module()
+            self._inside = [weakref.ref(m) for m in _modules_inside(root)] if root is not None else []
+        for ref in self._inside:
+            module = ref()
+            if module is None:
+                continue
+            for value in [v for key, v in module.__dict__.items() if key not in OF_MODULES]:
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    yield value
+                elif type(value) in (list, tuple):
+                    yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
+                elif type(value) is dict:
+                    yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
+
+    def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What modules see of full tensors: the same list where no parameter says otherwise."""
+        if not self._has_around:
+            return fulls
+        return [f if p.around is None else p.around(f) for f, p in zip(fulls, self._params, strict=True)]
+
+    def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
+        """Put full parameters in the place of shards, for reads of `module.weight`.
+
+        `registered`: for `parameters()` and the like too. Not in a backward: it may raise, and nobody would tidy up.
+        """
+        self._shown.append((fulls, registered))
+        self._install()
+
+    def hide(self, fulls: Sequence[Tensor]) -> None:
+        """Take them away again; what an outer call showed comes back."""
+        for at in reversed(range(len(self._shown))):  # one entry: a recursive call without gradients shows a list twice
+            if self._shown[at][0] is fulls:
+                del self._shown[at]
+                break
+        self._install()
+
+    def hide_all(self) -> None:
+        if self._shown:
+            self._shown.clear()
+            self._install()
+
+    def detach(self) -> None:
+        """Leave the modules as they were before the unit was made, with shards for parameters."""
+        self.hide_all()
+        for ref, _, _ in self._places:
+            module = ref()
+            if module is not None:
+                module.__dict__.pop("_apply", None)
+
+    def _install(self) -> None:
+        """Let modules show what was shown last, or the shards."""
+        fulls, registered = self._shown[-1] if self._shown else (None, False)
+        for ref, attr, i in self._places:
+            module = ref()
+            if module is None:
+                continue
+            sharded = self._params[i].sharded
+            module._parameters[attr] = fulls[i] if fulls is not None and registered else sharded  # type: ignore[assignment]
+            if fulls is not None and not registered:
+                module.__dict__[attr] = fulls[i]
+            else:
+                module.__dict__.pop(attr, None)
+        for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
+            rnn: Any = ref()
+            if rnn is not None:
+                rnn.__dict__["_flat_weights"] = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+
+    def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        """What `module.to(...)` and its kin do to the parameters: the full ones while they are shown, nothing to shards.
+
+        torch would swap the sharded parameters for others, out of the graph and out of the engine's sight.
+        """
+        for ref, attr, i in self._places:
+            if ref() is not module:
+                continue
+            if self._shown:
+                where: Any = module._parameters if self._shown[-1][1] else module.__dict__
+                where[attr] = function(where[attr])
+                continue
+            now = _torch.local_of(self._params[i].sharded)
+            new = function(now.new_empty(0))
+            if (new.dtype, new.device) != (now.dtype, now.device):
+                raise UsageError(
+                    f"parameter {self._params[i].name!r} is sharded as {now.dtype} on {now.device} and cannot become "
+                    f"{new.dtype} on {new.device}; convert before shard(), or choose with Precision and the mesh's device."
+                )
+
+
+def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:
+    """Put `Window.convert` before what torch does to the parameters of a module in `to`, `half`, `to_empty` and the like."""
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module, unit = of(), by()
+        assert module is not None, "a module's method runs while the module lives"
+        if unit is not None and unit.habits.on_convert is not None and unit.engine.depth == 0:
+            unit.habits.on_convert()
+            changed: nn.Module = module._apply(function, recurse)
+            return changed
+        if unit is None or unit.engine.suspended:
+            converted: nn.Module = type(module)._apply(module, function, recurse)
+            return converted
+        unit.window.convert(module, function)
+        kept, module._parameters = module._parameters, {}
+        try:
+            type(module)._apply(module, function, recurse)
+        finally:
+            module._parameters = kept
+        return module
+
+    module = of()
+    if module is not None:
+        module.__dict__["_apply"] = apply
+
+
+def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
+    """`root` and the modules below it that are in no unit below it."""
+    yield root
+    for child in root.children():
+        if "_accordion" not in child.__dict__:
+            yield from _modules_inside(child)
