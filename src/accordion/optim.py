@@ -15,6 +15,7 @@ from accordion import _torch
 from accordion.engine.autograd import engine_of
 from accordion.engine.norm import scale_to, total_norm
 from accordion.errors import UsageError
+from accordion.memory.step import defer, engines_of, local_state, write_back
 
 Opt = TypeVar("Opt", bound=Optimizer)
 ELEMENTWISE = (
@@ -41,6 +42,13 @@ class LocalStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if engines_of(self._as_optimizer()):
+            defer(self._as_optimizer(), type(self).__mro__[2])
+        else:
+            self._step_here()
+        return loss
+
+    def _step_here(self) -> None:
         outer_groups, outer_state = [group["params"] for group in self.param_groups], self.state
         pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for params in outer_groups for p in params]
         local = dict(pairs)
@@ -50,7 +58,7 @@ class LocalStep:
                 grad = p.grad
                 own.grad = None if grad is None else _torch.local_of(grad)
             if p in outer_state:
-                state[own] = _local_state(outer_state[p])
+                state[own] = local_state(outer_state[p])
         try:
             for group, params in zip(self.param_groups, outer_groups, strict=True):
                 group["params"] = [local[p] for p in params]
@@ -65,22 +73,34 @@ class LocalStep:
                     own.grad = None
                     torch.autograd.graph.increment_version(own)  # fused optimizers do not (2.13)
                 if own in state:
-                    _write_back(outer_state[p], state[own], p, own)
-        return loss
+                    write_back(outer_state[p], state[own], p, own)
 
+    # Of offloaded parameters a step may be under way, on another thread.
 
-def _local_state(entry: dict[str, Any]) -> dict[str, Any]:
-    return {k: _torch.local_of(v) if isinstance(v, DTensor) else v for k, v in entry.items()}
+    def _as_optimizer(self) -> Optimizer:
+        assert isinstance(self, Optimizer), "mixed into an optimizer"
+        return self
 
+    def _wait(self) -> None:
+        for engine in engines_of(self._as_optimizer()):
+            engine.synchronize()
 
-def _write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, own: Tensor) -> None:
-    """Take over what the step made or replaced; a tensor of the shard's shape becomes a DTensor beside its parameter."""
-    for key, value in inner.items():
-        held = outer.get(key)
-        if held is value or (isinstance(held, DTensor) and _torch.local_of(held) is value):
-            continue
-        is_shard = isinstance(value, Tensor) and isinstance(p, DTensor) and own.dim() > 0 and value.shape == own.shape
-        outer[key] = _torch.as_dtensor(value, p) if is_shard and isinstance(p, DTensor) else value
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:  # in place, in gradients that the step reads
+            self._wait()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        self._wait()
+        return super().state_dict()  # type: ignore[misc, no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._wait()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._wait()
+        super().add_param_group(param_group)  # type: ignore[misc]
 
 
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
@@ -131,6 +151,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     engine = engine_of(model)
     if engine is None:
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
+    engine.synchronize()
     cut: list[Tensor] = []
     whole: list[Tensor] = []
     seen: set[int] = set()

@@ -36,6 +36,7 @@ from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
+from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Shape, Tiers
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, UnitChoice, choose_units, other_units_read, owned_parameters
@@ -107,7 +108,9 @@ def shard(
                     param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
             inputs = own.params if own.cast_inputs else None
             outputs = own.output if i == 0 or own is not precision else None
-            Hooks(Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)).attach(module)
+            unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
+            Hooks(unit).attach(module)
+            own_parameters(unit)
         for unit, reads in zip(engine.units, other_units_read([[m] for _, m in chosen], owned), strict=True):
             unit.reads = reads
         _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)

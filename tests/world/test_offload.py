@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from accordion.config import STRATEGIES
 from tests.world import models, reference
 from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss, units_of
 from tests.world.reference import Recipe, Trace, grads_of, local_of, params_of
+from tests.world.test_optimizers import OPTIMIZERS
 
 HOST = acc.Offload(params="host", optimizer="host")
 OPTIMIZER = acc.Offload(optimizer="host")
@@ -40,8 +42,20 @@ def trained(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Tra
         dist.get_rank(),
         no_sync=acc.no_sync,
         wrap=acc.wrap_optimizer,
-        after_step=lambda: acc.synchronize(model),
+        after_step=after_last(recipe.steps, model),
     )
+
+
+def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
+    """Waits after the last of so many steps, whose parameters are read directly; the others go on behind the next forward."""
+    left = list(range(num_steps))
+
+    def after_step() -> None:
+        left.pop()
+        if not left:
+            acc.synchronize(model)
+
+    return after_step
 
 
 def same_as_without(mesh, strategy: acc.Strategy, recipes: list[Recipe], offloads: list[acc.Offload]) -> None:
@@ -58,7 +72,12 @@ def same_as_without(mesh, strategy: acc.Strategy, recipes: list[Recipe], offload
             assert_equal(found.params, wanted.params)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
+
+
+@pytest.mark.parametrize(
+    "strategy", [s if s in SAMPLE else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]
+)
 def test_no_bit_differs(world, strategy):
     policy = STRATEGIES[strategy]
     which = list(STRATEGIES).index(strategy)
@@ -197,6 +216,71 @@ def test_callers_see_the_same_thing(world, tmp_path):
     world.run(2, places)
     world.run(2, uses)
     world.run(2, saved, str(tmp_path))
+
+
+# -- the step behind the next forward
+
+
+def deferred(mesh, kind: str) -> None:
+    """Bit for bit the same kernel stepping before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
+    make, options = OPTIMIZERS[kind]
+    results = []
+    for way in ("plain", "waits", "deferred", "late"):
+        debug = ("streams",) if way == "late" else ()
+        model = acc.shard(models.frozen(), mesh=mesh, offload=None if way == "plain" else MIXED, debug=debug)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2]}]
+        optimizer = acc.wrap_optimizer(make(groups, **options))
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        losses = []
+        for step in range(4):
+            loss = one_loss(model, step)
+            loss.backward()
+            if step == 1:
+                acc.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            if way == "waits":
+                acc.synchronize(model)
+            if way == "late":
+                assert local_of(model.head.weight).isnan().all(), "a read that does not wait is not a number"
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            schedule.step()
+            losses.append(loss.item())
+        assert calls == ["before", "after"] * 4
+        state = optimizer.state_dict()["state"]
+        acc.synchronize(model)
+        results.append((losses, params_of(model), state))
+    for losses, params, state in results[1:]:
+        assert losses == results[0][0]
+        assert_equal(params, results[0][1])
+        assert list(state) == list(results[0][2])
+        for index, entry in results[0][2].items():
+            assert list(state[index]) == list(entry)
+            assert all(torch.equal(local_of(state[index][key]), local_of(value)) for key, value in entry.items())
+
+
+@pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
+def test_a_step_behind_the_next_forward_changes_no_bit(world, kind):
+    world.run(2, deferred, kind)
+
+
+def failing(mesh) -> None:
+    """What a step raises on its thread is raised by whoever needs it next."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    one_loss(model).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = "fast"
+    optimizer.step()
+    with pytest.raises(TypeError):
+        acc.synchronize(model)
+
+
+def test_an_error_of_the_step_is_not_lost(world):
+    world.run(1, failing)
 
 
 # -- what is refused

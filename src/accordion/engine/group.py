@@ -228,6 +228,7 @@ class Group:
             gathering = self._gathering_to(room)
         if gathering is None:
             return None
+        self.home.ready()
         now = self.version()
         if room is None or room is self.room:
             assert self.room is not None, "what is gathered has room"

@@ -59,6 +59,9 @@ class Home:
     def read_by(self, flight: Flight) -> None:
         """A copy that reads this home is under way: writes must wait for it."""
 
+    def ready(self) -> None:
+        """Let the host wait for an optimizer step of these shards that is under way."""
+
     def synchronize(self) -> None:
         """Let the host wait until shards may be read and written."""
 

@@ -90,6 +90,15 @@ class Order:
         following = self._next[phase].get(unit, END)
         return None if following == END else following
 
+    def sequence(self) -> list[int]:
+        """All units in the order of the last forward, as far as it is known."""
+        found: list[int] = []
+        following = self.after(Phase.FORWARD, START)
+        while following is not None and following not in found:
+            found.append(following)
+            following = self.after(Phase.FORWARD, following)
+        return found
+
     def ends_with(self, phase: Phase, unit: int) -> bool:
         return self._next[phase].get(unit) == END
 

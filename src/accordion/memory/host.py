@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -60,13 +60,29 @@ class HostHome(Home):
         self._fetch_lane, self._store_lane = fetch_lane, store_lane
         self._shown = self._staged = -1  # versions of the shards in `_travel` and in `_stage`
         self._reading: list[Flight] = []
+        self._steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
+        self._is_written = False  # the rows that travel are those of a step that has ended
 
-    def refresh(self, version: int) -> Flight | None:
-        if self._wide and self._shown != version:
-            self.synchronize()
+    def defer(self, wait: Callable[[], None]) -> None:
+        """A step of these shards is under way, which ends in `write_rows`; `wait` returns when it has ended."""
+        self._steps.append(wait)
+
+    def ready(self) -> None:
+        while self._steps:
+            self._steps.pop(0)()
+            self._is_written = True
+
+    def write_rows(self) -> None:
+        """Write what travels in another dtype than it is kept in; nothing reads it then."""
+        if self._wide:
             rows = self._travel.locals
             _torch.foreach_copy_([rows[i] for i in self._wide], [self.locals[i] for i in self._wide])
-        self._shown = version
+
+    def refresh(self, version: int) -> Flight | None:
+        if self._shown != version and not self._is_written:
+            self.synchronize()
+            self.write_rows()
+        self._shown, self._is_written = version, False
         if self._stage is None or self._staged == version:
             return None
         self._staged = version
@@ -78,12 +94,15 @@ class HostHome(Home):
         self._reading = [flight]  # of one lane, so that it ends after those before it
 
     def synchronize(self) -> None:
+        self.ready()
+        self._is_written = False  # a caller who waits may write
         for flight in self._reading:
             flight.synchronize()
         self._reading.clear()
 
     def mark_stale(self) -> None:
         self._shown = self._staged = -1
+        self._is_written = False
 
     def put(
         self, chosen: Sequence[int], rows: Sequence[Tensor | None], adding: Sequence[bool]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -36,7 +38,8 @@ class Tiers:
 
     def __init__(self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], wiring: Wiring) -> None:
         self._offloads, self._wiring = offloads, wiring
-        self._store_lane = Lane(wiring.device, wiring.watch, wiring.gather_lane.late)
+        self.late = wiring.gather_lane.late
+        self._store_lane = Lane(wiring.device, wiring.watch, self.late)
         chosen = [mine for offload, mine in zip(offloads, shapes, strict=True) if offload.offloads]
         homes = sum(home_bytes(s.msg, s.dtypes, s.gathered) for mine in chosen for s in mine)
         landing = max((sum(landing_bytes(s.msg, s.dtypes) for s in mine) for mine in chosen), default=0)
@@ -47,6 +50,11 @@ class Tiers:
             "offload: %d bytes of %s host memory for %d of %d units",
             homes + landing, "pinned" if wiring.device.type != "cpu" else "ordinary", len(chosen), len(offloads),
         )  # fmt: skip
+
+    @cached_property
+    def stepper(self) -> ThreadPoolExecutor:
+        """The thread on which units are stepped, one after the other: the kernels of a step have threads of their own."""
+        return ThreadPoolExecutor(1, thread_name_prefix="accordion-step")
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
