@@ -74,7 +74,7 @@ class Unit:
         ] = []  # other units of whose parameters this one's module reads some: inner ones, owners of ties
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
-        self._has_around = any(p.around is not None for p in self.params)
+        self._has_around = any(p.around is not None or p.extension is not None for p in self.params)
         self.full_bytes = sum(g.full_bytes for g in groups)
         self.leases = 0
         self.resident = False  # the full parameters stand
@@ -222,7 +222,8 @@ class Unit:
         """What modules see of full tensors: the same list where no parameter says otherwise."""
         if not self._has_around:
             return fulls
-        return [f if p.around is None else p.around(f) for f, p in zip(fulls, self.params, strict=True)]
+        seen = [f if p.extension is None else p.extension(f) for f, p in zip(fulls, self.params, strict=True)]
+        return [f if p.around is None else p.around(f) for f, p in zip(seen, self.params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
         """Put full parameters in the place of shards, for reads of `module.weight`.
