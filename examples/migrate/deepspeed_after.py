@@ -1,8 +1,4 @@
-"""Train by a ds_config.json, without DeepSpeed; run it with torchrun --nproc-per-node 2.
-
-What deepspeed.initialize did is written out: the model is sharded, the optimizer and the scheduler are made, and the loop steps
-them. `accordion train --deepspeed ds_config.json` needs no program.
-"""
+"""A small transformer, trained by a ds_config.json; run it with torchrun --nproc-per-node 2."""
 
 from pathlib import Path
 
@@ -10,38 +6,44 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import accordion as acc
 from accordion.compat import deepspeed
 
-CONFIG = Path(__file__).with_name("ds_config.json")
+VOCAB, WIDTH = 64, 32
+CONFIG = str(Path(__file__).with_name("ds_config.json"))
 
 
-def train(steps=40, device_type="cpu"):
-    settings = deepspeed.read(CONFIG)
-    sizes = settings.batch(dist.get_world_size())
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, text):  # (batch, seq)
+        x = self.embed(text)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # (batch, seq, vocab)
+
+
+def loss_of(model, texts, device):
+    text = torch.randint(0, VOCAB // 8, (8, 16), generator=texts).to(device)
+    return nn.functional.cross_entropy(model(text).flatten(0, 1).float(), text.flatten())
+
+
+def train(steps=20, device="cpu", config=CONFIG):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 64)), nn.ReLU(), nn.Linear(64, 1))
-    model = acc.shard(net, settings.mesh(device_type), **settings.shard)  # was: deepspeed.initialize
-    optimizer = acc.wrap_optimizer(settings.optimizer(model.parameters()))
-    scheduler = settings.scheduler(optimizer)
-    scaler = settings.scaler(device_type)
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for micro in range(sizes.accumulation):
-            draw = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
-            x = torch.randn(sizes.micro_batch, 8, generator=draw).to(device_type)
-            loss = (model(x).float() - x.sum(1, keepdim=True)).pow(2).mean()
-            scaler.scale(loss / sizes.accumulation).backward()  # was: engine.backward(loss)
-            total += loss.item() / sizes.accumulation
-        scaler.unscale_(optimizer)  # was, to the end of the loop: engine.step()
-        if settings.clip:
-            acc.clip_grad_norm_(model, settings.clip)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(total)
+    net = Model()
+    model, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    texts, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(steps):
+        for _ in range(model.gradient_accumulation_steps()):
+            loss = loss_of(model, texts, device)
+            model.backward(loss)
+            model.step()
+        losses.append(loss.item())
     return losses
 
 
@@ -50,7 +52,7 @@ if __name__ == "__main__":
     dist.init_process_group("nccl" if gpus else "gloo")
     if gpus:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    losses = train(device_type="cuda" if gpus else "cpu")
+    losses = train(device=f"cuda:{torch.cuda.current_device()}" if gpus else "cpu")
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     dist.destroy_process_group()

@@ -1,62 +1,63 @@
-"""A model that fully_shard shards: torchrun --nproc-per-node 2 examples/migrate/fsdp2_before.py"""
+"""A small transformer, sharded by fully_shard; run it with torchrun --nproc-per-node 2."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-VOCAB, WIDTH, MICRO_BATCHES = 256, 64, 2
+VOCAB, WIDTH, MICRO_BATCHES = 64, 32, 2
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0, batch_first=True) for _ in range(4)
+            nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)
         )
-        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(self, text: torch.Tensor) -> torch.Tensor:  # (batch, seq)
+    def forward(self, text):  # (batch, seq)
         x = self.embed(text)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # (batch, seq, vocab)
+        return self.head(x)  # (batch, seq, vocab)
 
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-dist.init_process_group()
-if device == "cuda":
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-mesh = init_device_mesh(device, (dist.get_world_size(),))
-torch.manual_seed(0)
-model = Model()
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device == "cuda" else None, reduce_dtype=torch.float32)
-for block in model.blocks:
-    fully_shard(block, mesh=mesh, mp_policy=policy)
-fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-fully_shard(model, mesh=mesh, mp_policy=policy)
-assert isinstance(model, FSDPModule)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-texts = torch.Generator().manual_seed(dist.get_rank())
+def loss_of(model, texts, device):
+    text = torch.randint(0, VOCAB // 8, (8, 16), generator=texts).to(device)
+    return nn.functional.cross_entropy(model(text).flatten(0, 1).float(), text.flatten())
 
-for step in range(20):
-    for micro in range(MICRO_BATCHES):
-        model.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)
-        text = torch.randint(0, VOCAB // 8, (8, 32), generator=texts).to(device)
-        loss = nn.functional.cross_entropy(model(text).flatten(0, 1).float(), text.flatten()) / MICRO_BATCHES
-        loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    if dist.get_rank() == 0 and step % 5 == 4:
-        print(f"step {step + 1}: loss {MICRO_BATCHES * loss.item():.3f} norm {norm.item():.2f}")
-state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-if dist.get_rank() == 0:
-    print(f"{len(state)} tensors, sum {sum(t.double().sum().item() for t in state.values()):.1f}")
-dist.destroy_process_group()
+
+def train(steps=20, device="cpu"):
+    torch.manual_seed(0)
+    model, mesh = Model(), init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device != "cpu" else None, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    texts, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(steps):
+        for micro in range(MICRO_BATCHES):
+            model.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)
+            loss = loss_of(model, texts, device)
+            (loss / MICRO_BATCHES).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if gpus else "gloo")
+    if gpus:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    losses = train(device=f"cuda:{torch.cuda.current_device()}" if gpus else "cpu")
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    dist.destroy_process_group()

@@ -267,9 +267,14 @@ def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
 # -- for compat
 
 
-def joined_mesh(outer: Any, inner: Any) -> Any:
-    """The mesh of which two slices are these, the axes of `outer` first. No public name; torch's FSDP2 does the same."""
-    return type(outer)._concatenate([outer, inner])
+def joined_mesh(*slices: Any) -> Any:
+    """The mesh of which these are slices, with their axes in this order. No public name; torch's FSDP2 does the same."""
+    return type(slices[0])._concatenate(list(slices))
+
+
+def flattened_mesh(mesh: Any, name: str) -> Any:
+    """The axes of a mesh as one. No public name; torch's FSDP2 does the same."""
+    return mesh._flatten(name)
 
 
 def data_parallel_mesh_dims() -> Any:
@@ -277,3 +282,17 @@ def data_parallel_mesh_dims() -> Any:
     import torch.distributed.fsdp as fsdp
 
     return getattr(fsdp, "DataParallelMeshDims", None)
+
+
+def composed_with(module: Any) -> set[str]:
+    """Names of torch's composable functions that were applied to a module, "replicate" and "fully_shard" among them."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return set(_get_registry(module) or ())
+
+
+def mark_fully_sharded(module: Any) -> None:
+    """Have torch's composable functions (`replicate`) leave a module's parameters alone, as those of its own `fully_shard`."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()

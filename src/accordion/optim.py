@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from accordion import _torch
 from accordion.engine.autograd import engine_of
-from accordion.engine.norm import scale_to, total_norm
+from accordion.engine.norm import Part, scale_to, total_norm
 from accordion.errors import UsageError
 from accordion.memory.step import defer, engines_of, local_state, write_back
 
@@ -152,22 +152,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if engine is None:
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
     engine.synchronize()
-    cut: list[Tensor] = []
-    whole: list[Tensor] = []
-    seen: set[int] = set()
+    parts: dict[tuple[int, ...], Part] = {}
     shards = {id(param.sharded) for unit in engine.units for param in unit.params}
     for unit in engine.units:
         for param in unit.params:
-            if param.around is not None:
-                raise UsageError(
-                    f"parameter {param.name!r} is tensor-parallel, of whose mesh a norm here knows one axis; use "
-                    "torch.nn.utils.clip_grad_norm_ for the parameters of each mesh."
-                )
-            grad = param.sharded.grad
-            if grad is not None and id(param) not in seen:
-                seen.add(id(param))
-                (cut if engine.wiring.cut_links and param.cut.dim is not None else whole).append(_torch.local_of(grad))
-    whole += [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
-    norm = total_norm(cut, whole, engine.wiring.cut_links, float(norm_type), engine.wiring.device)
-    scale_to([*cut, *whole], max_norm, norm)
+            links = list(engine.wiring.cut_links) if param.cut.dim is not None else []
+            links += [] if param.around is None else param.around.links
+            part = parts.setdefault(tuple(id(link.group) for link in links), Part(links))
+            if param.sharded.grad is not None:
+                part.tensors.append(_torch.local_of(param.sharded.grad))
+    others = [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
+    found = [*parts.values(), Part([], others)]
+    norm = total_norm(found, float(norm_type), engine.wiring.device)
+    scale_to([tensor for part in found for tensor in part.tensors], max_norm, norm)
     return norm

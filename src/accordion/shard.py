@@ -310,7 +310,7 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     return [Replicate(), Shard(c.dim)] if strategy.hybrid else [Shard(c.dim)]
 
 
-def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
+def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
@@ -325,7 +325,7 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: list[Pl
         assert module is not None
         module._parameters[attr] = sharded
     for original in (o.original, *o.others):
-        if not isinstance(original, DTensor):
+        if type(original.data) is torch.Tensor:
             original.data = original.data.new_empty(0)
             original.__class__ = Moved
         vars(original)["moved_to"] = sharded

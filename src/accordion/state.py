@@ -41,7 +41,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Full parameters in the registry, plain and in the dtype of the shards: evaluation, EMA, generation, export.
+    """Full parameters in the registry, as before `shard` and in the dtype of the shards: evaluation, EMA, generation, export.
 
     The model runs inside as the unsharded one. With `write` each rank takes its rows of what the parameters are
     at the end; every rank must write the same. Memory: the whole model once.
@@ -55,7 +55,9 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
         for param in _all_params(engine):
-            full = fulls[id(param)] = nn.Parameter(full_of(param, engine), requires_grad=param.sharded.requires_grad)
+            rows = full_of(param, engine)
+            shown_as = rows if param.around is None else param.around.seen(rows)
+            full = fulls[id(param)] = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
             vars(full).update(_torch.marks_of(param.sharded))
             for ref, attr in param.places:
                 module = ref()
@@ -71,7 +73,9 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
         if write:
             with torch.no_grad():
                 for param in _all_params(engine):
-                    _torch.local_of(param.sharded).copy_(own_rows(fulls[id(param)].data, param.cut, engine.wiring))
+                    full = fulls[id(param)]
+                    data = full.data if param.around is None else _torch.local_of(full).data
+                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, engine.wiring))
 
 
 def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
@@ -84,16 +88,16 @@ def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 def _all_params(engine: Engine) -> Iterator[Param]:
     for unit in engine.units:
-        for param in unit.params:
-            if param.around is not None:
-                raise UsageError(
-                    f"parameter {param.name!r} is tensor-parallel, and is not full where its rows are gathered; use torch's "
-                    "get_model_state_dict and DTensor.full_tensor."
-                )
-            yield param
+        yield from unit.params
 
 
 def full_of(param: Param, engine: Engine) -> Tensor:
+    """The parameter as it was before it was sharded; under tensor parallelism this rank's part of it. Collective."""
+    if param.extension is not None:
+        raise UsageError(
+            f"parameter {param.name!r} is a tensor subclass that says itself how it is gathered to compute; its rows as they are "
+            "stored are in model.state_dict()."
+        )
     return gathered(_torch.local_of(param.sharded), param.cut, engine.wiring)
 
 
@@ -110,7 +114,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
     """Gather what `state_dict(keep_vars=True)` gave, in its order; empty on other ranks with `rank0_only`. Collective."""
     engine.recover()
     engine.synchronize()
-    first = engine.wiring.shard.rank == 0 and engine.wiring.replicate.rank == 0
+    first = is_first_rank(engine)
     params = {id(p.sharded): p for p in _all_params(engine)}
     result: dict[str, Any] = {}
     done: dict[int, Tensor] = {}
@@ -122,11 +126,19 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
             if id(value) not in done:
                 param = params.get(id(value))
                 full = value.detach() if param is None else full_of(param, engine)
+                if param is not None and param.around is not None:
+                    full = param.around.whole(full)
                 if rank0_only and not first:
                     full = full.new_empty(0)
                 done[id(value)] = full.cpu() if cpu else full
             result[name] = done[id(value)]
     return {} if rank0_only and not first else result
+
+
+def is_first_rank(engine: Engine) -> bool:
+    """Whether this is the first of all ranks of a model, those of tensor parallelism counted too."""
+    arounds = [param.around for param in _all_params(engine) if param.around is not None]
+    return engine.wiring.shard.rank == engine.wiring.replicate.rank == 0 and all(a.is_first for a in arounds)
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:

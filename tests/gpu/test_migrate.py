@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.world.test_compat_fsdp1 import program
+from tests.world.test_migrate import program
 
 pytestmark = pytest.mark.accelerator
 

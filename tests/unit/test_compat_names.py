@@ -39,7 +39,10 @@ def test_every_method_is_here_and_takes_the_same() -> None:
 
 
 def test_fully_shard_takes_the_same() -> None:
-    assert parameters(ours.fully_shard) == parameters(inspect.unwrap(theirs.fully_shard))
+    of_torch = parameters(inspect.unwrap(theirs.fully_shard))
+    if not hasattr(theirs, "DataParallelMeshDims"):  # torch 2.11
+        of_torch["dp_mesh_dims"] = inspect.Parameter.KEYWORD_ONLY
+    assert parameters(ours.fully_shard) == of_torch
     for name in list(parameters(ours.fully_shard))[1:]:
         assert f"`fully_shard({name}=)`" in TABLE, name
     for name in ("register_fsdp_forward_method", "share_comm_ctx"):

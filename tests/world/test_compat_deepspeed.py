@@ -1,11 +1,6 @@
-"""What a DeepSpeed configuration gives trains: the example's program, and every stage as the same model."""
+"""What a DeepSpeed configuration and `initialize` give trains; every stage as the same model: tests/world/test_migrate.py."""
 
 from __future__ import annotations
-
-import importlib.util
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,42 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
 from accordion.compat import deepspeed
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
-ZERO: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
-    "stage 3 in groups of 2": {"stage": 3, "zero_hpz_partition_size": 2},
-    "MiCS in groups of 2": {"stage": 3, "mics_shard_size": 2},
-}
-
-
-def program() -> Any:
-    spec = importlib.util.spec_from_file_location("deepspeed_after", EXAMPLES / "deepspeed_after.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def runs(mesh: DeviceMesh, folder: str) -> dict[str, list[float]]:
-    module, found = program(), {}
-    content = json.loads(module.CONFIG.read_text())
-    for name, zero in ZERO.items():
-        module.CONFIG = Path(folder) / f"{mesh.get_local_rank()}.json"
-        module.CONFIG.write_text(json.dumps({**content, "bf16": {"enabled": False}, "zero_optimization": zero}))
-        found[name] = module.train(steps=8)
-    module.CONFIG = EXAMPLES / "ds_config.json"
-    found["as it is"] = module.train(steps=30)
-    return found
-
-
-def test_the_program_trains_in_every_stage_alike(world, tmp_path):
-    for found in world.run(4, runs, str(tmp_path)):
-        for name in ZERO:
-            assert found[name] == pytest.approx(found["stage 3"], abs=1e-4), name
-        assert found["as it is"][-1] < found["as it is"][0] / 4
-        assert found["as it is"][0] == pytest.approx(found["stage 3"][0], rel=0.02)
 
 
 def sums(mesh: DeviceMesh) -> None:
@@ -69,3 +28,39 @@ def sums(mesh: DeviceMesh) -> None:
 
 def test_sums_of_gradients(world):
     world.run(2, sums)
+
+
+def given(mesh: DeviceMesh) -> None:
+    """The caller's own optimizer, scheduler and parameter groups, made before; what is not supported."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    own = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], 0.1, 0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+    engine, optimizer, loader, _ = deepspeed.initialize(
+        model=net,
+        optimizer=own,
+        config=config,
+        training_data=data,
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1),
+    )
+    assert optimizer is own
+    before = [p.full_tensor() for p in net.parameters()]
+    for (x,) in loader:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    assert engine.global_steps == 2
+    assert engine.get_lr() == pytest.approx([0.5 * 0.01, 0.1 * 0.01])
+    assert not any(torch.equal(a, p.full_tensor()) for a, p in zip(before, net.parameters(), strict=True))
+    for match, options in (
+        ("no configuration", {"model": net}),
+        ("not NoneType", {"config": config}),
+        ("mpu=", {"model": torch.nn.Linear(2, 2), "config": config, "mpu": object()}),
+        ("names no optimizer", {"model": torch.nn.Linear(2, 2), "config": config}),
+        ("with state", {"model": torch.nn.Linear(2, 2), "config": config, "optimizer": own}),
+    ):
+        with pytest.raises(acc.UsageError, match=match):
+            deepspeed.initialize(**options)
+
+
+def test_what_initialize_is_given(world):
+    world.run(4, given)

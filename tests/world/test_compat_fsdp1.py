@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import inspect
 import warnings
 from pathlib import Path
@@ -753,74 +752,3 @@ def test_bad_input_is_named_on_every_rank(world):
     for said in world.run(2, refused):
         for expected, found in zip(SAID, said, strict=True):
             assert expected in found
-
-
-# -- the programs of examples/migrate
-
-
-def program(name: str) -> Any:
-    path = EXAMPLES / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", ["digits", "transformer"])
-def test_the_programs_differ_in_their_imports_alone(name):
-    before, after = ((EXAMPLES / f"fsdp1_{name}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
-    changed = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
-    assert changed
-    for old, new in changed:
-        assert old.startswith("from torch.distributed.fsdp")
-        assert new == old.replace("torch.distributed.fsdp", "accordion.compat.fsdp1")
-
-
-def runs_digits(mesh: DeviceMesh) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = over(mesh, "fsdp1_digits_before").train()
-        ours = over(mesh, "fsdp1_digits_after").train()
-    assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
-    assert ours[0][1] < ours[0][0]
-    assert ours[1] == pytest.approx(theirs[1], abs=0.02)
-    assert ours[1] > 0.5
-
-
-def over(mesh: DeviceMesh, name: str) -> Any:
-    """The program on the ranks of `mesh`, which are not all of this test's."""
-    module = program(name)
-    module.FSDP = functools.partial(module.FSDP, process_group=mesh.get_group())
-    return module
-
-
-def test_the_digits_program_learns_the_same(world):
-    world.run(4, runs_digits)
-
-
-def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs, before = program("fsdp1_transformer_before"), program("fsdp1_transformer_before").build()
-        expected = theirs.train(*before, 10)
-    ours = program("fsdp1_transformer_after")
-    model, optimizer = ours.build()
-    losses = ours.train(model, optimizer, 10)
-    assert losses == pytest.approx(expected, abs=0.03)
-    assert losses[-1] < losses[0] - 0.5
-    ours.save_sharded(model, optimizer, folder)
-    again, its_optimizer = ours.build()
-    ours.train(again, its_optimizer, 1)
-    ours.load_sharded(again, its_optimizer, folder)
-    assert ours.train(again, its_optimizer, 3, first=10) == ours.train(model, optimizer, 3, first=10)
-    weights, state = ours.full_state(again, its_optimizer)
-    plain = ours.Model()
-    if dist.get_rank() == 0:
-        plain.load_state_dict(weights)
-        assert list(state["state"]) == [name for name, _ in plain.named_parameters()]
-
-
-def test_the_transformer_program_learns_the_same_and_goes_on(world, tmp_path):
-    world.run(4, runs_transformer, str(tmp_path))

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
@@ -253,79 +250,6 @@ def with_accordion(mesh, folder: str) -> None:
 def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
     world.run(2, released)
     world.run(2, with_accordion, str(tmp_path))
-
-
-def parallel(mesh) -> None:
-    """Tensor parallelism inside, sharding over the other axes: DTensors on all of them, the numbers of torch's."""
-    dp = mesh.mesh_dim_names[:-1]
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    pair = []
-    for api in SIDES:
-        model = models.plain()
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], plan)
-            api.fully_shard(block, mesh=mesh[dp])
-        pair.append(api.fully_shard(model, mesh=mesh[dp]))
-    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
-        n: describe(p) for n, p in pair[0].named_parameters()
-    }
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
-    row = dist.get_rank() // mesh["tp"].size()  # ranks of one tensor-parallel group train on one batch
-    for step in range(2):
-        losses = []
-        for m in pair:
-            tokens, targets = models.batch(step, 0, row, vocab=48)
-            losses.append(models.loss_of(m(tokens), targets))
-            losses[-1].backward()
-        assert torch.allclose(*losses, rtol=1e-5)
-        assert_same_gradients(*pair, tolerance=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    model = pair[1]
-    assert list(model.state_dict()) == list(pair[0].state_dict())
-    model.blocks[0].unshard()
-    assert model.blocks[0].up.weight.placements == (Shard(0),)
-    assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
-    model.blocks[0].reshard()
-    for refused in (lambda: acc.clip_grad_norm_(model, 1.0), lambda: acc.full_state_dict(model)):
-        with pytest.raises(ValueError, match="is tensor-parallel"):
-            refused()
-
-
-def test_tensor_parallelism_inside(world):
-    world.run_mesh((2, 2), ("dp", "tp"), parallel)
-    world.run_mesh((2, 1, 2), ("replicate", "dp", "tp"), parallel)
-
-
-def layers() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)]
-
-
-def pipelined(mesh) -> None:
-    """Stages of torch's pipeline over one axis, each sharded over the other; micro-batches add up."""
-    at, row = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    x, target = torch.randn(4, 8, generator=torch.Generator().manual_seed(row)), torch.zeros(4, 8)
-    plain, stage = nn.Sequential(*layers()), nn.Sequential(*layers()[2 * at : 2 * at + 2])
-    for layer in stage:
-        ours.fully_shard(layer, mesh=mesh["dp"])
-    ours.fully_shard(stage, mesh=mesh["dp"])
-    running = PipelineStage(stage, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule = ScheduleGPipe(running, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-    nn.functional.mse_loss(plain(x), target).backward()
-    for _ in range(2):
-        schedule.step(x) if at == 0 else schedule.step(target=target, losses=[])
-        found = {f"{int(n[0]) + 2 * at}{n[1:]}": g for n, g in grads_of(stage).items()}
-        wanted = {n: p.grad.clone() for n, p in plain.named_parameters() if n in found}
-        for grad in wanted.values():
-            dist.all_reduce(grad, group=mesh["dp"].get_group())
-        assert_close(found, {n: g / 2 for n, g in wanted.items()}, 1e-5)
-        stage.zero_grad()
-
-
-def test_stages_of_a_pipeline(world):
-    world.run_mesh((2, 2), ("pp", "dp"), pipelined)
 
 
 class Doubling(nn.Module):

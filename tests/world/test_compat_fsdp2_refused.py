@@ -33,14 +33,14 @@ def refused(mesh) -> None:
     refuses("takes a module or a list of modules, not str", [model, "head"])
     refuses("ModuleList, which nobody calls", model.blocks)
     refuses("mesh is a str", model, mesh="cpu")
-    refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (2, 1, 1)))
-    refuses("dp_mesh_dims", model, dp_mesh_dims=object())
+    refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (4, 1, 1)))
+    refuses("dp_mesh_dims is a object", model, dp_mesh_dims=object())
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
     refuses("no memory tier", model, offload_policy=ours.CPUOffloadPolicy())
     refuses("no nn.Parameter", model, ignored_params={"head.weight"})
-    refuses("divides the 2 ranks", model, reshard_after_forward=3)
-    refuses("divides the 2 ranks", model, reshard_after_forward="yes")
+    refuses("divides the 4 ranks", model, reshard_after_forward=3)
+    refuses("divides the 4 ranks", model, reshard_after_forward="yes")
     refuses("return None or Shard", model, shard_placement_fn=lambda p: Replicate() if p.dim() == 1 else None)
     refuses("returned Shard.1. for a parameter of shape", model, shard_placement_fn=lambda p: Shard(1))
     assert all(type(p) is nn.Parameter for p in model.parameters()), "a refusal leaves the model as it was"
@@ -50,12 +50,12 @@ def refused(mesh) -> None:
     refuses("was applied to this FSDPTiny before", wrong)
     refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
     parallel = models.plain()
-    other = init_device_mesh("cpu", (2,))
+    other = init_device_mesh("cpu", (4,))
     parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(1)]))
-    refuses("slices of one mesh with named axes", parallel, mesh=init_device_mesh("cpu", (1, 2)))
+    refuses("slices of one mesh with named axes", parallel, mesh=init_device_mesh("cpu", (1, 4)))
     subclass = models.plain()
     subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
-    refuses("is a Quantised, a tensor subclass", subclass)
+    refuses("is a Quantised, a tensor subclass without", subclass)
     with pytest.raises(ValueError, match="is no FSDPModule"):
         wrong.set_modules_to_forward_prefetch([models.plain()])
 
@@ -78,7 +78,7 @@ def misused(mesh) -> None:
         one_loss(copied)
     mixed = models.plain()
     for block in mixed.blocks:
-        ours.fully_shard(block, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+        ours.fully_shard(block, mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard")))
     ours.fully_shard(mixed, mesh=mesh)
     with pytest.raises(ValueError, match="one model has one mesh"):
         one_loss(mixed)
@@ -88,5 +88,5 @@ def misused(mesh) -> None:
 
 
 def test_what_is_refused_says_why(world):
-    world.run(2, refused)
-    world.run(2, misused)
+    world.run(4, refused)  # all ranks of the job: meshes are made in it
+    world.run(4, misused)

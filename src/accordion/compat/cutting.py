@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.compat.lazy import PART, Part, parts_below, placements_of
+from accordion.compat.extensions import check_tensor, extended_rows, is_extended
+from accordion.compat.layouts import Layout, layout_of, local_part
+from accordion.compat.lazy import PART, Part, parts_below
 from accordion.engine.layout import Cut
-from accordion.errors import UsageError
 from accordion.shard import device_of, replace
 from accordion.units import Owned, owned_parameters
 
@@ -30,21 +27,32 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
     """
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    below = {id(m) for p in parts_below(modules) if p is not part for top in p.alive() for m in top.modules()}
+    others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
+    others += [m for m in root.modules() if "replicate" in _torch.composed_with(m)]
+    below = {id(m) for top in others for m in top.modules()}
     device, num_ranks = device_of(part.mesh), part.mesh.size(part.mesh.ndim - 1)
     with torch.no_grad(), torch.inference_mode(False):
         try:
             owned = list(_uncut(part, root, below))
-            cuts = [Cut(tuple(local_part(o.original).shape), cut_dim(o.original), num_ranks) for o in owned]
+            layouts = [_layout(part, o, cut_dim, num_ranks) for o in owned]
         except BaseException:
             part.withdraw()
             raise
-        for o, c in zip(owned, cuts, strict=True):
-            rows = rows_of(local_part(o.original), c, part.mesh.get_local_rank(part.mesh.ndim - 1))
-            place = rows.device if rows.is_meta else device
-            local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
-            replace(o, local, *_layout(o.original, c, part.mesh))
-            vars(o.original)[PART] = weakref.ref(part)
+        for o, layout in zip(owned, layouts, strict=True):
+            given = local_part(o.original)
+            place = given.device if given.is_meta else device
+            if is_extended(o.original):
+                own = extended_rows(given, layout.cut, layout.rank, place)
+                sharded = replace(
+                    o, torch.empty(own.shape, dtype=own.dtype, device=place), layout.mesh, layout.placements
+                )
+                _torch.set_local(sharded, own)
+            else:
+                rows = rows_of(given, layout.cut, layout.rank)
+                local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
+                replace(o, local, layout.mesh, layout.placements)
+            part.layouts.update({(id(ref()), attr): layout for ref, attr in o.places})
+            vars(o.original)[PART] = weakref.ref(part), layout
         for module in root.modules():
             if id(module) not in below:
                 for key, buffer in module._buffers.items():
@@ -54,67 +62,32 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
     """The parameters of a part that are ordinary ones yet; one tied to what another part has cut becomes that one here."""
+    inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
     for o in owned_parameters(root, {}):
-        num_places = len(o.places)
+        cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
         o.places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not o.places or o.original in part.ignored:
             continue
-        part.places.update((id(ref()), attr) for ref, attr in o.places)
         moved_to = vars(o.original).get("moved_to")
         if moved_to is not None:
-            part.borrowed.append((o.names[0], vars(o.original)[PART]))
+            lender, cut = vars(o.original)[PART]
+            part.borrowed.append((o.names[0], lender))
             for ref, attr in o.places:
                 module = ref()
                 assert module is not None, "a module lives while its parameters are cut"
                 module._parameters[attr] = moved_to
-        elif isinstance(o.original, DTensor):
-            if len(o.places) < num_places:  # the cut one itself, tied after its own module was sharded
-                continue
-            _check_parallel(o, part)
+        if cut is None:
             yield o
-        elif type(o.original.data) is torch.Tensor:
-            yield o
-        else:
-            raise UsageError(
-                f"parameter {o.names[0]!r} is a {type(o.original.data).__name__}, a tensor subclass, of which rows cannot be cut "
-                "yet; pass it in ignored_params, or make it an ordinary tensor."
-            )
+        else:  # tied to what another part has cut
+            part.layouts.update({(id(ref()), attr): cut for ref, attr in o.places})
 
 
-def local_part(param: nn.Parameter) -> Tensor:
-    """What data parallelism cuts: the parameter, or this rank's part of it under tensor parallelism."""
-    return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
-
-
-def _layout(param: nn.Parameter, c: Cut, mesh: DeviceMesh) -> tuple[DeviceMesh, list[Placement]]:
-    """Mesh and placements of the sharded parameter; data parallelism cuts what tensor parallelism left, so rows are strided."""
-    own = placements_of(c, mesh)
-    if not isinstance(param, DTensor):
-        return mesh, own
-    inner = param.placements[0]
-    if isinstance(inner, Shard) and inner.dim == c.dim and param.device_mesh.size() > 1:
-        own[-1] = _torch.StridedShard(c.dim, split_factor=param.device_mesh.size())
-    return _torch.joined_mesh(mesh, param.device_mesh), [*own, inner]
-
-
-def _check_parallel(o: Owned, part: Part) -> None:
-    """A DTensor must be one of tensor parallelism: on one axis beside those of the part, all of one mesh."""
-    param: Any = o.original
-    mesh, names = param.device_mesh, param.device_mesh.mesh_dim_names
-    if mesh == part.mesh or mesh.ndim > part.mesh.ndim:
-        raise UsageError(
-            f"parameter {o.names[0]!r} is sharded on the mesh {mesh} already, by a call on a module around this one; shard the "
-            "inner modules first, then those around them."
-        )
-    if mesh.ndim != 1 or names is None or part.mesh.mesh_dim_names is None:
-        raise UsageError(
-            f"parameter {o.names[0]!r} is a DTensor on the mesh {mesh}; tensor parallelism is composed on one axis: slices "
-            "of one mesh with named axes, mesh['tp'] for parallelize_module and mesh['dp'] here."
-        )
-    if not isinstance(param.placements[0], (Shard, Replicate)):
-        raise UsageError(
-            f"parameter {o.names[0]!r} is a DTensor placed as {param.placements}; Shard and Replicate are composed."
-        )
+def _layout(part: Part, o: Owned, cut_dim: CutRule, num_ranks: int) -> Layout:
+    tensor, dim = local_part(o.original), cut_dim(o.original)
+    check_tensor(o.names[0], tensor)
+    if part.spmd is not None and not part.spmd.shard:
+        dim = None
+    return layout_of(o.names[0], o.original, Cut(tuple(tensor.shape), dim, num_ranks), part.mesh, part.spmd)
 
 
 def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.agreement import same_structure
+from accordion.compat.extensions import extended_groups, is_extended
+from accordion.compat.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.lease import Lease, backward_ended
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Precision, Prefetch, Strategy
 from accordion.engine.engine import Engine
 from accordion.engine.group import Wiring
 from accordion.engine.hooks import Hooks
-from accordion.engine.layout import Cut
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Habits, Unit
 from accordion.errors import UsageError
@@ -39,9 +39,11 @@ class Part:
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
         self.modules = [weakref.ref(m) for m in modules]
         self.mesh, self.precision = mesh, precision
+        self.spmd: Spmd | None = None  # a mesh of all axes, of which `mesh` are some
         self.strategy: Strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
         self.ignored: set[nn.Parameter] = set()
-        self.places: set[tuple[int, str]] = set()  # of the parameters that were cut: id of the module, name in it
+        self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
+        self.policy: Any = None  # the caller's own words on precision, for tensor subclasses
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
         self.habits = Habits(on_convert=partial(_dissolve, weakref.ref(self)))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
@@ -168,14 +170,15 @@ class Tree:
         with torch.no_grad(), torch.inference_mode(False):
             _check_meshes(root, top, parts)
             index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
-            owned = [(o, _cut_of(o, top)) for o in _sharded(root, index, parts)]
+            layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
+            owned = [(o, _layout_of(o, layouts)) for o in _sharded(root, index, parts, layouts)]
             names = {id(m): name for name, m in root.named_modules()}
             chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
             wiring = top.wired()
             same_structure([o for o, _ in owned], chosen, top.strategy, wiring)
             self.engine = Engine(wiring, top.strategy, top.precision, Prefetch())
             for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True)):
-                self._make_unit(part, [(o, c) for o, c in owned if o.owner == i], (i, name))
+                self._make_unit(part, [(o, layout) for o, layout in owned if o.owner == i], (i, name))
             read = other_units_read([part.alive() for part in parts], [o for o, _ in owned])
             for unit, reads in zip(self.engine.units, read, strict=True):
                 unit.reads = reads
@@ -186,15 +189,21 @@ class Tree:
         _torch.answer_anomaly_checks()
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
-    def _make_unit(self, part: Part, mine: list[tuple[Owned, Cut]], place: tuple[int, str]) -> None:
-        precision = part.precision
-        groups, by_name = make_groups(mine, precision, self.engine.wiring, place), {o.names[0]: o for o, _ in mine}
+    def _make_unit(self, part: Part, mine: list[tuple[Owned, Layout]], place: tuple[int, str]) -> None:
+        precision, wiring = part.precision, self.engine.wiring
+        by_name = {o.names[0]: (o, layout) for o, layout in mine}
+        extended = [(o, layout.cut) for o, layout in mine if is_extended(o.original)]
+        groups = make_groups(
+            [(o, layout.cut) for o, layout in mine if not is_extended(o.original)], precision, wiring, place
+        )
         for group in groups:
             for param, local in zip(group.params, group.home.locals, strict=True):
-                param.sharded = by_name[param.name].original
-                param.around = _around(param.sharded, part.mesh.ndim)
+                param.sharded = by_name[param.name][0].original
                 local.copy_(_torch.local_of(param.sharded))
                 _torch.set_local(param.sharded, local)
+        groups += extended_groups(extended, precision, wiring, place, shard_mesh(part.mesh), part.policy)
+        for param in [param for group in groups for param in group.params]:
+            param.around = by_name[param.name][1].around
         modules, inputs = part.alive(), precision.params if precision.cast_inputs else None
         unit = Unit(
             self.engine, place[1], modules[0], groups, inputs=inputs, outputs=precision.output, habits=part.habits
@@ -273,54 +282,39 @@ def _kind(part: Part) -> str:
     return " and ".join(type(m).__name__ for m in part.alive())
 
 
-def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[Owned]:
+def _sharded(
+    root: nn.Module, index: dict[int, int], parts: list[Part], layouts: Mapping[tuple[int, str], Layout]
+) -> Iterator[Owned]:
     """The parameters that were cut. Others are left to the caller; a cut one must not have become an ordinary one."""
     ignored = {id(p) for part in parts for p in part.ignored}
-    places = {place for part in parts for place in part.places}
     for o in owned_parameters(root, index):
         if isinstance(o.original, DTensor) and id(o.original) not in ignored:
             yield o
-        elif any((id(ref()), attr) in places for ref, attr in o.places):
+        elif any(place in layouts for place in _places(o)):
             raise UsageError(
                 f"parameter {o.names[0]!r} was sharded and is a plain tensor now; assign DTensors, as distribute_tensor makes "
                 "them, or load without assign=True."
             )
 
 
-def _cut_of(o: Owned, top: Part) -> Cut:
-    """How a DTensor is cut, from its placements: over its part's mesh, what an axis of tensor parallelism left of it."""
+def _layout_of(o: Owned, layouts: Mapping[tuple[int, str], Layout]) -> Layout:
+    """How a DTensor lies, which is as it was cut; another may have been assigned since."""
     param: Any = o.original
-    mesh, placements, ndim = param.device_mesh, list(param.placements), top.mesh.ndim
-    shape, own = tuple(param.shape), placements[ndim - 1] if len(placements) >= ndim else None
-    is_ours = mesh == top.mesh
-    if mesh.ndim == ndim + 1 and mesh.mesh_dim_names is not None:
-        is_ours = mesh.mesh_dim_names[:ndim] == top.mesh.mesh_dim_names
-        shape = Cut(shape, getattr(placements[ndim], "dim", None), mesh.size(ndim)).local_shape(
-            mesh.get_local_rank(ndim)
-        )
-    c = Cut(shape, getattr(own, "dim", None), top.mesh.size(ndim - 1))
-    if not is_ours or tuple(_torch.local_of(param).shape) != c.local_shape(top.mesh.get_local_rank(ndim - 1)):
+    layout = next((layouts[place] for place in _places(o) if place in layouts), None)
+    if layout is None:
         raise UsageError(
-            f"parameter {o.names[0]!r} has the placements {param.placements} on {mesh}, and its model is sharded on {top.mesh}; "
-            "assign DTensors of the placements that it had."
+            f"parameter {o.names[0]!r} is a DTensor that fully_shard did not cut: it came later, or in the place of an ignored "
+            "one; leave such parameters plain, or build and shard the model again."
         )
-    return c
+    same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
+    if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
+        raise UsageError(
+            f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, and it was sharded as "
+            f"{layout.placements} on {layout.mesh}; assign DTensors of the placements that it had."
+        )
+    return layout
 
 
-def _around(param: Any, ndim: int) -> Callable[[Tensor], Tensor] | None:
-    """Under tensor parallelism modules see a DTensor on that axis, around what is gathered over the others."""
-    mesh = param.device_mesh
-    if mesh.ndim == ndim:
-        return None
-    inner, placements = mesh[mesh.mesh_dim_names[ndim]], [param.placements[ndim]]
-    shape, stride = param.shape, torch.empty(param.shape, device="meta").stride()
-
-    def around(full: Tensor) -> Tensor:
-        return DTensor.from_local(full, inner, placements, run_check=False, shape=shape, stride=stride)
-
-    return around
-
-
-def placements_of(c: Cut, mesh: DeviceMesh) -> list[Placement]:
-    inner: Placement = Replicate() if c.dim is None else Shard(c.dim)
-    return [Replicate(), inner] if mesh.ndim == 2 else [inner]
+def _places(o: Owned) -> Iterator[tuple[int, str]]:
+    for ref, attr in o.places:
+        yield id(ref()), attr

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
+from accordion.engine.around import Around
 from accordion.engine.axis import Axis, Gathering, Plan, Reduction, Room, dense
 from accordion.engine.collectives import Link, gathered_rows
 from accordion.engine.home import Home, HomeMaker
@@ -67,7 +68,8 @@ class Wiring:
 class Param:
     """One tensor of the model: its sharded parameter and every place where a module reads it.
 
-    `around`: makes of the gathered tensor what modules see, where that is another one: the DTensor of tensor parallelism.
+    `extension`: makes of a gathered tensor what stands for it in modules, a tensor subclass. `around`: the DTensor of other
+    parallelism around that.
     """
 
     name: str
@@ -75,7 +77,8 @@ class Param:
     cut: Cut
     dtype: torch.dtype  # of the shard
     requires_grad: bool
-    around: Callable[[Tensor], Tensor] | None = None
+    extension: Callable[[Tensor], Tensor] | None = None
+    around: Around | None = None
     sharded: nn.Parameter = field(init=False)
 
 
@@ -143,9 +146,8 @@ class Group:
     """The parameters of one unit that are gathered in one dtype; owns their full storage and their shards."""
 
     def __init__(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
-        self.index, self.name = place  # of the unit
-        self.wiring = wiring
-        self.params, self.dtype, self.reduce_dtype = params, dtype, _ = planned
+        self._prepare(wiring, planned, place)
+        params, dtype = self.params, self.dtype
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(wiring, cuts, dtype)
         rank = wiring.shard.rank
@@ -157,7 +159,6 @@ class Group:
         own = over.rank if wiring.relay else rank
         self.home = wiring.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
         tagged = self._relay if wiring.relay else self.home
-        self.tag = self.index % NUM_TAGS + 1
         self._tag = tagged.tag.fill_(self.tag)
         self.alias = (
             wiring.shard.num_ranks == 1
@@ -181,6 +182,13 @@ class Group:
         self._gathering = None if self.room is None else self._gathering_to(self.room)
         if wiring.relay:
             self._to_relay = Gathering(wiring.replicate, self._inner, self.home, self._relay.room)
+
+    def _prepare(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
+        """What does not depend on how shards rest."""
+        self.index, self.name = place  # of the unit
+        self.wiring = wiring
+        self.params, self.dtype, self.reduce_dtype = planned
+        self.tag = self.index % NUM_TAGS + 1
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"

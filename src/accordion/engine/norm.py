@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,26 +14,33 @@ from accordion import _torch
 from accordion.engine.collectives import Link, reduced
 
 
-def total_norm(
-    cut: Sequence[Tensor], whole: Sequence[Tensor], links: Sequence[Link], norm_type: float, device: torch.device
-) -> Tensor:
-    """0-d float32: the norm over all elements. `cut`: rows of this rank; `whole`: tensors that every rank has whole.
+@dataclass(slots=True)
+class Part:
+    """Tensors of which each rank of `links` has other rows; without links every rank has them whole."""
+
+    links: Sequence[Link]
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+def total_norm(parts: Sequence[Part], norm_type: float, device: torch.device) -> Tensor:
+    """0-d float32: the norm over all elements, the same on all ranks. Every rank passes parts of the same links in one order.
 
     `device`: where ranks communicate and the norm will be; the tensors may lie on the host, offloaded.
-    Only `cut` is reduced over `links`; the norm of DTensors instead gathers or reduces each one apart.
+    One number is reduced for each part that is cut; the norm of DTensors instead gathers or reduces each one apart.
     """
-    norms = [
-        torch.linalg.vector_norm(torch.stack([n.to(device) for n in _norms(part, norm_type)]), norm_type)
-        if part
-        else None
-        for part in (cut, whole)
-    ]
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    mine, theirs = (zero if n is None else n.to(torch.float32) for n in norms)
-    if math.isinf(norm_type):
-        return torch.maximum(reduced(mine.clone(), links, dist.ReduceOp.MAX), theirs)
-    power = reduced(mine.pow(norm_type), links)
-    return (power + theirs.pow(norm_type)).pow(1.0 / norm_type)
+    is_max = math.isinf(norm_type)
+    found: dict[tuple[int, ...], tuple[Sequence[Link], Tensor]] = {}
+    for part in parts:
+        key = tuple(id(link.group) for link in part.links)
+        norms = [n.to(device) for n in _norms(part.tensors, norm_type)] if part.tensors else [zero]
+        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        mine = mine.to(torch.float32) if is_max else mine.to(torch.float32).pow(norm_type)
+        held = found.get(key, (part.links, zero))[1]
+        found[key] = part.links, torch.maximum(held, mine) if is_max else held + mine
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    powers = torch.stack([reduced(value.clone(), links, op) for links, value in found.values()])
+    return powers.max() if is_max else powers.sum().pow(1.0 / norm_type)
 
 
 def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:

@@ -23,7 +23,7 @@ class Window:
 
     def __init__(self, module: nn.Module, params: Sequence[Param]) -> None:
         self._module, self._params = weakref.ref(module), params
-        self._has_around = any(p.around is not None for p in params)
+        self._has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
         self._inside: list[weakref.ref[nn.Module]] | None = None
@@ -67,7 +67,8 @@ class Window:
         """What modules see of full tensors: the same list where no parameter says otherwise."""
         if not self._has_around:
             return fulls
-        return [f if p.around is None else p.around(f) for f, p in zip(fulls, self._params, strict=True)]
+        seen = [f if p.extension is None else p.extension(f) for f, p in zip(fulls, self._params, strict=True)]
+        return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
         """Put full parameters in the place of shards, for reads of `module.weight`.

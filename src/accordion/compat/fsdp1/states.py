@@ -24,6 +24,7 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
 from accordion.errors import UsageError
+from accordion.state import is_first_rank
 
 CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -48,10 +49,6 @@ def settings_for(
             raise UsageError(f"{kind.name} takes a {cls.__name__}, not a {type(given).__name__}.")
         made.append(cls() if given is None else given)
     return StateDictSettings(kind, *made)  # type: ignore[arg-type]
-
-
-def first_rank(engine: Engine) -> bool:
-    return engine.wiring.shard.rank == 0 and engine.wiring.replicate.rank == 0
 
 
 def params_of(engines: Iterable[Engine]) -> dict[int, tuple[Param, Engine]]:
@@ -113,7 +110,7 @@ def named_state(
                     value = value.clone()  # the step count, which two optimizers must not share
                 entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
             result[name] = entry
-    if full and getattr(settings.optim_state_dict_config, "rank0_only", False) and not first_rank(engines[0]):
+    if full and getattr(settings.optim_state_dict_config, "rank0_only", False) and not is_first_rank(engines[0]):
         return {}
     groups = [
         {**{k: v for k, v in saved.items() if k != "params"}, "params": fqns}

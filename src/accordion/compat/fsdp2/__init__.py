@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from accordion import _torch
 from accordion.compat.cutting import cut_parameters
-from accordion.compat.fsdp2.asked import PlacementRule, check_policies, dim_of, keep_of, mesh_of, modules_of
+from accordion.compat.fsdp2.asked import PlacementRule, check_policies, dim_of, keep_of, mesh_of, modules_of, spmd_of
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
 from accordion.compat.fsdp2.module import FSDPModule, UnshardHandle, fsdp_part, sharded_class
 from accordion.compat.lazy import Part
@@ -58,10 +58,13 @@ def fully_shard(
     dim, evenly or not. `mp_policy`: dtypes to compute, reduce and output in; the optimizer's parameters keep their own.
     `ignored_params`: left as they are.
 
-    Raises `UsageError` (a ValueError) for what cannot be done: offload, and DTensors of other parallelisms, among them.
+    `dp_mesh_dims`: the axes of `mesh` that are data-parallel, where parameters are DTensors on all of them already.
+
+    Raises `UsageError` (a ValueError) for what cannot be done.
     """
     modules = modules_of(module)
-    mesh = mesh_of(mesh, dp_mesh_dims)
+    spmd = spmd_of(mesh, dp_mesh_dims)
+    mesh = mesh_of(mesh, spmd)
     check_policies(mp_policy, offload_policy, ignored_params)
     policy = mp_policy or MixedPrecisionPolicy()
     precision = Precision(
@@ -73,12 +76,14 @@ def fully_shard(
     )
     keep = keep_of(reshard_after_forward, mesh)
     part = Part(modules, mesh, precision)
+    part.spmd, part.policy = spmd, policy
     part.ignored = set(ignored_params or ())
     part.habits.keep = keep
     cut_parameters(part, partial(dim_of, shard_placement_fn))
     for m in modules:
         kind: Any = type(m)
         m.__class__ = sharded_class(kind)
+        _torch.mark_fully_sharded(m)
         m.register_state_dict_pre_hook(before_state_dict)
         m.register_load_state_dict_pre_hook(before_load)
         if mesh.device_type != "cpu":

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from accordion import _torch
+from accordion.compat.layouts import Spmd
 from accordion.compat.lazy import part_of
 from accordion.errors import UsageError
 from accordion.shard import default_mesh
@@ -48,12 +50,29 @@ def modules_of(given: Any) -> list[nn.Module]:
     return [module for module in modules if id(module) not in below]  # a list names a module below another one too
 
 
-def mesh_of(mesh: Any, dims: Any) -> DeviceMesh:
-    if dims is not None:
+def spmd_of(mesh: Any, dims: Any) -> Spmd | None:
+    """The mesh of all axes that `dp_mesh_dims` speaks of."""
+    if dims is None:
+        return None
+    if _torch.data_parallel_mesh_dims() is None or not isinstance(dims, _torch.data_parallel_mesh_dims()):
         raise UsageError(
-            "dp_mesh_dims is for parameters that are DTensors on all axes of a mesh already, which are not taken; pass the "
-            "data-parallel slice as mesh, e.g. mesh=mesh['fsdp']."
+            f"dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=...), of torch 2.13."
         )
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
+        raise UsageError("dp_mesh_dims names axes of a mesh; pass that one as mesh=, with mesh_dim_names.")
+    wanted = (*dims.replicate_names, *dims.shard_names)
+    missing = [name for name in wanted if name not in mesh.mesh_dim_names]
+    if missing or len(set(wanted)) != len(wanted):
+        raise UsageError(
+            f"dp_mesh_dims names the axes {wanted}, and the mesh has {mesh.mesh_dim_names}; name some of these, each once."
+        )
+    return Spmd(mesh, dims.shard_names, dims.replicate_names)
+
+
+def mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
+    """The mesh over which data parallelism shards and sums."""
+    if spmd is not None:
+        return spmd.data_parallel()
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()

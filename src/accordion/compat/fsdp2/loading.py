@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.cutting import rows_of
+from accordion.compat.extensions import is_extended
 from accordion.compat.fsdp2.module import fsdp_part
-from accordion.engine.layout import Cut
+from accordion.compat.layouts import Layout
 from accordion.engine.tree import map_tensors
 from accordion.shard import device_of
 
@@ -37,26 +38,25 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     part.lease.end()
     if metadata.get("assign_to_params_buffers") and part.tree is not None:
         part.tree.dissolve()
-    for name, param in _own_parameters(module, prefix):
+    for name, param, layout in _own_parameters(module, prefix):
         given = state.get(name)
         if (
             isinstance(given, Tensor)
             and not isinstance(given, DTensor)
             and given.shape == param.shape
-            and param.device_mesh == part.mesh
+            and not is_extended(param)
         ):
-            inner: Any = param.placements[-1]
-            num_ranks = part.mesh.size(part.mesh.ndim - 1)
-            c = Cut(tuple(param.shape), getattr(inner, "dim", None), num_ranks)
-            rows = rows_of(given.detach(), c, part.mesh.get_local_rank(part.mesh.ndim - 1))
+            own = given.detach() if layout.around is None else layout.around.part_of(given)
+            rows = rows_of(own, layout.cut, layout.rank)
             local = _torch.local_of(param)
             rows = rows.contiguous() if param.is_meta else rows.to(local.device, copy=True)
             state[name] = _torch.as_dtensor(rows.contiguous(), param)
 
 
-def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor]]:
-    places = fsdp_part(module).places
+def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor, Layout]]:
+    layouts = fsdp_part(module).layouts
     for path, child in module.named_modules(prefix=prefix.rstrip("."), remove_duplicate=False):
         for attr, param in child._parameters.items():
-            if isinstance(param, DTensor) and (id(child), attr) in places:
-                yield f"{path}.{attr}" if path else attr, param
+            layout = layouts.get((id(child), attr))
+            if isinstance(param, DTensor) and layout is not None:
+                yield f"{path}.{attr}" if path else attr, param, layout

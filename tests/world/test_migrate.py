@@ -1,0 +1,167 @@
+"""`examples/migrate`: each program before and after its imports were changed, both run in one process, and learn the same."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from accordion.compat import deepspeed
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
+MODULES = {
+    "fsdp2": ("from torch.distributed.fsdp", "from accordion.compat.fsdp2"),
+    "fsdp1": ("from torch.distributed.fsdp", "from accordion.compat.fsdp1"),
+    "fsdp1_digits": ("from torch.distributed.fsdp", "from accordion.compat.fsdp1"),
+    "fsdp1_transformer": ("from torch.distributed.fsdp", "from accordion.compat.fsdp1"),
+    "deepspeed": ("import deepspeed", "from accordion.compat import deepspeed"),
+}
+ZERO: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "stage 3 in groups of 2": {"stage": 3, "zero_hpz_partition_size": 2},
+    "MiCS in groups of 2": {"stage": 3, "mics_shard_size": 2},
+}
+
+
+def program(name: str) -> Any:
+    path = EXAMPLES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_programs_differ_in_their_imports_alone(name):
+    before, after = ((EXAMPLES / f"{name}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
+    changed = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    assert changed
+    for old, new in changed:
+        assert old.startswith(MODULES[name][0])
+        assert new == old.replace(*MODULES[name])
+
+
+def runs_both(mesh: DeviceMesh) -> None:
+    for name in ("fsdp2", "fsdp1"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = program(f"{name}_before").train(4)
+        ours = program(f"{name}_after").train(4)
+        assert ours == pytest.approx(theirs, rel=1e-5), name
+        assert ours[-1] < ours[0]
+
+
+def runs_stages(mesh: DeviceMesh) -> None:
+    module = program("deepspeed_after")
+    content = {**json.loads(Path(module.CONFIG).read_text()), "bf16": {"enabled": False}}
+    found = {n: module.train(2, config={**content, "zero_optimization": zero}) for n, zero in ZERO.items()}
+    for name, losses in found.items():
+        assert losses == pytest.approx(found["stage 3"], rel=1e-5), name
+    losses = module.train(4)
+    assert losses[-1] < losses[0]
+    assert losses[:2] == pytest.approx(found["stage 3"], rel=0.02)
+
+
+def goes_on(mesh: DeviceMesh, folder: str) -> None:
+    """A checkpoint of the engine, its counts and the caller's own words in it."""
+    module = program("deepspeed_after")
+    config = json.loads(Path(module.CONFIG).read_text())
+
+    def made() -> Any:
+        model, optimizer, _, scheduler = deepspeed.initialize(model=module.Model(), config=config)
+        assert (model.optimizer, model.lr_scheduler) == (optimizer, scheduler)
+        return model
+
+    def steps(model: Any, count: int) -> list[float]:
+        texts, losses = module.torch.Generator().manual_seed(dist.get_rank()), []
+        for _ in range(2 * count):
+            losses.append(model.backward(module.loss_of(model, texts, "cpu")).item())
+            model.step()
+        return losses
+
+    first, again = made(), made()
+    steps(first, 1)
+    assert (first.global_steps, first.micro_steps) == (1, 2)
+    assert again.load_checkpoint(folder) == (None, {})
+    first.save_checkpoint(folder, client_state={"seen": 64})
+    path, client = again.load_checkpoint(folder)
+    assert (Path(path).name, client) == ("global_step1", {"seen": 64})
+    assert steps(again, 1) == steps(first, 1)
+    assert (again.get_lr(), again.global_steps) == (first.get_lr(), 2)
+    assert again.get_global_grad_norm() == first.get_global_grad_norm()
+
+
+def test_each_program_learns_the_same(world):
+    world.run(4, runs_both)
+    world.run(4, runs_stages)
+
+
+def test_an_engine_goes_on_from_its_checkpoint(world, tmp_path):
+    world.run(4, goes_on, str(tmp_path))
+
+
+def runs_digits(mesh: DeviceMesh) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = over(mesh, "fsdp1_digits_before").train()
+        ours = over(mesh, "fsdp1_digits_after").train()
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
+    assert ours[0][1] < ours[0][0]
+    assert ours[1] == pytest.approx(theirs[1], abs=0.02)
+    assert ours[1] > 0.5
+
+
+def over(mesh: DeviceMesh, name: str) -> Any:
+    """The program on the ranks of `mesh`, which are not all of this test's."""
+    module = program(name)
+    module.FSDP = functools.partial(module.FSDP, process_group=mesh.get_group())
+    return module
+
+
+def test_the_digits_program_learns_the_same(world):
+    world.run(4, runs_digits)
+
+
+def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs, before = program("fsdp1_transformer_before"), program("fsdp1_transformer_before").build()
+        expected = theirs.train(*before, 10)
+    ours = program("fsdp1_transformer_after")
+    model, optimizer = ours.build()
+    losses = ours.train(model, optimizer, 10)
+    assert losses == pytest.approx(expected, abs=0.03)
+    assert losses[-1] < losses[0] - 0.5
+    ours.save_sharded(model, optimizer, folder)
+    again, its_optimizer = ours.build()
+    ours.train(again, its_optimizer, 1)
+    ours.load_sharded(again, its_optimizer, folder)
+    assert ours.train(again, its_optimizer, 3, first=10) == ours.train(model, optimizer, 3, first=10)
+    weights, state = ours.full_state(again, its_optimizer)
+    plain = ours.Model()
+    if dist.get_rank() == 0:
+        plain.load_state_dict(weights)
+        assert list(state["state"]) == [name for name, _ in plain.named_parameters()]
+
+
+def test_the_transformer_program_learns_the_same_and_goes_on(world, tmp_path):
+    world.run(4, runs_transformer, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_program_runs_under_torchrun():
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fsdp2_after.py")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("loss ")
