@@ -12,9 +12,11 @@ from accordion.errors import AccordionError, UsageError
 
 COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
+    "checkpoint": "inspect, verify, compare, export, convert and prune checkpoints",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
 }
 NEEDED = {
+    "checkpoint": (),
     "train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
     "bench": ("jsonargparse", "rich", "plotly"),
 }
@@ -52,7 +54,7 @@ def one_line(text: str) -> str:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: accordion <command> [options]\n")
-        print("\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items()))
         print("\naccordion <command> --help tells more.")
         return 0 if words else BAD_INPUT
     command = words[0]
@@ -63,6 +65,10 @@ def _run(words: list[str]) -> int:
         raise UsageError(
             f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{EXTRA[command]}]'."
         )
+    if command == "checkpoint":
+        from accordion.checkpoint import command as checkpoint
+
+        return checkpoint.run(words[1:])
     if command == "bench":
         from accordion.bench import command as bench
 

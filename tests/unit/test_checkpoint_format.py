@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from accordion.checkpoint import format as fmt
+from accordion.checkpoint import values
 from accordion.checkpoint.boxes import Box, Cut, box_of, overlap
-from accordion.checkpoint.save import write_tensors
+from accordion.checkpoint.folders import folder_at
+from accordion.checkpoint.sums import PIECE_BYTES, kind_here, summer, sums_of
+from accordion.checkpoint.writing import HostBuffer, Part, layout, write
 from accordion.errors import CheckpointError
 
 
@@ -80,32 +84,46 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_round_trip_exactly(value):
-    text = json.dumps(fmt.encode(value, "extra"), allow_nan=False)
-    again = fmt.decode(json.loads(text), dict.__getitem__)
+    text = json.dumps(values.encode(value, "extra"), allow_nan=False)
+    again = values.decode(json.loads(text), dict.__getitem__)
     assert again == value
     assert type(again) is type(value)
 
 
 def test_not_a_number_round_trips():
-    assert math.isnan(fmt.decode(fmt.encode(math.nan, "extra"), {}.__getitem__))
+    assert math.isnan(values.decode(values.encode(math.nan, "extra"), {}.__getitem__))
 
 
 def test_tensors_are_referred_to_by_place():
     tensors = {}
-    words = fmt.encode({"a": [torch.ones(1), 2]}, "top", tensors)
+    words = values.encode({"a": [torch.ones(1), 2]}, "top", tensors)
     assert words == {"a": [{"$tensor": "top/a/0"}, 2]}
-    assert fmt.decode(words, tensors.__getitem__) == {"a": [torch.ones(1), 2]}
+    assert values.decode(words, tensors.__getitem__) == {"a": [torch.ones(1), 2]}
+    tensors = {}
+    words = values.encode({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "top", tensors)
+    assert values.decode(words, tensors.__getitem__) == {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
 
 
 @pytest.mark.parametrize("value", [torch.ones(1), {1, 2}, object(), {"deep": [b"bytes"]}], ids=repr)
 def test_what_json_cannot_hold_is_named(value):
     with pytest.raises(CheckpointError, match=r"extra.* is a (Tensor|set|object|bytes), which JSON cannot hold"):
-        fmt.encode(value, "extra")
+        values.encode(value, "extra")
+
+
+def sealed(words):
+    """The text of a manifest with a checksum of its own."""
+    body = (words if isinstance(words, str) else json.dumps(words)).removesuffix("}").encode()
+    return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def a_manifest(**changes):
     words = {
-        "schema": 1,
+        "schema": 2,
+        "checksum": "crc32",
+        "piece_bytes": 12,
+        "files": {
+            f"rank-0000{i}.safetensors": {"bytes": 24 - 8 * i, "header_bytes": 8, "header_sum": "0" * 8} for i in (0, 1)
+        },
         "saved_by": {},
         "aliases": {"model/b": "model/a"},
         "optimizer": None,
@@ -116,8 +134,14 @@ def a_manifest(**changes):
                 "shape": [3, 2],
                 "placements": ["S(0)"],
                 "chunks": [
-                    {"file": "rank-00000.safetensors", "offset": [0, 0], "shape": [2, 2]},
-                    {"file": "rank-00001.safetensors", "offset": [2, 0], "shape": [1, 2]},
+                    {
+                        "file": "rank-00000.safetensors",
+                        "offset": [0, 0],
+                        "shape": [2, 2],
+                        "at": 8,
+                        "sums": ["1" * 8] * 2,
+                    },
+                    {"file": "rank-00001.safetensors", "offset": [2, 0], "shape": [1, 2], "at": 8, "sums": ["2" * 8]},
                 ],
             }
         },
@@ -128,13 +152,13 @@ def a_manifest(**changes):
         for key in where:
             inner = inner["model/a" if key == "a" else int(key) if key.isdecimal() else key]
         inner[last] = value
-    return json.dumps(words)
+    return sealed(words)
 
 
 def test_manifest_round_trips():
     manifest = fmt.parse(a_manifest())
     assert fmt.parse(fmt.dump(manifest)) == manifest
-    assert manifest.files() == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert list(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert manifest.tensors["model/a"].chunks[1].box == Box((2, 0), (1, 2))
 
 
@@ -164,11 +188,25 @@ def test_files_outside_of_the_folder_are_refused(file):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", 2, "schema 2 and this version reads 1"),
+        ("schema", 1, "schema 1 and this version reads 2"),
+        ("checksum", "md5", "checksums are 'md5'"),
+        ("checksum", "xxh3_64", "not of the kind xxh3_64"),
+        ("piece_bytes", 0, "piece_bytes is 0"),
+        ("piece_bytes", 2**40, "piece_bytes is"),
+        ("files", {}, "which is none of its files"),
+        ("files", {"../x.safetensors": {}}, "not the plain name"),
+        ("tensors__a__shape", [1] * 65, "absurd"),
+        (CHUNK + "at", 9, "used or not described"),
+        (CHUNK + "at", -1, "no size"),
+        (CHUNK + "sums", ["1" * 8], "16 bytes and 1 checksums"),
+        (CHUNK + "sums", ["1" * 8, "1" * 7], "not of the kind crc32"),
+        ("tensors__a__chunks__1__file", "rank-00000.safetensors", "used or not described"),
+        ("tensors__a__chunks__1__offset", [1, 0], "overlap"),
         ("tensors", [], "damaged"),
         ("tensors__a__dtype", "F33", "unknown dtype 'F33'"),
-        ("tensors__a__shape", [3, -2], "no list of sizes"),
-        ("tensors__a__shape", [3, True], "no list of sizes"),
+        ("tensors__a__shape", [3, -2], "no size"),
+        ("tensors__a__shape", [3, True], "no size"),
+        ("tensors__a__shape", [3, 10**4000], "elements and its chunks"),
         ("tensors__a__shape", [4, 2], "8 elements and its chunks have 6"),
         ("tensors__a__chunks", [], "6 elements and its chunks have 0"),
         (CHUNK + "offset", [2, 0], "leaves its shape"),
@@ -181,19 +219,77 @@ def test_damaged_manifest_is_named(path, value, message):
         fmt.parse(a_manifest(**{path: value}))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}"])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b"[" * 10**6, b'{"a":' * 10**6])
 def test_no_manifest_at_all(text):
     with pytest.raises(CheckpointError, match="damaged"):
         fmt.parse(text)
 
 
-def test_files_are_what_safetensors_reads(tmp_path):
+def test_keys_that_come_twice_are_refused():
+    text = json.dumps(json.loads(a_manifest())).replace('"optimizer": null', '"optimizer": null, "optimizer": 1')
+    with pytest.raises(CheckpointError, match="key twice"):
+        fmt.parse(sealed(text))
+
+
+def test_every_flipped_bit_of_a_manifest_is_found():
+    text = a_manifest()
+    for bit in range(8 * len(text)):
+        torn = bytearray(text)
+        torn[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointError):
+            fmt.parse(bytes(torn))
+    for end in range(len(text)):
+        with pytest.raises(CheckpointError):
+            fmt.parse(text[:end])
+
+
+@given(rows=st.integers(1, 9), cols=st.integers(1, 9), across=st.integers(1, 4), down=st.integers(1, 4))
+def test_boxes_of_ranks_are_apart_and_others_are_not(rows, cols, across, down):
+    boxes = [box_of((rows, cols), [Cut(0, across, i), Cut(1, down, j)]) for i in range(across) for j in range(down)]
+    boxes = [box for box in boxes if box.numel]
+    assert fmt._apart(boxes)
+    assert not fmt._apart([*boxes, boxes[0]])
+
+
+def some_parts():
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     parts = {"half": base[1:3].half()[1:], "one": torch.tensor(True), "view": base[:, 2:4], "double": base.double().t()}
-    parts |= {code: torch.ones(3).to(dtype) for code, dtype in fmt.DTYPES.items()}
-    write_tensors(tmp_path / "a.safetensors", parts.items())
+    return parts | {code: torch.ones(3).to(dtype) for code, dtype in fmt.DTYPES.items()}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_files_are_what_safetensors_reads(tmp_path, copied):
+    parts = some_parts()
+    plan = layout([Part(name, box_of(t.shape, ()), t) for name, t in parts.items()], 3)
+    host = HostBuffer().copy(plan) if copied else None
+    write(folder_at(tmp_path), "a.safetensors", plan, host)
     again = load_safetensors((tmp_path / "a.safetensors").read_bytes())
-    assert again.keys() == parts.keys()
+    sums = json.loads(bytes(again.pop("rank/00003/sums[0]").tolist()))
+    assert again.keys() == {fmt.entry_name(name, [0] * part.dim()) for name, part in parts.items()}
     for name, part in parts.items():
-        assert again[name].dtype == part.dtype
-        torch.testing.assert_close(again[name], part, rtol=0, atol=0, msg=name)
+        found = again[fmt.entry_name(name, [0] * part.dim())]
+        assert found.dtype == part.dtype
+        torch.testing.assert_close(found, part, rtol=0, atol=0, msg=name)
+    assert sums.keys() == again.keys()
+    data = memoryview(parts["view"].contiguous().view(-1).view(torch.uint8).numpy())
+    assert sums["view[0,0]"] == sums_of(data, summer(kind_here()))
+
+
+def test_a_host_buffer_is_used_again():
+    buffer = HostBuffer()
+    plan = layout([Part("a", Box((0,), (5,)), torch.arange(5))], 0)
+    first = buffer.copy(plan)
+    held = buffer._held.data_ptr()
+    again = buffer.copy(layout([Part("a", Box((0,), (3,)), torch.arange(3) + 7)], 0))
+    assert buffer._held.data_ptr() == held
+    assert bytes(again) == bytes((torch.arange(3) + 7).view(torch.uint8).tolist()) == bytes(first[:24])
+
+
+def test_checksums_of_both_kinds():
+    data = memoryview(bytes(range(256)) * 40)
+    assert sums_of(data, summer("crc32"), 4096) == [
+        f"{zlib.crc32(data[i : i + 4096]):08x}" for i in range(0, 10240, 4096)
+    ]
+    pytest.importorskip("xxhash")
+    assert summer("xxh3_64")(b"") == "2d06800538d394c2"  # of the specification
+    assert len(sums_of(data, summer("xxh3_64"))) == -(-len(data) // PIECE_BYTES)

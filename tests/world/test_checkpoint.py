@@ -247,7 +247,9 @@ def file_gone_for_one(mesh, layout, path, failing):
     if mesh.get_rank() == failing:  # only the last rank needs the last file
         (path / "rank-00003.safetensors").unlink()
     torch.distributed.barrier(mesh.get_group())
-    with pytest.raises(CheckpointError, match=r"rank 3: .* is damaged: rank-00003\.safetensors: No such file"):
+    with pytest.raises(
+        CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file; it lacks model/embed"
+    ):
         load(path, model)
     assert not model.embed.to_local().any()
 
@@ -324,20 +326,12 @@ def rank_of_many(mesh, path):
         DTensor.from_local(local, mesh, [S0], shape=(3 * mesh.size(), 2), stride=(2, 1), run_check=False)
     )
     path.parent.joinpath(".c.tmp").mkdir(exist_ok=True)
-    from accordion.checkpoint.save import manifest
-    from accordion.checkpoint.state import contents
-    from accordion.checkpoint.team import Team
-
-    found = contents(model, None)
-    entry = manifest(found, Team.of(found.tensors.values()), None).tensors["model/weight"]
     save(path, model)
-    return [(chunk.file, chunk.box.offset, chunk.box.shape) for chunk in entry.chunks]
 
 
 @pytest.mark.parametrize("num_ranks", [8, 1024])
-def test_the_manifest_of_many_ranks_is_computed(run_fake, tmp_path, num_ranks):
-    chunks = run_fake(num_ranks, 5, rank_of_many, tmp_path / "c")
-    assert chunks == [(f"rank-{r:05d}.safetensors", (3 * r, 0), (3, 2)) for r in range(num_ranks)]
+def test_a_rank_of_many_writes_by_itself(run_fake, tmp_path, num_ranks):
+    run_fake(num_ranks, 5, rank_of_many, tmp_path / "c")
     with safe_open(tmp_path / ".c.tmp" / "rank-00005.safetensors", framework="pt") as held:
         assert held.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
 

@@ -1,6 +1,9 @@
 """Checkpoints of safetensors and JSON that are complete or absent, and that any number of ranks can load."""
 
-from accordion.checkpoint.load import latest, load
+from accordion.checkpoint.background import Saving
+from accordion.checkpoint.load import load
+from accordion.checkpoint.prune import latest, prune
+from accordion.checkpoint.random import RandomState
 from accordion.checkpoint.save import save
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["RandomState", "Saving", "latest", "load", "prune", "save"]

@@ -1,13 +1,7 @@
-"""The manifest of a checkpoint and the header of its tensor files, to and from text: no tensor data, no ranks.
+"""The manifest of a checkpoint, to and from text: no tensor data, no ranks. `docs/checkpoint.md` describes the format.
 
-A checkpoint is a folder with `manifest.json` and safetensors files, one for each rank that wrote something:
-
-    {"schema": 1, "saved_by": {...}, "aliases": {name: name}, "optimizer": {...} or null, "extra": ...,
-     "tensors": {name: {"dtype": "F32", "shape": [9, 4], "placements": ["S(0)"],
-                        "chunks": [{"file": "rank-00000.safetensors", "offset": [0, 0], "shape": [5, 4]}, ...]}}}
-
-A chunk lies in its file under `entry_name(name, offset)`. The manifest is written last; a folder without one is no
-checkpoint. What JSON has no word for is an object with one key that begins with "$".
+A checkpoint is a folder with `manifest.json` and safetensors files, one for each rank that wrote something. The manifest is
+written last; a folder without one is no checkpoint. What JSON has no word for is an object with one key that begins with "$".
 """
 
 from __future__ import annotations
@@ -15,20 +9,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from itertools import product
 
 import torch
-from torch import Tensor
 
 from accordion.checkpoint.boxes import Box
+from accordion.checkpoint.sums import DIGITS, LONGEST_PIECE
+from accordion.checkpoint.values import Json
 from accordion.errors import CheckpointError
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "manifest.json"
 PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")  # neither a path nor hidden
+TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
+MOST_DIMS = 64  # torch has no more
+TAIL_BYTES = len(b',"crc32":"01234567"}\n')
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -48,15 +47,16 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
-Json: TypeAlias = Any  # what `json` reads and writes
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and the file that holds it."""
+    """A box of a tensor: its elements in row-major order from byte `at` of `file` on, a checksum for each piece of them."""
 
     file: str
     box: Box
+    at: int
+    sums: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +68,39 @@ class Entry:
     placements: tuple[str, ...] | None
     chunks: tuple[Chunk, ...]
 
+    def num_bytes(self, box: Box) -> int:
+        """Of the elements in `box`."""
+        return box.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A tensor file: its size, and the size and checksum of its header. Header and chunks are all that it holds."""
+
+    num_bytes: int
+    header_bytes: int
+    header_sum: str
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without the tensors' data. `aliases`: other names of tied tensors -> the name that has the data."""
+    """A checkpoint without the tensors' data. `aliases`: other names of tied tensors -> the name that has the data.
 
+    `checksum`: the kind of its sums, each over `piece_bytes` of a chunk, the last one over what is left.
+    """
+
+    checksum: str
+    piece_bytes: int
+    files: Mapping[str, File]
     tensors: Mapping[str, Entry]
     aliases: Mapping[str, str]
     optimizer: Json
     extra: Json
     saved_by: Json
 
-    def files(self) -> list[str]:
-        """Names of the tensor files, each once."""
-        return sorted({chunk.file for entry in self.tensors.values() for chunk in entry.chunks})
+    def chunks(self) -> Iterable[tuple[str, Entry, Chunk]]:
+        """All chunks, each with the name and the entry of its tensor."""
+        return ((name, entry, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks)
 
 
 def file_name(rank: int) -> str:
@@ -92,6 +111,12 @@ def file_name(rank: int) -> str:
 def entry_name(name: str, offset: Sequence[int]) -> str:
     """Under which name a chunk lies in its file."""
     return f"{name}[{','.join(map(str, offset))}]"
+
+
+def split_entry_name(text: str) -> tuple[str, tuple[int, ...]]:
+    """The inverse of `entry_name`."""
+    name, _, offset = text.removesuffix("]").rpartition("[")
+    return name, tuple(int(number) for number in offset.split(",") if number)
 
 
 def code_of(name: str, dtype: torch.dtype) -> str:
@@ -114,36 +139,109 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def dump(manifest: Manifest) -> str:
-    """The text of `manifest.json`."""
-    tensors = {name: _words(entry) for name, entry in manifest.tensors.items()}
-    rest = {key: getattr(manifest, key) for key in ("saved_by", "aliases", "optimizer", "extra")}
-    return json.dumps({"schema": SCHEMA, **rest, "tensors": tensors}, allow_nan=False, separators=(",", ":"))
+def dump(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`: JSON on one line whose last value is the crc32 of all bytes before its comma."""
+    files = {
+        name: {"bytes": file.num_bytes, "header_bytes": file.header_bytes, "header_sum": file.header_sum}
+        for name, file in manifest.files.items()
+    }
+    rest = {key: getattr(manifest, key) for key in ("checksum", "piece_bytes", "saved_by", "aliases")}
+    words = {
+        "schema": SCHEMA,
+        **rest,
+        "extra": manifest.extra,
+        "optimizer": manifest.optimizer,
+        "files": files,
+        "tensors": {name: _words(entry) for name, entry in manifest.tensors.items()},
+    }
+    body = json.dumps(words, allow_nan=False, separators=(",", ":")).removesuffix("}").encode()
+    return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def _words(entry: Entry) -> Json:
-    chunks = [{"file": c.file, "offset": c.box.offset, "shape": c.box.shape} for c in entry.chunks]
+    chunks = [
+        {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums} for c in entry.chunks
+    ]
     return {"dtype": entry.dtype, "shape": entry.shape, "placements": entry.placements, "chunks": chunks}
 
 
-def parse(text: str | bytes) -> Manifest:
-    """Read `manifest.json`, believing nothing: every name of a file and every box is checked.
+def parse(text: bytes) -> Manifest:
+    """Read `manifest.json`, believing nothing: every name of a file, every box and every byte range is checked.
 
     Raises `CheckpointError` saying what is wrong; the caller adds where.
     """
     try:
-        words = json.loads(text)
+        words = json.loads(text, object_pairs_hook=_without_twins)
         if words["schema"] != SCHEMA:
             raise CheckpointError(f"it has schema {words['schema']!r} and this version reads {SCHEMA}.")
-        tensors = {name: _entry(name, value) for name, value in words["tensors"].items()}
-        aliases = dict(words["aliases"])
-        lost = [name for name, target in aliases.items() if target not in tensors]
-        if lost:
-            raise CheckpointError(f"these names stand for tensors that it does not list: {', '.join(lost)}.")
-        rest = {key: words[key] for key in ("optimizer", "extra", "saved_by")}
-        return Manifest(tensors=tensors, aliases=aliases, **rest)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"it is damaged: {type(error).__name__}: {error}.") from error
+        tail = TAIL.fullmatch(text[-TAIL_BYTES:])
+        if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
+            raise CheckpointError("it is damaged: its own checksum does not fit.")
+        return _manifest(words)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"it is damaged: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _manifest(words: Json) -> Manifest:
+    kind, piece_bytes = words["checksum"], words["piece_bytes"]
+    if kind not in DIGITS:
+        raise CheckpointError(f"its checksums are {kind!r} and this version knows {', '.join(DIGITS)}.")
+    if not 1 <= _size(piece_bytes) <= LONGEST_PIECE:
+        raise CheckpointError(f"piece_bytes is {piece_bytes}; it must be between 1 and {LONGEST_PIECE}.")
+    files = {name: _file(name, value, kind) for name, value in words["files"].items()}
+    tensors = {name: _entry(name, value) for name, value in words["tensors"].items()}
+    aliases = dict(words["aliases"])
+    lost = [name for name, target in aliases.items() if target not in tensors]
+    if lost:
+        raise CheckpointError(f"these names stand for tensors that it does not list: {', '.join(lost)}.")
+    rest = {key: words[key] for key in ("optimizer", "extra", "saved_by")}
+    found = Manifest(checksum=kind, piece_bytes=piece_bytes, files=files, tensors=tensors, aliases=aliases, **rest)
+    _check_bytes(found)
+    return found
+
+
+def _file(name: str, words: Json, kind: str) -> File:
+    if not _is_plain(name):
+        raise CheckpointError(f"it lists {name!r}, which is not the plain name of a safetensors file.")
+    _check_sums(name, [words["header_sum"]], kind)
+    return File(
+        num_bytes=_size(words["bytes"]), header_bytes=_size(words["header_bytes"]), header_sum=words["header_sum"]
+    )
+
+
+def _check_sums(name: str, sums: Sequence[str], kind: str) -> None:
+    if not all(isinstance(text, str) and len(text) == DIGITS[kind] for text in sums):
+        raise CheckpointError(f"the checksums of {name} are not of the kind {kind}.")
+
+
+def _check_bytes(manifest: Manifest) -> None:
+    """Raise `CheckpointError` unless the chunks of each file lie one after the other from its header to its end."""
+    spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
+    for name, entry, chunk in manifest.chunks():
+        if chunk.file not in spans:
+            raise CheckpointError(f"a chunk of {name} lies in {chunk.file!r}, which is none of its files.")
+        length = entry.num_bytes(chunk.box)
+        if len(chunk.sums) != -(-length // manifest.piece_bytes):
+            raise CheckpointError(f"a chunk of {name} has {length} bytes and {len(chunk.sums)} checksums.")
+        _check_sums(name, chunk.sums, manifest.checksum)
+        spans[chunk.file].append((chunk.at, chunk.at + length, name))
+    for file_name, file in manifest.files.items():
+        at = file.header_bytes
+        for start, end, name in sorted(spans[file_name]):
+            if start != at:
+                raise CheckpointError(f"{name} lies at byte {start} of {file_name}, which is used or not described.")
+            at = end
+        if at != file.num_bytes:
+            raise CheckpointError(f"{file_name} has {file.num_bytes} bytes and its chunks end at {at}.")
 
 
 def _entry(name: str, words: Json) -> Entry:
@@ -154,9 +252,36 @@ def _entry(name: str, words: Json) -> Entry:
     held, numel = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
     if held != numel:
         raise CheckpointError(f"{name} has {numel} elements and its chunks have {held}.")
+    if len(chunks) > 1 and not _apart([chunk.box for chunk in chunks]):
+        raise CheckpointError(f"chunks of {name} overlap, or are no grid.")
     return Entry(
         dtype=dtype, shape=shape, placements=None if placements is None else tuple(map(str, placements)), chunks=chunks
     )
+
+
+def _apart(boxes: Sequence[Box]) -> bool:
+    """Whether no two of `boxes` share an element: every cell of the grid that their edges make belongs to one of them.
+
+    What ranks write is a grid already, of as many cells as boxes; one of many more is refused, so that the work is bounded.
+    """
+    edges = [sorted({n for box in boxes for n in (box.offset[d], box.offset[d] + box.shape[d])}) for d in _dims(boxes)]
+    index = [{edge: i for i, edge in enumerate(line)} for line in edges]
+    taken: set[tuple[int, ...]] = set()
+    room = 4 * len(boxes) + 64
+    for box in boxes:
+        spans = [range(index[d][box.offset[d]], index[d][box.offset[d] + box.shape[d]]) for d in _dims(boxes)]
+        room -= math.prod(map(len, spans))
+        if room < 0:
+            return False
+        cells = set(product(*spans))
+        if not taken.isdisjoint(cells):
+            return False
+        taken |= cells
+    return True
+
+
+def _dims(boxes: Sequence[Box]) -> range:
+    return range(len(boxes[0].shape))
 
 
 def _chunk(name: str, shape: tuple[int, ...], words: Json) -> Chunk:
@@ -165,7 +290,9 @@ def _chunk(name: str, shape: tuple[int, ...], words: Json) -> Chunk:
         raise CheckpointError(f"a chunk of {name} names {file!r}, which is not the plain name of a safetensors file.")
     if any(start + size > rows for start, size, rows in zip(box.offset, box.shape, shape, strict=True)):
         raise CheckpointError(f"a chunk of {name} at {box.offset} of size {box.shape} leaves its shape {shape}.")
-    return Chunk(file, box)
+    if not box.numel:
+        raise CheckpointError(f"a chunk of {name} is empty.")
+    return Chunk(file, box, _size(words["at"]), tuple(words["sums"]))
 
 
 @lru_cache(maxsize=4096)
@@ -174,53 +301,13 @@ def _is_plain(file: str) -> bool:
     return PLAIN_FILE.fullmatch(file) is not None and ".." not in file
 
 
+def _size(word: Json) -> int:
+    if type(word) is not int or word < 0:
+        raise CheckpointError(f"{str(word)[:100]!r} is no size.")
+    return word
+
+
 def _sizes(words: Json) -> tuple[int, ...]:
-    for size in words:
-        if type(size) is not int or size < 0:
-            raise CheckpointError(f"{words!r} is no list of sizes.")
-    return tuple(words)
-
-
-def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None) -> Json:
-    """`value` as JSON that `decode` turns back exactly; tensors in it are put into `tensors`, named by their place.
-
-    Raises `CheckpointError` for other objects, and for a tensor where `tensors` is None.
-    """
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": str(float(value))}
-    if isinstance(value, Tensor) and tensors is not None:
-        tensors[where] = value
-        return {"$tensor": where}
-    if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, dict):
-        pairs = [(key, encode(item, f"{where}/{key}", tensors)) for key, item in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-            return dict(pairs)
-        return {"$dict": [[encode(key, where), item] for key, item in pairs]}
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
-    )
-
-
-def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`; `tensor` gives the tensor of a name."""
-    if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
-    if not isinstance(value, dict):
-        return value
-    word, inner = next(iter(value.items()), ("", None))
-    if not word.startswith("$"):
-        return {key: decode(item, tensor) for key, item in value.items()}
-    meaning: dict[str, Callable[[Json], Any]] = {
-        "$float": float,
-        "$tensor": tensor,
-        "$tuple": lambda items: tuple(decode(item, tensor) for item in items),
-        "$dict": lambda pairs: {decode(key, tensor): decode(item, tensor) for key, item in pairs},
-    }
-    if word not in meaning:
-        raise CheckpointError(f"{word!r} is a word of a manifest that this version does not know.")
-    return meaning[word](inner)
+    if len(words) > MOST_DIMS:
+        raise CheckpointError(f"a tensor of {len(words)} dims is absurd.")
+    return tuple(_size(word) for word in words)

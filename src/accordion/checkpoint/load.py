@@ -2,113 +2,194 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
+import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
-from accordion.checkpoint.format import MANIFEST, Chunk, Entry, Json, Manifest, decode, entry_name, parse
+from accordion.checkpoint.folders import checkpoint_at
+from accordion.checkpoint.format import DTYPES, Entry, Manifest
+from accordion.checkpoint.gather import OF_RANKS
+from accordion.checkpoint.reading import Files, Read, read_manifest
 from accordion.checkpoint.restore import differences, restored
-from accordion.checkpoint.state import Contents, contents, local_data, model_tensors, own_box
+from accordion.checkpoint.state import Contents, Stateful, contents, local_data, model_tensors, own_box, state_name
 from accordion.checkpoint.team import Team
-from accordion.errors import CheckpointError
+from accordion.checkpoint.values import Json, decode
+from accordion.engine.autograd import engine_of
+from accordion.errors import CheckpointError, UsageError
+
+SHOWN = 8  # faults of a damaged checkpoint that a message lists
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Json:
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: Mapping[str, Stateful] | None = None,
+    strict: bool = True,
+) -> Json:
     """Fill `model` and `optimizer` from a checkpoint of any number of ranks; called by all ranks together.
 
     `model`: its shapes, dtypes and placements decide what each rank reads, into the tensors that are there.
-    `optimizer`: its state is made where it has none. Returns the `extra` that was saved.
-    Raises `CheckpointError` on every rank, before anything changes, naming every missing, extra or misshapen tensor.
+    `optimizer`: its state is made where it has none. `state`: objects whose `load_state_dict` gets what this rank saved, or
+    what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
+    rest as it is and says what in one warning. Returns the `extra` that was saved.
+
+    Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
+    changes, naming every missing, extra or misshapen tensor, or every file and tensor that is damaged.
     """
-    folder = Path(os.path.abspath(path))
+    engine = engine_of(model)
+    if engine is not None:
+        if engine.suspended:
+            raise UsageError(
+                "load does not work inside full_params, where the parameters are no shards; leave it first."
+            )
+        engine.recover()
+    saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
-    plan = team.agree(lambda: _plan(folder, model, optimizer))
-    with ExitStack() as stack, torch.no_grad():
-        files = team.agree(lambda: _opened(folder, plan.reads, stack))
-        team.agree(lambda: _read(files, plan.reads))
-    if optimizer is not None:
-        team.agree(lambda: optimizer.load_state_dict(plan.optimizer))
+    with closing(team.agree(lambda: _files(path))) as files:
+        plan = _loaded(files, model, optimizer, state or {}, team, strict)
+    if plan.left and team.leads:
+        warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
     return plan.extra
 
 
-def latest(folder: str | os.PathLike[str]) -> str | None:
-    """Path of the newest checkpoint in `folder`, None if there is none; folders that are not complete do not count.
-
-    Newest by the number at the end of its name, then by time. What decides is the manifests, no file points anywhere.
-    """
-    try:
-        found = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."]
-    except FileNotFoundError:
-        return None
-    begun = [path for path in found if (path / MANIFEST).is_file()]
-    return next((str(path) for path in sorted(begun, key=_age, reverse=True) if _complete(path)), None)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises `CheckpointError` where there is none or it is damaged."""
-    try:
-        return parse((folder / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be used: {error}") from error
-
-
-def _complete(path: Path) -> bool:
-    try:
-        return all((path / name).is_file() for name in read_manifest(path).files())
-    except (CheckpointError, OSError):
-        return False
-
-
-def _age(path: Path) -> tuple[int, int]:
-    number = re.search(r"(\d+)$", path.name)
-    return int(number[1]) if number else -1, (path / MANIFEST).stat().st_mtime_ns
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Copy `source` of a chunk into `into`, a view of a local tensor."""
-
-    name: str
-    entry: Entry
-    chunk: Chunk
-    source: tuple[slice, ...]
-    into: Tensor
+def _loaded(
+    files: Files,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Stateful],
+    team: Team,
+    strict: bool,
+) -> _Plan:
+    """Do what `load` says; no rank begins a part of it before all have ended the one before."""
+    plan = team.agree(lambda: _plan(files, model, optimizer, state, team, strict))
+    team.agree(lambda: _check(files, plan, team))
+    words = team.agree(lambda: _of_this_rank(files, plan, state))
+    with torch.no_grad():
+        team.agree(lambda: files.fill_all(plan.reads))
+    if optimizer is not None:
+        team.agree(lambda: optimizer.load_state_dict(plan.optimizer))
+    for key, thing in state.items():
+        team.agree(partial(thing.load_state_dict, words[key]))
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """All that a load will do on this rank, decided before it does any of it."""
+    """All that a load will do on this rank, decided before it does any of it. `left`: what it leaves out, in words.
 
-    reads: list[_Read]
+    `own_state`: the tensor with what a rank kept for itself, None where nothing is asked for.
+    """
+
+    reads: list[Read]
     optimizer: dict[str, Any]
     extra: Json
+    own_state: str | None
+    left: list[str]
 
 
-def _plan(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Plan:
-    """Compare the checkpoint with what is to be filled, and list what this rank reads."""
+def _files(path: str | os.PathLike[str]) -> Files:
+    folder = checkpoint_at(path)
     manifest = read_manifest(folder)
+    try:
+        return Files(folder, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} cannot be checked: {error}") from error
+
+
+def _plan(
+    files: Files,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Stateful],
+    team: Team,
+    strict: bool,
+) -> _Plan:
+    """Compare the checkpoint with what is to be filled, and list what this rank reads."""
+    manifest, folder = files.manifest, files.folder
     found = contents(model, optimizer)
     unlike = differences(manifest, found)
-    if unlike:
+    if unlike and strict:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
+    files.check_sizes()
     targets = [(manifest.aliases.get(name, name), tensor) for name, tensor in _of_model(found).items()]
-    state: dict[str, Any] = {}
+    targets = [(name, t) for name, t in targets if name in manifest.tensors and _fits(manifest.tensors[name], t)]
+    kept: dict[str, Any] = {}
     if optimizer is not None:
-        state, made = restored(manifest, found, optimizer)
+        kept, made = restored(manifest, found, optimizer)
         targets += made.items()
-    reads = [read for name, tensor in targets for read in _reads(name, manifest.tensors[name], tensor)]
-    return _Plan(reads, state, decode(manifest.extra, _no_tensor))
+    try:
+        reads = [read for name, tensor in targets for read in _reads(name, manifest.tensors[name], tensor)]
+        extra = decode(manifest.extra, _no_tensor)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}.") from error
+    return _Plan(reads, kept, extra, _state_source(manifest, team) if state else None, unlike)
+
+
+def _fits(entry: Entry, tensor: Tensor) -> bool:
+    return entry.shape == tuple(tensor.shape)
+
+
+def _state_source(manifest: Manifest, team: Team) -> str:
+    """Whose state this rank takes: its own where as many ranks saved, else the first one's."""
+    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.endswith("/state")}
+    if not saved:
+        raise CheckpointError("it was saved without state; load it without state.")
+    own = state_name(team.index)
+    return own if len(saved) == len(team.ranks) and own in saved else min(saved)
+
+
+def _check(files: Files, plan: _Plan, team: Team) -> None:
+    """Raise `CheckpointError` unless all that this load uses is as it was written; rank 0 looks at every file's header too."""
+    reads = list(plan.reads)
+    for name, entry in files.manifest.tensors.items():
+        mine = plan.own_state is not None and (name == plan.own_state or name.startswith(plan.own_state + "/"))
+        if mine or (team.leads and name.startswith(OF_RANKS)):
+            reads += [Read(name, entry, chunk, chunk.box, None) for chunk in entry.chunks]
+    faults = files.faults(reads)
+    if faults:
+        more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        raise CheckpointError(f"{files.folder} is damaged: " + "; ".join(faults[:SHOWN] + more) + ".")
+
+
+def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
+    """What the objects in `state` get."""
+    if plan.own_state is None:
+        return {}
+
+    def tensor(name: str) -> Tensor:
+        if name not in files.manifest.tensors:
+            raise CheckpointError(f"{plan.own_state} refers to {name}, which the checkpoint does not hold.")
+        return whole(files, name)
+
+    words = json.loads(bytes(tensor(plan.own_state).tolist()))
+    found: dict[str, Any] = decode(words, tensor)
+    lost = [key for key in state if key not in found]
+    if lost:
+        raise CheckpointError(
+            f"{files.folder} has no state for {', '.join(lost)}; it has {', '.join(found) or 'none'}."
+        )
+    return found
+
+
+def whole(files: Files, name: str) -> Tensor:
+    """A tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
+    entry = files.manifest.tensors[name]
+    into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    for read in _reads(name, entry, into):
+        files.fill(read)
+    return into
 
 
 def _of_model(found: Contents) -> dict[str, Tensor]:
@@ -119,7 +200,7 @@ def _no_tensor(name: str) -> Tensor:
     raise CheckpointError(f"extra refers to the tensor {name}; it can hold none.")
 
 
-def _reads(name: str, entry: Entry, tensor: Tensor) -> Iterable[_Read]:
+def _reads(name: str, entry: Entry, tensor: Tensor) -> Iterable[Read]:
     """The parts of chunks that make up what this rank holds of `tensor`."""
     local = local_data(tensor)
     if local.is_meta:
@@ -128,40 +209,4 @@ def _reads(name: str, entry: Entry, tensor: Tensor) -> Iterable[_Read]:
     for chunk in entry.chunks if own.numel else ():
         part = overlap(own, chunk.box)
         if part is not None:
-            yield _Read(name, entry, chunk, part.within(chunk.box), local[part.within(own)])
-
-
-def _opened(folder: Path, reads: list[_Read], stack: ExitStack) -> Mapping[str, Any]:
-    """Open the files that are read and compare their headers with the manifest: a damaged one changes nothing."""
-    files: dict[str, Any] = {}
-    wrong: list[str] = []
-    for file in dict.fromkeys(read.chunk.file for read in reads):
-        try:
-            files[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            wrong.append(f"{file}: {error}")
-    for read in reads:
-        if read.chunk.file in files:
-            wrong += _unlike(files[read.chunk.file], read)
-    if wrong:
-        raise CheckpointError(f"{folder} is damaged: " + "; ".join(dict.fromkeys(wrong)) + ".")
-    return files
-
-
-def _unlike(file: Any, read: _Read) -> Iterable[str]:
-    """What the header of a file says of a chunk, where it is not what the manifest says."""
-    name, box = entry_name(read.name, read.chunk.box.offset), read.chunk.box
-    try:
-        held = file.get_slice(name)
-    except SafetensorError:
-        yield f"{read.chunk.file} lacks {name}"
-        return
-    dtype, shape = held.get_dtype(), tuple(held.get_shape())
-    if (dtype, shape) != (read.entry.dtype, box.shape):
-        yield f"{name} is {dtype} {shape} in {read.chunk.file} and {read.entry.dtype} {box.shape} in the manifest"
-
-
-def _read(files: Mapping[str, Any], reads: list[_Read]) -> None:
-    for read in reads:
-        name, file = entry_name(read.name, read.chunk.box.offset), files[read.chunk.file]
-        read.into.copy_(file.get_slice(name)[read.source] if read.source else file.get_tensor(name))
+            yield Read(name, entry, chunk, part, local[part.within(own)])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from accordion.checkpoint.format import DTYPES, Entry, Json, Manifest, decode
+from accordion.checkpoint.format import DTYPES, Entry, Manifest
 from accordion.checkpoint.state import Contents
+from accordion.checkpoint.values import Json, decode
 from accordion.errors import CheckpointError
 
 
@@ -69,7 +70,10 @@ def _optimizer_differences(saved: Json, own: Json) -> list[str]:
 def restored(
     manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled."""
+    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled.
+
+    What the checkpoint does not hold, or in another shape, stays as it is; `differences` says so.
+    """
     made: dict[str, Tensor] = {}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
@@ -79,15 +83,22 @@ def restored(
         return made[name]
 
     words, now = manifest.optimizer, optimizer.state_dict()
-    groups = [
-        {**group, **decode(saved["options"], partial(tensor_for, None)), "params": group["params"]}
-        for group, saved in zip(now["param_groups"], words["groups"], strict=True)
-    ]
-    state = {}
-    for group, own in zip(now["param_groups"], found.optimizer["groups"], strict=True):
+    if words is None:
+        return now, made
+    groups = now["param_groups"]
+    if len(groups) == len(words["groups"]):
+        groups = [
+            {**group, **decode(saved["options"], partial(tensor_for, None)), "params": group["params"]}
+            for group, saved in zip(groups, words["groups"], strict=True)
+        ]
+    state = dict(now["state"])
+    for group, own in zip(groups, found.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], own["params"], strict=True):
-            if name in words["state"]:
-                state[index] = decode(words["state"][name], partial(tensor_for, found.tensors["model/" + name]))
+            param, entry = found.tensors["model/" + name], manifest.tensors.get("model/" + name)
+            fits = entry is None or entry.shape == tuple(param.shape)
+            state.pop(index, None) if fits else None
+            if fits and name in words["state"]:
+                state[index] = decode(words["state"][name], partial(tensor_for, param))
     return {"state": state, "param_groups": groups}, made
 
 

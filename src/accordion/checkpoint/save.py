@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-from collections.abc import Hashable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.format import (
-    MANIFEST,
-    Chunk,
-    Entry,
-    Json,
-    Manifest,
-    code_of,
-    dump,
-    encode,
-    entry_name,
-    file_name,
-    header,
-)
+from accordion.checkpoint.background import Saving, saver_of
+from accordion.checkpoint.boxes import box_of
+from accordion.checkpoint.folders import Folder, folder_at
+from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
+from accordion.checkpoint.gather import described
+from accordion.checkpoint.prune import prune_before
 from accordion.checkpoint.state import (
     Contents,
+    Stateful,
     contents,
-    holders,
     local_data,
     model_tensors,
     own_box,
     own_coordinate,
     placement_words,
+    state_name,
     writes,
 )
+from accordion.checkpoint.sums import PIECE_BYTES, kind_here
 from accordion.checkpoint.team import Team
-from accordion.errors import CheckpointError
+from accordion.checkpoint.values import Json, encode
+from accordion.checkpoint.writing import Layout, Part, layout, write
+from accordion.engine.autograd import engine_of
+from accordion.errors import CheckpointError, UsageError
+
+T = TypeVar("T")
+
+
+class Agree(Protocol):
+    """Does something on this rank and waits for the others; where one of them failed, all raise `CheckpointError`."""
+
+    def __call__(self, action: Callable[[], T], /) -> T: ...
 
 
 def save(
@@ -45,120 +52,137 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Json = None,
-) -> None:
+    state: Mapping[str, Stateful] | None = None,
+    background: bool = False,
+    keep: int = 0,
+) -> Saving:
     """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; called by all ranks together.
 
-    `path`: folder that is made, on storage that all ranks see; an older checkpoint of that name is replaced. `extra`:
-    numbers, strings, lists, tuples and dicts to keep beside the tensors; rank 0's are taken. The folder appears
-    complete or not at all. Raises `CheckpointError` on every rank where one of them failed, and leaves nothing then.
+    `path`: folder that is made, on storage that all ranks see; an older checkpoint of that name is replaced. Or a URL such as
+    `s3://bucket/run/step-100`, through fsspec, where nothing is replaced. `extra`: numbers, strings, lists, tuples and dicts
+    to keep beside the tensors; rank 0's are taken. `state`: objects whose `state_dict()` is kept for each rank by itself: a
+    scheduler, a scaler, a data loader, `RandomState()`. `keep`: then remove all but so many of the newest good checkpoints
+    beside it whose names differ in the number at their end alone; 0 keeps all.
+
+    `background`: returns as soon as everything is copied to host memory, and writes in a thread. A later save waits for it;
+    where it failed, the next step of `optimizer`, the next save or `wait()` of what is returned raises.
+
+    The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed.
     """
-    target = Path(os.path.abspath(path))
-    temporary = target.with_name(f".{target.name}.tmp")
+    if keep < 0:
+        raise UsageError(f"keep is {keep}; it is a number of checkpoints, 0 for all.")
+    engine = engine_of(model)
+    if engine is not None:
+        if engine.suspended:
+            raise UsageError(
+                "save does not work inside full_params, where the parameters are no shards; leave it first."
+            )
+        engine.recover()
+    saver = saver_of(model)
+    saver.wait()
     team = Team.of(model_tensors(model)[0].values())
+    target = folder_at(path)
     found = team.agree(lambda: contents(model, optimizer))
-    words = team.agree(lambda: encode(extra, "extra") if team.leads else None)
-    try:
-        team.agree(lambda: _make_room(target, temporary) if team.leads else None)
-        team.agree(lambda: _write_own(temporary, found.tensors, team))
-        team.agree(lambda: _commit(temporary, target, manifest(found, team, words)) if team.leads else None)
-    except CheckpointError:
-        if team.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    job = team.agree(lambda: _job(target, found, team, extra, state or {}, keep))
+    if not background:
+        job.run(team.agree)
+        return Saving.done()
+    return saver.start(job.plan, job.run, team, optimizer)
 
 
-def manifest(found: Contents, team: Team, extra: Json) -> Manifest:
-    """Describe the files of all ranks from the placements alone: no rank is asked."""
-    tensors: dict[str, Entry] = {}
-    same: dict[Hashable, tuple[Chunk, ...]] = {}  # most tensors are placed and shaped like many others
-    for name, tensor in found.tensors.items():
-        placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        key = (tuple(tensor.shape), placed)
-        if key not in same:
-            same[key] = tuple(Chunk(file_name(rank), box) for rank, box in holders(name, tensor, team) if box.numel)
-        tensors[name] = Entry(
-            dtype=code_of(name, tensor.dtype),
-            shape=tuple(tensor.shape),
-            placements=placement_words(tensor),
-            chunks=same[key],
-        )
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in found.tensors.values() if isinstance(tensor, DTensor))
-    saved_by = {
-        "torch": torch.__version__,
-        "num_ranks": len(team.ranks),
-        "meshes": [{"shape": list(mesh.shape), "axes": mesh.mesh_dim_names} for mesh in meshes],
-    }
-    return Manifest(tensors=tensors, aliases=found.aliases, optimizer=found.optimizer, extra=extra, saved_by=saved_by)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that a save will write on this rank, decided before it writes any of it. `form`: the manifest without files."""
+
+    target: Folder
+    form: Manifest
+    plan: Layout
+    team: Team
+    keep: int
+
+    def run(self, agree: Agree, host: memoryview | None = None) -> None:
+        """Write it all. `host`: the bytes of this rank's parts, where they were copied."""
+        leads, begun = self.team.leads, self.target.begun()
+        agree(lambda: self.target.begin() if leads else None)
+        try:
+            agree(lambda: self._write_own(begun, host))
+            agree(lambda: self._commit(begun) if leads else None)
+        except CheckpointError:
+            if leads:
+                begun.discard()
+            raise
+
+    def _write_own(self, begun: Folder, host: memoryview | None) -> None:
+        """Write this rank's parts of all tensors; no file where it has none."""
+        if self.plan.parts:
+            write(begun, file_name(self.team.index), self.plan, host)
+
+    def _commit(self, begun: Folder) -> None:
+        """Write the manifest and give the folder its name: from then on it is a checkpoint."""
+        text = memoryview(dump(described(self.form, begun)))
+        with begun.create(MANIFEST) as file:
+            file.write(text)
+        self.target.commit(begun)
+        if self.keep:
+            prune_before(self.target, self.keep)
 
 
-def _make_room(target: Path, temporary: Path) -> None:
-    """An empty temporary folder; refuses to replace what is no checkpoint."""
-    if target.exists() and not (target / MANIFEST).is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is no checkpoint; pass another path or remove it.")
-    if temporary.exists():
-        shutil.rmtree(temporary)  # of a save that was killed
-    temporary.mkdir(parents=True)
+def _job(target: Folder, found: Contents, team: Team, extra: Json, state: Mapping[str, Stateful], keep: int) -> Job:
+    parts = [*_own_parts(found.tensors, team), *_state_parts(state, team)]
+    return Job(
+        target=target,
+        form=_form(found, team, encode(extra, "extra")),
+        plan=layout(parts, team.index),
+        team=team,
+        keep=keep,
+    )
 
 
-def _write_own(folder: Path, tensors: Mapping[str, Tensor], team: Team) -> None:
-    """Write this rank's parts of all tensors; no file where it has none."""
+def _own_parts(tensors: Mapping[str, Tensor], team: Team) -> list[Part]:
     parts = []
     for name, tensor in tensors.items():
         box = own_box(name, tensor)
         mine = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
         if mine and box.numel:
-            parts.append((entry_name(name, box.offset), local_data(tensor)))
-    if parts:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder}, made by rank 0, is not seen here; checkpoints need storage that all ranks share."
-            )
-        write_tensors(folder / file_name(team.index), parts)
+            parts.append(Part(name, box, local_data(tensor)))
+    return parts
 
 
-def write_tensors(path: Path, parts: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a safetensors file, one tensor in host memory at a time, and wait until it is on the disk.
-
-    safetensors' own writer wants all tensors in host memory at once and refuses views of one storage, which shards are.
-    """
-    parts = sorted(parts, key=lambda part: -part[1].element_size())  # so that each begins at a multiple of its own size
-    words = [(name, code_of(name, part.dtype), tuple(part.shape)) for name, part in parts]
-    with open(path, "xb") as file:
-        file.write(header(words))
-        for _, part in parts:
-            file.write(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """Write the manifest and give the folder its name: from then on it is a checkpoint."""
-    absent = [name for name in manifest.files() if not (temporary / name).is_file()]
-    if absent:
-        raise CheckpointError(f"{temporary} lacks {', '.join(absent)}; checkpoints need storage that all ranks share.")
-    with open(temporary / MANIFEST, "x") as file:
-        file.write(dump(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(temporary)
-    replaced = target.with_name(f".{target.name}.old")
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    try:
-        temporary.rename(target)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(target)
-        raise
-    _sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[Part]:
+    """What this rank keeps for itself: JSON as a tensor of bytes, and the tensors to which it refers."""
+    if not state:
+        return []
+    where = state_name(team.index)
+    tensors: dict[str, Tensor] = {}
+    words = encode({key: thing.state_dict() for key, thing in state.items()}, where, tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(f"{name} is sharded; the state of a rank holds plain tensors only.")
+    text = torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
+    return [Part(name, box_of(t.shape, ()), t.detach()) for name, t in {where: text, **tensors}.items() if t.numel()]
 
 
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _form(found: Contents, team: Team, extra: Json) -> Manifest:
+    """The manifest with every tensor and no chunk."""
+    tensors = {
+        name: Entry(
+            dtype=code_of(name, tensor.dtype), shape=tuple(tensor.shape), placements=placement_words(tensor), chunks=()
+        )
+        for name, tensor in found.tensors.items()
+    }
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in found.tensors.values() if isinstance(tensor, DTensor))
+    saved_by: dict[str, Any] = {
+        "torch": torch.__version__,
+        "num_ranks": len(team.ranks),
+        "meshes": [{"shape": list(mesh.shape), "axes": mesh.mesh_dim_names} for mesh in meshes],
+    }
+    return Manifest(
+        checksum=kind_here(),
+        piece_bytes=PIECE_BYTES,
+        files={},
+        tensors=tensors,
+        aliases=found.aliases,
+        optimizer=found.optimizer,
+        extra=extra,
+        saved_by=saved_by,
+    )

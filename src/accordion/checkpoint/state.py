@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, Cut, box_of
-from accordion.checkpoint.format import Json, encode
-from accordion.checkpoint.team import Team
+from accordion.checkpoint.values import Json, encode
 from accordion.errors import CheckpointError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
+
+
+class Stateful(Protocol):
+    """A scheduler, a scaler, a data loader: what keeps its state in `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +99,6 @@ def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
     return found
 
 
-def holders(name: str, tensor: Tensor, team: Team) -> Iterator[tuple[int, Box]]:
-    """Every rank that writes a part of `tensor`, by its index in the team, and which part."""
-    if not isinstance(tensor, DTensor):
-        yield 0, box_of(tensor.shape, ())
-        return
-    mesh = tensor.device_mesh
-    index_of = {rank: index for index, rank in enumerate(team.ranks)}
-    for rank, coordinate in zip(mesh.mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True):
-        if writes(tensor, coordinate):
-            yield index_of[rank], box_of(tensor.shape, cuts(name, tensor, coordinate))
-
-
 def own_box(name: str, tensor: Tensor) -> Box:
     """What this rank holds of `tensor`, with its local tensor compared with what the placements say."""
     if not isinstance(tensor, DTensor):
@@ -167,3 +162,8 @@ def placement_words(tensor: Tensor) -> tuple[str, ...] | None:
 def local_data(tensor: Tensor) -> Tensor:
     """The elements that this rank holds, as a plain tensor that shares them and needs no gradient."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def state_name(rank: int) -> str:
+    """The tensor that holds what a rank keeps for itself, as JSON."""
+    return f"rank/{rank:05d}/state"

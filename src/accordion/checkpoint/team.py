@@ -62,26 +62,25 @@ class Team:
     def agree(self, action: Callable[[], T]) -> T:
         """Do `action` on this rank and wait for the others; where one of them failed, all raise `CheckpointError`."""
         failure: Exception | None = None
-        text = ""
         try:
             result = action()
         except Exception as error:
-            known = isinstance(error, CheckpointError) and str(error)
-            failure, text = error, known or f"{type(error).__name__}: {error}"
-        heard = self._share(text)
-        if heard:
-            raise CheckpointError(_joined(heard, self.index, text)) from failure
+            failure = error
+        text = "" if failure is None else told(failure)
+        heard = self.shared(text)
+        if any(heard):
+            raise CheckpointError(joined(heard, self.index, text)) from failure
         return result
 
-    def _share(self, text: str) -> list[str]:
-        """The texts of all ranks in their order; an empty list if none says anything."""
+    def shared(self, text: str) -> list[str]:
+        """What each rank says, in their order. A collective."""
         words = text.encode()[:MESSAGE_BYTES]
         length = torch.tensor([len(words)], device=self.device)
         for group in self.groups:
             dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
         longest = int(length.item())
         if not longest:
-            return []
+            return [""] * len(self.ranks)
         rows = torch.tensor([[*words, *bytes(longest - len(words))]], dtype=torch.uint8, device=self.device)
         for group in reversed(self.groups):  # the last axis is the fastest in the order of ranks
             parts = [torch.zeros_like(rows) for _ in range(dist.get_world_size(group))]
@@ -98,7 +97,12 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _joined(heard: list[str], index: int, own: str) -> str:
+def told(error: Exception) -> str:
+    """What others hear of a failure."""
+    return (isinstance(error, CheckpointError) and str(error)) or f"{type(error).__name__}: {error}"
+
+
+def joined(heard: list[str], index: int, own: str) -> str:
     """One message of what the ranks said: plain where all said the same, else each saying with its ranks."""
     said: dict[str, list[int]] = {}
     for rank, text in enumerate(heard):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accordion.checkpoint import latest
+from accordion.checkpoint.folders import folder_at
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.load import read_manifest
+from accordion.checkpoint.reading import read_manifest
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 
@@ -47,7 +48,7 @@ def choose(folder: Path, resume: str) -> Path | None:
 def _extra(path: Path) -> Mapping[str, Any]:
     """What the run that saved `path` kept beside the tensors."""
     try:
-        extra = read_manifest(path).extra
+        extra = read_manifest(folder_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
     if not isinstance(extra, dict) or not {"step", "tokenizer", "config"} <= set(extra):
@@ -75,7 +76,7 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     `shapes`: of everything in the model's state dict.
     """
-    manifest = read_manifest(path)
+    manifest = read_manifest(folder_at(path))
     held = {
         name.removeprefix("model/"): entry.shape
         for name, entry in manifest.tensors.items()

@@ -1,0 +1,172 @@
+"""Saves that go on while training does: one thread for each, one save at a time for each model."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from accordion import _torch
+from accordion.checkpoint.team import Team, joined, told
+from accordion.checkpoint.writing import HostBuffer, Layout
+from accordion.errors import CheckpointError
+
+T = TypeVar("T")
+PATIENCE_S = 1800.0  # for the slowest rank, as torch's process groups have
+GRACE_S = 60.0  # for the others where this program has come to its end
+POLL_S = 0.005
+SAVER = "_accordion_saver"  # attribute of a model
+
+
+class Saving:
+    """A save that was begun. Owns its thread and what became of it."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._failure: CheckpointError | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="accordion-save")
+
+    @classmethod
+    def done(cls) -> Saving:
+        """One that is over and went well."""
+        return cls(lambda: None)
+
+    def start(self) -> Saving:
+        self._thread.start()
+        return self
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except CheckpointError as error:
+            self._failure = error
+        except Exception as error:  # whatever a store or a file system says
+            self._failure = CheckpointError(told(error))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, be it that it failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for its end. Raises `CheckpointError` where it failed, once."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"the checkpoint in the background was not written: {failure}") from failure
+
+
+class Saver:
+    """Owns a model's host buffer and the save that is under way."""
+
+    def __init__(self) -> None:
+        self._buffer = HostBuffer()
+        self._saving: Saving | None = None
+        self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def __deepcopy__(self, memo: object) -> Saver:
+        return Saver()
+
+    def __reduce__(self) -> tuple[type[Saver], tuple[()]]:
+        return Saver, ()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way. Raises `CheckpointError` where it failed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def start(
+        self, plan: Layout, run: Callable[..., None], team: Team, optimizer: torch.optim.Optimizer | None
+    ) -> Saving:
+        """Copy what `plan` lays out, then call `run(agree, host)` in a thread."""
+        host = team.agree(lambda: self._buffer.copy(plan))
+        agree = StoreAgreement.of(team)
+        self._saving = saving = Saving(lambda: run(agree, host)).start()
+        if optimizer is not None and optimizer not in self._watched:
+            self._watched.add(optimizer)
+            optimizer.register_step_post_hook(self._look)
+        return saving
+
+    def _look(self, *_: object) -> None:
+        """Raise what became of a save behind a step: the step is done, so ranks may hear of it at different ones."""
+        if self._saving is not None and self._saving.is_done:
+            self.wait()
+
+
+def saver_of(model: nn.Module) -> Saver:
+    """The saver of a model, made at its first save."""
+    saver = vars(model).setdefault(SAVER, Saver())
+    assert isinstance(saver, Saver)
+    return saver
+
+
+class StoreAgreement:
+    """`Team.agree` for a thread, which must not use the engine's groups: through the job's key-value store."""
+
+    def __init__(self, store: Any, prefix: str, team: Team) -> None:
+        self._store, self._prefix, self._team = store, prefix, team
+        self._count = 0
+
+    @classmethod
+    def of(cls, team: Team) -> StoreAgreement:
+        """A collective: rank 0 says under which name they meet."""
+        name = team.shared(secrets.token_hex(8) if team.leads else "")[0]
+        store = _torch.default_store() if len(team.ranks) > 1 else None
+        return cls(store, f"accordion/save/{name}", team)
+
+    def __call__(self, action: Callable[[], T], /) -> T:
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        text = "" if failure is None else told(failure)
+        heard = self._shared(text)
+        if any(heard):
+            raise CheckpointError(joined(heard, self._team.index, text)) from failure
+        return result
+
+    def _shared(self, text: str) -> list[str]:
+        """The texts of all ranks: rank 0 collects them and tells the others."""
+        if self._store is None:
+            return [text]
+        here = f"{self._prefix}/{self._count}"
+        self._count += 1
+        everyone = range(len(self._team.ranks))
+        if not self._team.leads:
+            self._store.set(f"{here}/{self._team.index}", text)
+            heard: list[str] = json.loads(self._get(f"{here}/all"))
+            self._store.add(f"{here}/read", 1)
+            return heard
+        heard = [text, *(self._get(f"{here}/{index}").decode() for index in everyone[1:])]
+        self._store.set(f"{here}/all", json.dumps(heard))
+        self._until(lambda: self._store.add(f"{here}/read", 0) == len(everyone) - 1, f"{here}/read")
+        for key in ("all", "read", *everyone[1:]):
+            self._store.delete_key(f"{here}/{key}")
+        return heard
+
+    def _get(self, key: str) -> bytes:
+        self._until(lambda: self._store.check([key]), key)
+        found: bytes = self._store.get(key)
+        return found
+
+    def _until(self, ready: Callable[[], bool], what: str) -> None:
+        """Ask again and again: a wait in the store would block the other threads' requests."""
+        deadline, pause_s = time.monotonic() + PATIENCE_S, POLL_S
+        ended: float | None = None
+        while not ready():
+            now = time.monotonic()
+            if ended is None and not threading.main_thread().is_alive():
+                ended = now
+            if now > deadline or (ended is not None and now > ended + GRACE_S):
+                raise CheckpointError(f"other ranks did not come to {what!r} in time; one of them has ended.")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)

@@ -1,0 +1,193 @@
+"""Checkpoints to and from other formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from accordion.checkpoint.folders import Local, checkpoint_at, folder_at
+from accordion.checkpoint.foreign import HF_INDEX, HF_SINGLE, Foreign, open_foreign
+from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
+from accordion.checkpoint.gather import described
+from accordion.checkpoint.load import whole
+from accordion.checkpoint.reading import Files, Read, read_manifest
+from accordion.checkpoint.sums import PIECE_BYTES, kind_here
+from accordion.checkpoint.writing import layout, write
+from accordion.errors import CheckpointError, UsageError
+
+FORMATS = ("hf", "dcp", "torch")
+SHARD_BYTES = 4 * 2**30  # of one safetensors file that is exported
+LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # what stands beside weights in a folder of transformers
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
+    """Write what another format holds as a checkpoint; returns what was found, and what of it is left out.
+
+    `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save`; nothing
+    is unpickled but tensors and, from DCP's metadata, a short list of names. Host memory: one source file at a time.
+    Raises `CheckpointError` for a source that is damaged or names anything else, `UsageError` for one of no known format.
+    """
+    found = open_foreign(source)
+    folder = folder_at(target)
+    begun = folder.begin()
+    try:
+        for i, read in enumerate(found.files):
+            parts = read()
+            if parts:
+                write(begun, file_name(i), layout(parts, i))
+        text = memoryview(dump(described(_form(found), begun)))
+        with begun.create(MANIFEST) as file:
+            file.write(text)
+        folder.commit(begun)
+    except BaseException:
+        begun.discard()
+        raise
+    return found
+
+
+def _form(found: Foreign) -> Manifest:
+    return Manifest(
+        checksum=kind_here(),
+        piece_bytes=PIECE_BYTES,
+        files={},
+        tensors={
+            name: Entry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
+            for name, (dtype, shape) in found.shapes.items()
+        },
+        aliases={},
+        optimizer=found.optimizer,
+        extra=found.extra,
+        saved_by={"torch": torch.__version__, "converted_from": found.kind, "num_ranks": len(found.files)},
+    )
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    kind: str = "hf",
+    *,
+    like: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Write the model of a checkpoint in another format; returns the files.
+
+    `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `dcp`, a folder of torch.distributed.checkpoint; `torch`,
+    one file of `torch.save`. `like`: a folder whose configuration and tokenizer are copied beside `hf` weights; without it
+    the configuration that `accordion train` kept in the checkpoint. `dtype`: of floating-point tensors, as saved if None.
+    Host memory: 4 GiB for `hf`, the model for the others. Every byte is checked. Raises `CheckpointError`, `UsageError`.
+    """
+    at = Path(target)
+    if kind not in FORMATS:
+        raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
+    if at.exists():
+        raise UsageError(f"{at} exists; pass another path or remove it.")
+    folder = checkpoint_at(source)
+    with closing(Files(folder, read_manifest(folder))) as files:
+        _check_model(files)
+        begun = at.with_name(f".{at.name}.tmp")
+        shutil.rmtree(begun, ignore_errors=True)
+        begun.mkdir(parents=True)
+        try:
+            made = {"hf": _to_hf, "dcp": _to_dcp, "torch": _to_torch}[kind](files, begun, dtype)
+            if kind == "hf":
+                made += _configuration(files, begun, like)
+            if kind == "torch":
+                (begun / made[0]).rename(at)
+                return [str(at)]
+            begun.rename(at)
+        finally:
+            shutil.rmtree(begun, ignore_errors=True)
+    return [str(at / name) for name in made]
+
+
+def _check_model(files: Files) -> None:
+    files.check_sizes()
+    names = [name for name in files.manifest.tensors if name.startswith("model/")]
+    entries = [(name, files.manifest.tensors[name]) for name in names]
+    faults = files.faults(Read(name, e, chunk, chunk.box, None) for name, e in entries for chunk in e.chunks)
+    if faults:
+        raise CheckpointError(f"{files.folder} is damaged: {'; '.join(faults)}.")
+
+
+def _model(files: Files, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors, one at a time."""
+    for name, entry in files.manifest.tensors.items():
+        if name.startswith("model/"):
+            tensor = whole(files, name)
+            cast = dtype is not None and DTYPES[entry.dtype].is_floating_point
+            yield name.removeprefix("model/"), tensor.to(dtype) if cast else tensor
+
+
+def _to_hf(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    shards: list[dict[str, Tensor]] = [{}]
+    made: list[list[str]] = []
+    total = held = 0
+
+    def flush() -> None:
+        nonlocal held
+        save_file(shards[0], folder / f"part-{len(made):05d}", metadata={"format": "pt"})
+        made.append(list(shards[0]))
+        shards[0], held = {}, 0
+
+    for name, tensor in _model(files, dtype):
+        num_bytes = tensor.numel() * tensor.element_size()
+        if shards[0] and held + num_bytes > SHARD_BYTES:
+            flush()
+        shards[0][name] = tensor
+        held, total = held + num_bytes, total + num_bytes
+    flush()
+    if len(made) == 1:
+        (folder / "part-00000").rename(folder / HF_SINGLE)
+        return [HF_SINGLE]
+    names = [f"model-{i + 1:05d}-of-{len(made):05d}.safetensors" for i in range(len(made))]
+    for i, name in enumerate(names):
+        (folder / f"part-{i:05d}").rename(folder / name)
+    where = {key: name for name, keys in zip(names, made, strict=True) for key in keys}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / HF_INDEX).write_text(json.dumps(index, indent=2))
+    return [*names, HF_INDEX]
+
+
+def _configuration(files: Files, folder: Path, like: str | os.PathLike[str] | None) -> list[str]:
+    """Put beside the weights what `from_pretrained` needs; nothing where nobody knows it."""
+    if like is not None:
+        if not (Path(like) / "config.json").is_file():
+            raise UsageError(f"like {str(like)!r} has no config.json; give a folder of transformers.")
+        found = {path for pattern in LIKE for path in Path(like).glob(pattern) if "safetensors" not in path.name}
+        return [Path(shutil.copy2(path, folder)).name for path in sorted(found)]
+    extra = files.manifest.extra
+    configuration = extra.get("model_config") if isinstance(extra, dict) else None
+    if not isinstance(configuration, dict):
+        return []
+    (folder / "config.json").write_text(json.dumps(configuration, indent=2))
+    return ["config.json"]
+
+
+def _to_torch(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    torch.save(_with_aliases(files, dtype), folder / "model.pt")
+    return ["model.pt"]
+
+
+def _to_dcp(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant
+        save({"model": _with_aliases(files, dtype)}, checkpoint_id=folder, no_dist=True)
+    return sorted(Local(folder).sizes())
+
+
+def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """A state dict: tied tensors are one tensor under each of their names."""
+    found = dict(_model(files, dtype))
+    aliases = files.manifest.aliases.items()
+    return found | {a.removeprefix("model/"): found[b.removeprefix("model/")] for a, b in aliases}

@@ -1,0 +1,60 @@
+"""Python values as JSON that turns back exactly, with the tensors among them put aside by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from accordion.errors import CheckpointError
+
+Json: TypeAlias = Any  # what `json` reads and writes
+
+
+def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None) -> Json:
+    """`value` as JSON that `decode` turns back exactly; tensors in it are put into `tensors`, named by their place.
+
+    Raises `CheckpointError` for other objects, and for a tensor where `tensors` is None.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, Tensor) and tensors is not None:
+        while where in tensors:  # a key may hold a slash
+            where += "'"
+        tensors[where] = value
+        return {"$tensor": where}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        pairs = [(key, encode(item, f"{where}/{key}", tensors)) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[encode(key, where), item] for key, item in pairs]}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
+    )
+
+
+def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of `encode`; `tensor` gives the tensor of a name."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    word, inner = next(iter(value.items()), ("", None))
+    if not word.startswith("$"):
+        return {key: decode(item, tensor) for key, item in value.items()}
+    meaning: dict[str, Callable[[Json], Any]] = {
+        "$float": float,
+        "$tensor": tensor,
+        "$tuple": lambda items: tuple(decode(item, tensor) for item in items),
+        "$dict": lambda pairs: {decode(key, tensor): decode(item, tensor) for key, item in pairs},
+    }
+    if word not in meaning:
+        raise CheckpointError(f"{word!r} is a word of a manifest that this version does not know.")
+    return meaning[word](inner)

@@ -1,0 +1,183 @@
+"""What is kept beside the tensors, saves in the background, loading in part, and how many checkpoints stay."""
+
+import copy
+import os
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accordion.checkpoint import RandomState, latest, load, prune, save
+from accordion.checkpoint import background as bg
+from accordion.errors import CheckpointError, UsageError
+
+
+def small(seed=0, width=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+
+
+def draw():
+    return random.random(), np.random.rand(), np.random.standard_normal(), torch.rand(()).item()
+
+
+def test_schedulers_scalers_and_random_states_go_on(tmp_path):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    np.random.standard_normal()  # one is left over in numpy's state
+    optimizer.step()
+    scheduler.step()
+    save(tmp_path / "c", model, optimizer, state={"scheduler": scheduler, "scaler": scaler, "random": RandomState()})
+    drawn = draw()
+    optimizer.step()
+    scheduler.step()
+    wanted = scheduler.state_dict()
+
+    other = torch.optim.SGD(model.parameters(), lr=9.0)
+    late = torch.optim.lr_scheduler.StepLR(other, 7, 0.1)
+    fresh = torch.amp.GradScaler("cpu")
+    state = {"scheduler": late, "scaler": fresh, "random": RandomState()}
+    load(tmp_path / "c", model, other, state=state)
+    assert draw() == drawn
+    assert fresh.get_scale() == 64.0
+    other.step()
+    late.step()
+    assert late.state_dict() == wanted
+    with pytest.raises(CheckpointError, match="no state for loader; it has scheduler, scaler, random"):
+        load(tmp_path / "c", model, state={"loader": scaler})
+    save(tmp_path / "d", model)
+    with pytest.raises(CheckpointError, match="saved without state"):
+        load(tmp_path / "d", model, state={"scaler": scaler})
+
+
+def test_another_ranks_random_state_is_not_taken():
+    state = RandomState().state_dict()
+    torch.rand(())
+    before = torch.get_rng_state()
+    RandomState().load_state_dict({**state, "rank": 1})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_does_not_fit_is_left_as_it_is_and_told(tmp_path):
+    model, other = small(1), small(2, width=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer, extra=7)
+    other.append(nn.Linear(2, 1))
+    mine = torch.optim.AdamW(other.parameters())
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"loaded in part: 2 missing .*2\.weight.* of another shape: model/0\.weight"):
+        assert load(tmp_path / "c", other, mine, strict=False) == 7
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name] if name == "1.bias" else before[name]), name
+    assert list(mine.state) == [other[1].bias]
+    assert torch.equal(mine.state[other[1].bias]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])
+    assert mine.param_groups[0]["lr"] == 0.5
+    same = small(3)
+    load(tmp_path / "c", same, strict=False)  # fits: not a word
+    assert torch.equal(same[0].weight, model[0].weight)
+
+
+class Gate:
+    """Holds `os.fsync` until it is opened, and may let it fail."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.failure, self._fsync = threading.Event(), None, os.fsync
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, handle):
+        assert self.open.wait(60)
+        if self.failure:
+            raise self.failure
+        self._fsync(handle)
+
+
+def test_a_step_does_not_wait_for_a_save_and_does_not_change_it(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    model, other = small(1), small(2)
+    wanted = copy.deepcopy(model.state_dict())
+    saving = save(tmp_path / "a", model, background=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not saving.is_done
+    assert latest(tmp_path) is None
+    gate.open.set()
+    later = save(tmp_path / "b", model, background=True)  # waits for the first
+    assert saving.is_done
+    load(tmp_path / "a", other)
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in other.state_dict().items())
+    later.wait()
+    load(tmp_path / "b", other)
+    assert not any(tensor.any() for tensor in other.state_dict().values())
+
+
+def test_a_failure_in_the_background_is_raised_behind_the_next_step(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    gate.failure = OSError(28, "No space left on device")
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    saving = save(tmp_path / "a", model, optimizer, background=True)
+    optimizer.step()  # it is not known yet
+    gate.open.set()
+    saving._thread.join()
+    before = model[0].weight.clone()
+    with pytest.raises(CheckpointError, match=r"in the background was not written: OSError: .* No space left"):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before - 1)  # the step is done
+    optimizer.step()  # and it is told once
+    saving = save(tmp_path / "a", model, optimizer, background=True)
+    saving._thread.join()
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path / "b", model)
+    gate.failure = None
+    save(tmp_path / "b", model)
+    assert os.listdir(tmp_path) == ["b"]
+
+
+def test_a_model_with_a_save_under_way_can_be_copied(tmp_path):
+    model = small()
+    save(tmp_path / "c", model, background=True)
+    copied, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied[0].weight, again[0].weight)
+    assert bg.saver_of(copied) is not bg.saver_of(model)
+    bg.saver_of(model).wait()
+
+
+def test_the_newest_good_ones_are_kept(tmp_path):
+    model = small()
+    for step in (1, 2, 3, 10):
+        save(tmp_path / f"step-{step}", model)
+    save(tmp_path / "best", model)
+    for name in ("step-11", "step-12"):  # torn ones do not count as kept, and are not touched
+        save(tmp_path / name, model)
+        os.truncate(tmp_path / name / "rank-00000.safetensors", 9)
+    assert prune(tmp_path, 3, dry=True) == [str(tmp_path / "best"), str(tmp_path / "step-1")]
+    save(tmp_path / "step-20", model, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["best", "step-10", "step-11", "step-12", "step-20"]
+    assert prune(tmp_path, 1) == [str(tmp_path / "best"), str(tmp_path / "step-10")]
+    assert latest(tmp_path) == str(tmp_path / "step-20")
+    for keep in (0, -1):
+        with pytest.raises(UsageError, match="takes 1 or more"):
+            prune(tmp_path, keep)
+
+
+def test_a_kill_while_an_older_one_is_replaced_loses_neither(tmp_path, monkeypatch):
+    model, other = small(1), small(2)
+    save(tmp_path / "last", model, extra="old")
+    (tmp_path / "last").rename(tmp_path / ".last.old")  # the first of two renames
+    assert latest(tmp_path) == str(tmp_path / ".last.old")
+    assert load(tmp_path / "last", other) == "old"
+    save(tmp_path / "last", model, extra="new")
+    assert load(tmp_path / "last", other) == "new"
+    assert os.listdir(tmp_path) == ["last"]
