@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from accordion.compat.fsdp1 import (
     BackwardPrefetch,
+    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
@@ -37,7 +38,7 @@ class Model(nn.Module):
         return self.head(x).float()
 
 
-def build(device="cpu"):
+def build(device="cpu", offload=None):
     torch.manual_seed(0)
     model = FSDP(
         Model().to(device),
@@ -45,6 +46,7 @@ def build(device="cpu"):
             transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer}
         ),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        cpu_offload=CPUOffload(offload_params=device != "cpu" if offload is None else offload),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         device_id=torch.device(device),
         sync_module_states=device != "cpu",

@@ -91,9 +91,7 @@ def shard(
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
-        if any(own.offloads for own in offloads):
-            shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
-            wiring = dataclasses.replace(wiring, home=on_every_rank(partial(Tiers, offloads, shapes, wiring), wiring))
+        wiring = with_tiers(wiring, offloads, planned)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
             engine.finite = Finite([wiring.shard.gather, wiring.replicate.gather], wiring.device)
@@ -280,11 +278,15 @@ def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
     return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
 
 
-def make_groups(
-    mine: list[tuple[Owned, Cut]], precision: Precision, wiring: Wiring, place: tuple[int, str]
-) -> list[Group]:
-    """The groups of one unit, with zeros for shards."""
-    return [Group(wiring, planned, place) for planned in plan_groups(mine, precision)]
+def with_tiers(wiring: Wiring, offloads: Sequence[Offload], planned: Sequence[Sequence[Planned]]) -> Wiring:
+    """The wiring whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
+
+    Allocates host memory. Raises `UsageError` on every rank where one has not enough.
+    """
+    if not any(own.offloads for own in offloads):
+        return wiring
+    shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
+    return dataclasses.replace(wiring, home=on_every_rank(partial(Tiers, offloads, shapes, wiring), wiring))
 
 
 def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Planned]:

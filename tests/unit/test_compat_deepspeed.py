@@ -14,7 +14,7 @@ from torch import nn
 from accordion import cli
 from accordion.compat.deepspeed import LossScaler, Schedule, read
 from accordion.compat.deepspeed.keys import KEYS, Use, render
-from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM
+from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, Offload
 from accordion.errors import AccordionError, UsageError
 from accordion.train import command
 from accordion.train.config import as_yaml, flat
@@ -93,7 +93,7 @@ def test_a_file_of_the_trainer_with_its_autos() -> None:
     assert settings.loss_scale is None
     assert settings.batch(8).train_batch == 64
     assert settings.mesh() is None
-    assert set(settings.shard) == {"strategy", "precision", "reduce_op"}
+    assert set(settings.shard) == {"strategy", "precision", "offload", "reduce_op"}
     assert settings.scheduler is not None
     assert settings.scheduler.lr(100 + 1, 0) == 0
     assert settings.scheduler.lr(11, 0) == 3e-4
@@ -363,15 +363,38 @@ def test_what_is_not_needed_is_accepted_and_told(name: str) -> None:
     assert [key for key in ignored if key == name or key.startswith(f"{name}.")]
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("what", ["offload_param", "offload_optimizer"])
-def test_offload_is_refused_with_its_reason(what: str, device: str) -> None:
-    content = {"zero_optimization": {"stage": 3, what: {"device": device, "pin_memory": True}}}
-    with pytest.raises(
-        UsageError, match=rf"{what}.device' \(\"{device}\"\) is not supported: there are no memory tiers"
-    ):
-        read(content)
-    assert read({"zero_optimization": {"stage": 3, what: {"device": "none"}}}).strategy is FULL_SHARD
+OFFLOADED = [
+    ({"stage": 3}, Offload()),
+    ({"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}, Offload()),
+    ({"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, Offload(optimizer="host")),
+    ({"stage": 2, "cpu_offload": True}, Offload(optimizer="host")),
+    (
+        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "buffer_count": 5}},
+        Offload(params="host", optimizer="host"),
+    ),
+    ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, Offload(params="host", optimizer="host")),
+]
+
+
+@pytest.mark.parametrize(("zero", "expected"), OFFLOADED)
+def test_offload_is_where_shards_rest(zero: dict[str, Any], expected: Offload) -> None:
+    assert read({"zero_optimization": zero}).offload == expected
+
+
+NOT_OFFLOADED = [
+    ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "no tier on disk yet; take 'cpu'"),
+    ({"stage": 3, "offload_param": {"device": "disk"}}, "'disk'; valid: none, cpu"),
+    ({"stage": 3, "offload_param": {"device": "cpu"}}, "without offload_optimizer"),
+    ({"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}, "in stage 2"),
+    ({"stage": 0, "cpu_offload": True}, "from stage 1 on"),
+    ({"stage": 3, "cpu_offload": 1}, "takes true or false"),
+]
+
+
+@pytest.mark.parametrize(("zero", "expected"), NOT_OFFLOADED)
+def test_what_cannot_be_offloaded_is_named(zero: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        read({"zero_optimization": zero})
 
 
 FILES = [("{", "is no JSON"), ("[]", "holds no keys"), ('{"fp16": {}, "fp16": {}}', "'fp16' twice")]

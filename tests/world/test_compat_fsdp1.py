@@ -147,6 +147,24 @@ def without_counters(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if name != "seen"}
 
 
+def offloaded(mesh: DeviceMesh) -> None:
+    """Shards rest on the host: not a bit differs. torch's own cannot without an accelerator."""
+    found = []
+    for offload in (False, True):
+        shared: dict[str, Any] = {"device_mesh": mesh, "cpu_offload": CPUOffload(offload_params=offload)}
+        model = FSDP(seeded(), auto_wrap_policy=POLICIES["module"], **shared)
+        losses = train(model, dist.get_rank(), clip=0.5)
+        homes = {type(g.home).__name__ for u in model.__dict__["_accordion"].engine.units for g in u.groups}
+        assert homes == {"HostHome" if offload else "Home"}
+        found.append((losses, model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1], 0.0)
+
+
+def test_offloading_changes_no_bit(world):
+    world.run(2, offloaded)
+
+
 UNITS = {"none": 1, "size": 3, "transformer": 3, "always": 12, "lambda": 3, "module": 3, "custom": 9}
 
 
@@ -704,7 +722,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: FSDP("net"),  # type: ignore[arg-type]
         lambda: FSDP(net.blocks),
         lambda: FSDP(net, sharding_strategy="FULL_SHARD"),  # type: ignore[arg-type]
-        lambda: FSDP(net, cpu_offload=CPUOffload(offload_params=True)),
+        lambda: FSDP(net, cpu_offload=True),  # type: ignore[arg-type]
         lambda: FSDP(net, mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
         lambda: FSDP(net, process_group=mesh.get_group(), device_mesh=mesh),
         lambda: FSDP(net, ignored_states=["first"]),  # type: ignore[list-item]
@@ -740,7 +758,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
 
 
 SAID = [
-    "not str", "nobody calls", "it takes ShardingStrategy", "no memory tiers", "keep_low_precision_grads", "pass one of them",
+    "not str", "nobody calls", "it takes ShardingStrategy", "it takes CPUOffload", "keep_low_precision_grads", "pass one of them",
     "has a str", "pass all in ignored_states", "auto_wrap_policy is 3", "has no parameters", "has 1 axes", "takes two",
     "give the policy, or wrap by hand", "used already", "give all the same",
     "LOCAL_STATE_DICT is not supported", "takes a FullStateDictConfig", "has none", "writeback=False", "no flat one",

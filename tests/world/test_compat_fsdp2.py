@@ -52,8 +52,8 @@ def describe(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh, local.shape, tensor.requires_grad
 
 
-def like_theirs(mesh, build: str) -> None:
-    reference, model = both(mesh, build)
+def like_theirs(mesh, build: str, **options: Any) -> None:
+    reference, model = both(mesh, build, **options)
     assert type(model).__name__ == type(reference).__name__ == "FSDPTiny"
     assert isinstance(model, ours.FSDPModule)
     assert isinstance(model, models.Tiny)
@@ -92,6 +92,32 @@ def test_training_is_that_of_fully_shard(world, build):
 
 def test_rows_that_ranks_do_not_divide_lie_as_with_fully_shard(world):
     world.run(4, like_theirs, "narrow")
+
+
+def offloaded(mesh) -> None:
+    like_theirs(mesh, "narrow", offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
+    found = []
+    for offload in (None, ours.CPUOffloadPolicy()):
+        model = sharded(ours, mesh, offload_policy=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            model.set_requires_gradient_sync(False)
+            one_loss(model, 10 + step).backward()
+            model.set_requires_gradient_sync(True)
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(params_of(model))
+    assert_close(found[1], found[0], 0.0)
+    homes = [type(g.home).__name__ for unit in model.__dict__["_accordion"].engine.units for g in unit.groups]
+    assert set(homes) == {"HostHome"}
+    model.load_state_dict(models.plain().state_dict())
+    model.to(torch.float64)
+    model(batch(model)[0]).sum().backward()
+
+
+def test_cpu_offload(world):
+    world.run(2, offloaded)
 
 
 def two_micros(mesh, how: str) -> None:

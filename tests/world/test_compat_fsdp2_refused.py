@@ -37,7 +37,6 @@ def refused(mesh) -> None:
     refuses("dp_mesh_dims is a object", model, dp_mesh_dims=object())
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
-    refuses("no memory tier", model, offload_policy=ours.CPUOffloadPolicy())
     refuses("no nn.Parameter", model, ignored_params={"head.weight"})
     refuses("divides the 4 ranks", model, reshard_after_forward=3)
     refuses("divides the 4 ranks", model, reshard_after_forward="yes")
@@ -56,6 +55,11 @@ def refused(mesh) -> None:
     subclass = models.plain()
     subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
     refuses("is a Quantised, a tensor subclass without", subclass)
+    Quantised.fsdp_pre_all_gather = lambda self, mesh: None  # type: ignore[attr-defined]
+    refuses("only one of fsdp_pre_all_gather and", subclass)
+    Quantised.fsdp_post_all_gather = Quantised.fsdp_pre_all_gather  # type: ignore[attr-defined]
+    refuses("such tensors are not offloaded", subclass, offload_policy=ours.CPUOffloadPolicy())
+    del Quantised.fsdp_pre_all_gather, Quantised.fsdp_post_all_gather  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="is no FSDPModule"):
         wrong.set_modules_to_forward_prefetch([models.plain()])
 

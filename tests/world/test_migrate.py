@@ -143,6 +143,7 @@ def runs_transformer(mesh: DeviceMesh, folder: str) -> None:
     losses = ours.train(model, optimizer, 10)
     assert losses == pytest.approx(expected, abs=0.03)
     assert losses[-1] < losses[0] - 0.5
+    assert ours.train(*ours.build(offload=True), 3) == losses[:3]  # torch's class offloads beside accelerators only
     ours.save_sharded(model, optimizer, folder)
     again, its_optimizer = ours.build()
     ours.train(again, its_optimizer, 1)

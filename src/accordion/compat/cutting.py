@@ -40,7 +40,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
             raise
         for o, layout in zip(owned, layouts, strict=True):
             given = local_part(o.original)
-            place = given.device if given.is_meta else device
+            place = given.device if given.is_meta else torch.device("cpu") if part.offload.offloads else device
             if is_extended(o.original):
                 own = extended_rows(given, layout.cut, layout.rank, place)
                 sharded = replace(
@@ -84,7 +84,7 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule, num_ranks: int) -> Layout:
     tensor, dim = local_part(o.original), cut_dim(o.original)
-    check_tensor(o.names[0], tensor)
+    check_tensor(o.names[0], tensor, offloads=part.offload.offloads)
     if part.spmd is not None and not part.spmd.shard:
         dim = None
     return layout_of(o.names[0], o.original, Cut(tuple(tensor.shape), dim, num_ranks), part.mesh, part.spmd)

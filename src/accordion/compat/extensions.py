@@ -33,10 +33,15 @@ def is_extended(param: Tensor) -> bool:
     return hasattr(tensor, PRE)
 
 
-def check_tensor(name: str, tensor: Tensor) -> None:
-    """Raise `UsageError` for a tensor subclass that does not say how it is gathered, or half of it."""
+def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
+    """Raise `UsageError` for a tensor subclass that does not say how it is gathered, or half of it, or cannot be offloaded."""
     kind = type(tensor.data)
     if hasattr(tensor, PRE) and hasattr(tensor, POST):
+        if offloads:
+            raise UsageError(
+                f"parameter {name!r} is a {kind.__name__}, which says itself how it is gathered; such tensors are not offloaded: "
+                "shard their modules without an offload policy."
+            )
         return
     if hasattr(tensor, PRE) or hasattr(tensor, POST):
         raise UsageError(f"parameter {name!r} is a {kind.__name__} that has only one of {PRE} and {POST}; define both.")

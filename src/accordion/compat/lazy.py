@@ -17,14 +17,14 @@ from accordion.agreement import same_structure
 from accordion.compat.extensions import extended_groups, is_extended
 from accordion.compat.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.lease import Lease, backward_ended
-from accordion.config import FULL_SHARD, HYBRID_SHARD, Precision, Prefetch, Strategy
+from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.engine.engine import Engine
-from accordion.engine.group import Wiring
+from accordion.engine.group import Group, Planned, Wiring
 from accordion.engine.hooks import Hooks
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Habits, Unit
 from accordion.errors import UsageError
-from accordion.shard import make_groups, wire
+from accordion.shard import plan_groups, wire, with_tiers
 from accordion.units import Owned, other_units_read, owned_parameters
 
 PART = "_accordion_part"  # where a module keeps its part
@@ -41,6 +41,7 @@ class Part:
         self.mesh, self.precision = mesh, precision
         self.spmd: Spmd | None = None  # a mesh of all axes, of which `mesh` are some
         self.strategy: Strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
+        self.offload = Offload()
         self.ignored: set[nn.Parameter] = set()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
         self.policy: Any = None  # the caller's own words on precision, for tensor subclasses
@@ -176,9 +177,15 @@ class Tree:
             chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
             wiring = top.wired()
             same_structure([o for o, _ in owned], chosen, top.strategy, wiring)
+            by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
+            planned = [
+                plan_groups([(o, layout.cut) for o, layout in mine if not is_extended(o.original)], part.precision)
+                for mine, part in zip(by_unit, parts, strict=True)
+            ]
+            wiring = with_tiers(wiring, [part.offload for part in parts], planned)
             self.engine = Engine(wiring, top.strategy, top.precision, Prefetch())
             for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True)):
-                self._make_unit(part, [(o, layout) for o, layout in owned if o.owner == i], (i, name))
+                self._make_unit(part, by_unit[i], planned[i], (i, name))
             read = other_units_read([part.alive() for part in parts], [o for o, _ in owned])
             for unit, reads in zip(self.engine.units, read, strict=True):
                 unit.reads = reads
@@ -189,13 +196,13 @@ class Tree:
         _torch.answer_anomaly_checks()
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
-    def _make_unit(self, part: Part, mine: list[tuple[Owned, Layout]], place: tuple[int, str]) -> None:
+    def _make_unit(
+        self, part: Part, mine: list[tuple[Owned, Layout]], planned: list[Planned], place: tuple[int, str]
+    ) -> None:
         precision, wiring = part.precision, self.engine.wiring
         by_name = {o.names[0]: (o, layout) for o, layout in mine}
         extended = [(o, layout.cut) for o, layout in mine if is_extended(o.original)]
-        groups = make_groups(
-            [(o, layout.cut) for o, layout in mine if not is_extended(o.original)], precision, wiring, place
-        )
+        groups = [Group(wiring, group, place) for group in planned]
         for group in groups:
             for param, local in zip(group.params, group.home.locals, strict=True):
                 param.sharded = by_name[param.name][0].original

@@ -64,12 +64,8 @@ def initialize(
     groups = list(model_parameters) if model_parameters is not None else None
     shard(model, settings.mesh(device_type), sync=True, **settings.shard)
     made = _optimizer(model, optimizer, groups, settings)
-    scheduler = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else None
-    make = lr_scheduler if scheduler is None else None
-    if make is None and scheduler is None:
-        make = settings.scheduler
-    if make is not None:
-        scheduler = make(made)
+    make: Any = settings.scheduler if lr_scheduler is None else lr_scheduler
+    scheduler = make if make is None or isinstance(make, LRScheduler) else make(made)
     engine = DeepSpeedEngine(model, made, scheduler, settings, device_type)
     loader = None
     if training_data is not None:
@@ -131,7 +127,7 @@ class DeepSpeedEngine(nn.Module):
 
     def backward(self, loss: Tensor) -> Tensor:
         """The backward of one micro-batch, its loss divided by their number; returns the loss as it was."""
-        self.scaler.scale(loss / self.sizes.accumulation).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss / self.sizes.accumulation).backward()
         return loss
 
     def step(self) -> None:

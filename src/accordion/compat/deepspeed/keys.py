@@ -42,9 +42,9 @@ def refused(why: str, *off: Any, section: bool = False) -> Key:
     return Key(Use.REFUSED, why, off, section)
 
 
-NO_TIERS = "there are no memory tiers yet: shards rest on the device that computes"
+NO_TIERS = "changes which gradients a step sees"
 NO_QUANTIZED = "messages are not quantized; gradients travel in the dtype of the computation and are added in float32"
-WITH_OFFLOAD = "says how to offload, and nothing is offloaded"
+WITH_OFFLOAD = "host memory is sized from the model, pinned, and copied to and from between events"
 BUCKETS = "a unit is what is gathered and reduced together; there are no buckets"
 OWN_LOG = "`accordion train` writes metrics.jsonl and TensorBoard; a loop of your own logs as it likes"
 ONE_CYCLE = "of OneCycle, which changes `betas` at each step too; take torch.optim.lr_scheduler.OneCycleLR"
@@ -155,16 +155,15 @@ ZERO: dict[str, Key] = {
     ),
     _Z + "mics_shard_size": used("stage 3: HYBRID_SHARD on a mesh whose inner axis has so many ranks"),
     _Z + "mics_hierarchical_params_gather": not_needed("parameters are gathered inside the inner axis only"),
-    **{
-        _Z + name: refused(NO_TIERS, "none")
-        for name in (
-            "offload_param.device",
-            "offload_optimizer.device",
-            "cpu_offload",
-            "cpu_offload_params",
-            "cpu_offload_param",
-        )
-    },
+    _Z + "offload_param.device": used(
+        'stage 3: "cpu" is `Offload(params="host")`, rows are brought at each gather; "nvme" is refused'
+    ),
+    _Z + "offload_optimizer.device": used(
+        'from stage 1 on: "cpu" is `Offload(optimizer="host")`, states, masters and gradients; "nvme" is refused'
+    ),
+    _Z + "cpu_offload": used("an older name of offload_optimizer to cpu"),
+    _Z + "cpu_offload_params": used("an older name of offload_param to cpu"),
+    _Z + "cpu_offload_param": used("an older name of offload_param to cpu"),
     **{
         _Z + f"offload_param.{name}": not_needed(WITH_OFFLOAD)
         for name in ("nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
@@ -223,7 +222,7 @@ ZERO: dict[str, Key] = {
     _Z + "override_module_apply": not_needed("no method of torch's classes is replaced"),
     _Z + "log_trace_cache_warnings": not_needed("there is no trace to invalidate: each unit predicts its successor"),
     _Z + "enable_sanity_checks": not_needed("ranks always agree before anything new"),
-    _Z + "save_muon_momentum_buffer_in_memory": not_needed(WITH_OFFLOAD),
+    _Z + "save_muon_momentum_buffer_in_memory": not_needed("of Muon, which is not there"),
     "allgather_size": not_needed(BUCKETS),
     "disable_allgather": not_needed("old; has no effect in DeepSpeed either"),
 }
@@ -237,7 +236,7 @@ OTHERS: dict[str, Key] = {
         f"activation_checkpointing.{name}": not_needed("says how, and not that, activations are recomputed")
         for name in ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile")
     },
-    "aio": not_needed(WITH_OFFLOAD, section=True),
+    "aio": not_needed("of the tier on disk, which is not there yet", section=True),
     "checkpoint.tag_validation": not_needed("the manifest of a checkpoint is written last, by one rank"),
     "checkpoint.load_universal": not_needed("every checkpoint loads on any number of ranks"),
     "checkpoint.parallel_write": not_needed("every rank writes its own rows", section=True),

@@ -17,12 +17,15 @@ from accordion.compat.deepspeed.scaling import LossScale
 from accordion.compat.deepspeed.schedules import Schedule
 from accordion.compat.deepspeed.settings import Settings
 from accordion.config import (
+    DEVICE,
     FULL_SHARD,
+    HOST,
     HYBRID_SHARD,
     HYBRID_SHARD_OPTIM,
     NO_SHARD,
     SHARD_GRAD_OP,
     SHARD_OPTIM,
+    Offload,
     Precision,
     Strategy,
     nearest,
@@ -31,6 +34,7 @@ from accordion.errors import UsageError
 
 log = logging.getLogger("accordion")
 STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
+PLACES = {"none": DEVICE, "cpu": HOST}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INTEGERS = {  # key -> the least it may be
     "train_batch_size": 1,
@@ -45,6 +49,7 @@ INTEGERS = {  # key -> the least it may be
 }
 SWITCHES = (
     *("bf16.enabled", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    *(f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_params", "cpu_offload_param")),
     *("fp16.enabled", "fp16.consecutive_hysteresis", "optimizer.params.adam_w_mode", "optimizer.params.torch_adam"),
 )
 NUMBERS = ("gradient_clipping", "fp16.loss_scale", "fp16.min_loss_scale", "optimizer.params.lr")
@@ -78,6 +83,7 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     return Settings(
         strategy=strategy,
         precision=_precision(said),
+        offload=_offload(said),
         reduce_op=said.get("gradient_allreduce_op", "mean"),
         clip=float(said.get("gradient_clipping", 0.0)),
         optimizer=optimizer,
@@ -197,6 +203,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "communication_data_type": tuple(DTYPES),
     "data_types.buffer_dtype": tuple(DTYPES),
     "gradient_allreduce_op": ("mean", "sum"),
+    "zero_optimization.offload_param.device": ("none", "cpu"),
+    "zero_optimization.offload_optimizer.device": ("none", "cpu"),
 }
 
 
@@ -211,6 +219,8 @@ def _checked(name: str, value: Any) -> Any:
         raise UsageError(f"{name} is {value!r}; it takes a number of at least 0.")
     if name in SWITCHES and not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it takes true or false.")
+    if name.endswith(".device") and value == "nvme":
+        raise UsageError(f"{name} is 'nvme', which is not supported: there is no tier on disk yet; take 'cpu'.")
     if name in CHOICES and value not in CHOICES[name]:
         raise UsageError(f"{name} is {value!r}; valid: {', '.join(CHOICES[name])}.")
     return value
@@ -242,6 +252,29 @@ def _strategy(said: Mapping[str, Any]) -> tuple[Strategy, int | None]:
                 raise UsageError(f"zero_optimization.{name} is {size}, which is of stage 3, and the stage is {stage}.")
             return strategy, size
     return STAGES[stage], None
+
+
+def _offload(said: Mapping[str, Any]) -> Offload:
+    """Where shards rest. DeepSpeed's older switches are those of the devices."""
+    z = "zero_optimization."
+    params = said.get(f"{z}offload_param.device", "none")
+    optimizer = said.get(f"{z}offload_optimizer.device", "none")
+    if said.get(f"{z}cpu_offload_params") or said.get(f"{z}cpu_offload_param"):
+        params = "cpu"
+    if said.get(f"{z}cpu_offload"):
+        optimizer = "cpu"
+    stage = said.get(f"{z}stage", 0)
+    if (params != "none" and stage != 3) or (optimizer != "none" and stage == 0):
+        raise UsageError(
+            f"zero_optimization offloads parameters to {params!r} and the optimizer to {optimizer!r} in stage {stage}; "
+            "parameters are offloaded in stage 3, the optimizer from stage 1 on."
+        )
+    if params != "none" and optimizer == "none":
+        raise UsageError(
+            "zero_optimization.offload_param is given without offload_optimizer: parameters rest where they are stepped; offload "
+            "the optimizer too."
+        )
+    return Offload(params=PLACES[params], optimizer=PLACES[optimizer])
 
 
 def _precision(said: Mapping[str, Any]) -> Precision:

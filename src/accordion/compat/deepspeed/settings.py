@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accordion.compat.deepspeed.optimizers import OptimizerChoice
 from accordion.compat.deepspeed.scaling import LossScale, LossScaler
 from accordion.compat.deepspeed.schedules import Schedule
-from accordion.config import Precision, Strategy
+from accordion.config import Offload, Precision, Strategy
 from accordion.errors import UsageError
 
 
@@ -35,6 +35,7 @@ class Settings:
 
     strategy: Strategy
     precision: Precision
+    offload: Offload
     reduce_op: Literal["mean", "sum"]
     clip: float
     optimizer: OptimizerChoice | None
@@ -48,7 +49,8 @@ class Settings:
     @property
     def shard(self) -> dict[str, Any]:
         """Keyword arguments of `shard`, without the mesh: `acc.shard(model, settings.mesh(), **settings.shard)`."""
-        return {"strategy": self.strategy, "precision": self.precision, "reduce_op": self.reduce_op}
+        keys = ("strategy", "precision", "offload", "reduce_op")
+        return {key: getattr(self, key) for key in keys}
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
         """The mesh that `shard` needs, over all ranks; None where its own default will do. Call it on every rank."""

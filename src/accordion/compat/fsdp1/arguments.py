@@ -12,7 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from accordion.config import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD, SHARD_GRAD_OP, Precision, Strategy
+from accordion.config import (
+    FULL_SHARD,
+    HOST,
+    HYBRID_SHARD,
+    NO_SHARD,
+    SHARD,
+    SHARD_GRAD_OP,
+    Offload,
+    Precision,
+    Strategy,
+)
 from accordion.errors import UsageError
 
 HYBRID_SHARD_GRAD_OP = Strategy(
@@ -68,11 +78,6 @@ class Arguments:
                 raise UsageError(f"{name} is {given!r}, a {type(given).__name__}; it takes {wanted} or None.")
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise UsageError(f"param_init_fn is {self.param_init_fn!r}; it takes a function of a module.")
-        if self.cpu_offload is not None and self.cpu_offload.offload_params:
-            raise UsageError(
-                "CPUOffload(offload_params=True) is not supported: there are no memory tiers yet, shards rest on the device that "
-                "computes; leave cpu_offload out."
-            )
         if self.mixed_precision is not None and self.mixed_precision.keep_low_precision_grads:
             raise UsageError(
                 "MixedPrecision(keep_low_precision_grads=True) is not supported: gradients have the dtype of the parameters that "
@@ -140,6 +145,13 @@ class Arguments:
             buffers=mixed.buffer_dtype,
             cast_inputs=casts,
         )
+
+    @property
+    def offload(self) -> Offload:
+        """Where the unit's shards rest."""
+        if self.cpu_offload is None or not self.cpu_offload.offload_params:
+            return Offload()
+        return Offload(params=HOST, optimizer=HOST)
 
     def without_meaning(self) -> list[str]:
         """What was given and changes nothing, as sentences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from accordion.compat.fsdp1.arguments import Arguments
-from accordion.config import Precision
+from accordion.config import Offload, Precision
 from accordion.errors import DivergenceError, UsageError
 from accordion.initialise import initialise
 from accordion.shard import shard
@@ -34,11 +35,11 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     with _hidden(root, ignored):
         master = _master(root)
         precision = arguments.precision(master, root=True)
+        held = [(name, given) for name, wrapper, given in inner if any(True for _ in wrapper.parameters())]
         overrides: dict[type[nn.Module] | str, Precision] = {
-            name: theirs.precision(master, root=False)
-            for name, wrapper, theirs in inner
-            if any(True for _ in wrapper.parameters())
+            n: given.precision(master, root=False) for n, given in held
         }
+        places: dict[type[nn.Module] | str, Offload] = {n: given.offload for n, given in held}
         made = _meta_modules(root)
         make = partial(
             shard,
@@ -46,7 +47,8 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
             arguments.mesh(),
             units=lambda name, module: id(module) in units,
             strategy=arguments.strategy,
-            precision=_with(precision, overrides),
+            precision=dataclasses.replace(precision, overrides=overrides),
+            offload=dataclasses.replace(arguments.offload, overrides=places),
         )
         asked = any(given.sync_module_states for _, _, given in wrappers)
         try:
@@ -73,17 +75,6 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
                 f"wrapper {name!r} has {what} {getattr(other, 'name', other)} and the outermost {getattr(mine, 'name', mine)}; "
                 "give all the same."
             )
-
-
-def _with(precision: Precision, overrides: dict[type[nn.Module] | str, Precision]) -> Precision:
-    return Precision(
-        params=precision.params,
-        reduce=precision.reduce,
-        master=precision.master,
-        buffers=precision.buffers,
-        cast_inputs=precision.cast_inputs,
-        overrides=overrides,
-    )
 
 
 def _master(root: nn.Module) -> torch.dtype:

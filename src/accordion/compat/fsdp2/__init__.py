@@ -15,7 +15,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from accordion import _torch
 from accordion.compat.cutting import cut_parameters
-from accordion.compat.fsdp2.asked import PlacementRule, check_policies, dim_of, keep_of, mesh_of, modules_of, spmd_of
+from accordion.compat.fsdp2.asked import (
+    PlacementRule,
+    check_policies,
+    dim_of,
+    keep_of,
+    mesh_of,
+    modules_of,
+    offload_of,
+    spmd_of,
+)
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
 from accordion.compat.fsdp2.module import FSDPModule, UnshardHandle, fsdp_part, sharded_class
 from accordion.compat.lazy import Part
@@ -56,7 +65,8 @@ def fully_shard(
     `reshard_after_forward`: True lets full parameters go after the forward, False keeps them for the backward, None leaves it
     to the engine; an int must divide the ranks, and means True. `shard_placement_fn`: parameter -> Shard(dim) to cut another
     dim, evenly or not. `mp_policy`: dtypes to compute, reduce and output in; the optimizer's parameters keep their own.
-    `ignored_params`: left as they are.
+    `offload_policy`: `CPUOffloadPolicy` lets parameters, gradients and the optimizer rest on the host. `ignored_params`: left
+    as they are.
 
     `dp_mesh_dims`: the axes of `mesh` that are data-parallel, where parameters are DTensors on all of them already.
 
@@ -76,7 +86,7 @@ def fully_shard(
     )
     keep = keep_of(reshard_after_forward, mesh)
     part = Part(modules, mesh, precision)
-    part.spmd, part.policy = spmd, policy
+    part.spmd, part.policy, part.offload = spmd, policy, offload_of(offload_policy)
     part.ignored = set(ignored_params or ())
     part.habits.keep = keep
     cut_parameters(part, partial(dim_of, shard_placement_fn))

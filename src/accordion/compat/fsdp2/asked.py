@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from accordion import _torch
 from accordion.compat.layouts import Spmd
 from accordion.compat.lazy import part_of
+from accordion.config import HOST, Offload
 from accordion.errors import UsageError
 from accordion.shard import default_mesh
 
@@ -94,12 +95,17 @@ def check_policies(mp_policy: Any, offload: Any, ignored: Any) -> None:
         raise UsageError(f"mp_policy is a {type(mp_policy).__name__}; pass a MixedPrecisionPolicy.")
     if offload is not None and not isinstance(offload, OffloadPolicy):
         raise UsageError(f"offload_policy is a {type(offload).__name__}; pass an OffloadPolicy.")
-    if isinstance(offload, CPUOffloadPolicy):
-        raise UsageError(
-            "CPUOffloadPolicy: shards live on the device that computes; there is no memory tier in the engine yet."
-        )
     if ignored is not None and not all(isinstance(p, nn.Parameter) for p in ignored):
         raise UsageError("ignored_params holds what is no nn.Parameter; pass a set of parameters, not of names.")
+
+
+def offload_of(policy: OffloadPolicy | None) -> Offload:
+    """Where shards rest: `CPUOffloadPolicy` takes parameters, gradients and the optimizer's states to the host."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return Offload()
+    if not policy.pin_memory:
+        say_once("CPUOffloadPolicy(pin_memory=False): host memory is pinned beside an accelerator all the same.")
+    return Offload(params=HOST, optimizer=HOST)
 
 
 def keep_of(reshard: Any, mesh: DeviceMesh) -> bool | None:
