@@ -24,6 +24,7 @@ from accordion.engine.hooks import Hooks
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Habits, Unit
 from accordion.errors import UsageError
+from accordion.memory.step import own_parameters
 from accordion.shard import plan_groups, wire, with_tiers
 from accordion.units import Owned, other_units_read, owned_parameters
 
@@ -216,6 +217,7 @@ class Tree:
             self.engine, place[1], modules[0], groups, inputs=inputs, outputs=precision.output, habits=part.habits
         )
         hooks = Hooks(unit)
+        own_parameters(unit)
         for module in modules:
             hooks.attach(module)
         part.attach(self, unit)
@@ -233,6 +235,7 @@ class Tree:
                 "zero_grad(), before the parameters change their dtype, device or memory."
             )
         parts = [part for part in (ref() for ref in self._parts) if part is not None]
+        engine.synchronize()
         for part in parts:
             part.lease.end()
         engine.reset()

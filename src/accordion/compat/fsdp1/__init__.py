@@ -5,45 +5,13 @@ Submodules have torch's names too: `accordion.compat.fsdp1.wrap`, `.sharded_grad
 
 from typing import Any
 
-from accordion.compat.fsdp1.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from accordion.compat.fsdp1 import api
+from accordion.compat.fsdp1.api import *  # noqa: F403
 from accordion.compat.fsdp1.fully_sharded_data_parallel import FullyShardedDataParallel
 from accordion.compat.fsdp1.sharded_grad_scaler import ShardedGradScaler
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["FullyShardedDataParallel", "ShardedGradScaler"]
+__all__ += api.__all__
 
 
 def __getattr__(name: str) -> Any:

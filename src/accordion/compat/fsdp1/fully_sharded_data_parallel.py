@@ -12,24 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch, optim, state
-from accordion.compat.fsdp1 import states
-from accordion.compat.fsdp1.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from accordion.compat.fsdp1 import api, states
+from accordion.compat.fsdp1.api import *  # noqa: F403
+from accordion.compat.fsdp1.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters, of_children
 from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
@@ -38,24 +23,8 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import own_rows
 from accordion.errors import UsageError
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["FullyShardedDataParallel"]
+__all__ += api.__all__
 
 
 class FullyShardedDataParallel(StateDicts):

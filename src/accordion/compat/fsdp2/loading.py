@@ -13,6 +13,7 @@ from accordion.compat.cutting import rows_of
 from accordion.compat.extensions import is_extended
 from accordion.compat.fsdp2.module import fsdp_part
 from accordion.compat.layouts import Layout
+from accordion.compat.lazy import Part
 from accordion.engine.tree import map_tensors
 from accordion.shard import device_of
 
@@ -29,13 +30,20 @@ def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    fsdp_part(module).lease.end()
+    _settle(fsdp_part(module))
+
+
+def _settle(part: Part) -> None:
+    """Show shards, as the last optimizer step has left them: with offload it may be under way."""
+    part.lease.end()
+    if part.unit is not None:
+        part.unit.engine.synchronize()
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
     """Take plain full tensors too, of which each rank keeps its rows; what is assigned becomes the shard itself."""
     part = fsdp_part(module)
-    part.lease.end()
+    _settle(part)
     if metadata.get("assign_to_params_buffers") and part.tree is not None:
         part.tree.dissolve()
     for name, param, layout in _own_parameters(module, prefix):
