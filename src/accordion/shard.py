@@ -206,9 +206,16 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of a mesh."""
+    """This rank's device of a mesh. Raises `UsageError` where the machine has none of that kind."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != mesh.device_type:
+        here = "no accelerator" if accelerator is None else f"accelerators of type {accelerator.type!r}"
+        raise UsageError(
+            f"the mesh is one of {mesh.device_type!r} devices, and this machine has {here}; make it with "
+            f"init_device_mesh({(accelerator or torch.device('cpu')).type!r}, ...)."
+        )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 

@@ -35,11 +35,12 @@ from accordion.compat.fsdp1 import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    meeting,
 )
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
 from accordion.compat.fsdp1 import wrap as wrapping
 from accordion.errors import UsageError
-from tests.world.checks import assert_at_rest, assert_close
+from tests.world.checks import assert_at_rest, assert_close, logged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -516,6 +517,26 @@ def test_wrappers_in_wrappers(world):
     assert not isinstance(Annotated().first, FSDP)
 
 
+def first_used(mesh: DeviceMesh) -> None:
+    """One rank asks a hand-wrapped model for its parameters while the others do something else."""
+    model, rank = FSDP(seeded(), device_mesh=mesh), dist.get_rank()
+    meeting.PATIENCE_S, meeting.LIMIT_S, before = 0.05, 0.3, (meeting.PATIENCE_S, meeting.LIMIT_S)
+    try:
+        if rank == 0:
+            with logged() as said, pytest.raises(UsageError, match="waited 0 s for rank 1: the first use of a model"):
+                list(model.parameters())
+            assert said[0].startswith("waiting for rank 1: the first use")
+    finally:
+        meeting.PATIENCE_S, meeting.LIMIT_S = before
+    dist.barrier(mesh.get_group())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in FSDP(seeded(), device_mesh=mesh).parameters())
+
+
+def test_the_first_use_is_on_all_ranks_or_says_so(world):
+    world.run(2, first_used)
+
+
 def summons(mesh: DeviceMesh) -> None:
     rank, reference = dist.get_rank(), seeded()
     model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
@@ -728,7 +749,8 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: FSDP(net, ignored_states=["first"]),  # type: ignore[list-item]
         lambda: FSDP(net, ignored_states=[net.first], ignored_modules=[net.first]),
         lambda: FSDP(net, auto_wrap_policy=3),
-        lambda: FSDP(nn.ReLU()).state_dict(),
+        lambda: FSDP(nn.ReLU(), device_mesh=mesh).state_dict(),
+        lambda: FSDP(seeded(), device_mesh=DeviceMesh("cuda", [0, 1], _init_backend=False), auto_wrap_policy=SIZE),
         lambda: FSDP(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh).state_dict(),
         lambda: FSDP(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=mesh.get_group()).state_dict(),
         lambda: FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=SIZE),
@@ -759,7 +781,8 @@ def refused(mesh: DeviceMesh) -> list[str]:
 
 SAID = [
     "not str", "nobody calls", "it takes ShardingStrategy", "it takes CPUOffload", "keep_low_precision_grads", "pass one of them",
-    "has a str", "pass all in ignored_states", "auto_wrap_policy is 3", "has no parameters", "has 1 axes", "takes two",
+    "has a str", "pass all in ignored_states", "auto_wrap_policy is 3", "has no parameters",
+    "one of 'cuda' devices", "has 1 axes", "takes two",
     "give the policy, or wrap by hand", "used already", "give all the same",
     "LOCAL_STATE_DICT is not supported", "takes a FullStateDictConfig", "has none", "writeback=False", "no flat one",
     "by qualified name", "empty on this rank", "that the model has not",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accordion as acc
@@ -34,6 +34,8 @@ def refused(mesh) -> None:
     refuses("ModuleList, which nobody calls", model.blocks)
     refuses("mesh is a str", model, mesh="cpu")
     refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (4, 1, 1)))
+    cuda = DeviceMesh("cuda", [0, 1, 2, 3], _init_backend=False)
+    refuses("one of 'cuda' devices, and this machine has no accelerator", model, mesh=cuda)
     refuses("dp_mesh_dims is a object", model, dp_mesh_dims=object())
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
@@ -62,6 +64,19 @@ def refused(mesh) -> None:
     del Quantised.fsdp_pre_all_gather, Quantised.fsdp_post_all_gather  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="is no FSDPModule"):
         wrong.set_modules_to_forward_prefetch([models.plain()])
+
+
+def empty(mesh) -> None:
+    """Modules without parameters are sharded as torch does it: nothing lies in them, and they run."""
+    model = nn.Sequential(ours.fully_shard(nn.ReLU(), mesh=mesh), nn.Linear(4, 4))
+    ours.fully_shard(model, mesh=mesh)
+    alone = ours.fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(alone(torch.ones(2, 4)), torch.ones(2, 4))
+    alone.unshard()
+    alone.reshard()
+    assert model[1].weight.grad is not None
 
 
 def misused(mesh) -> None:
@@ -94,3 +109,4 @@ def misused(mesh) -> None:
 def test_what_is_refused_says_why(world):
     world.run(4, refused)  # all ranks of the job: meshes are made in it
     world.run(4, misused)
+    world.run(4, empty)

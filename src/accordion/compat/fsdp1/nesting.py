@@ -13,6 +13,7 @@ from torch.distributed.fsdp import StateDictSettings
 from accordion import state
 from accordion.compat.fsdp1.arguments import Arguments
 from accordion.compat.fsdp1.building import build
+from accordion.compat.fsdp1.meeting import meet, ranks_of
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 
@@ -53,6 +54,7 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             wrapper._built = True  # asking for modules, as the engine does, must not begin again
         try:
+            meet(ranks_of(top._arguments))
             top._own_dtypes = {n: b.dtype for n, b in top.named_buffers()}
             build(
                 [

@@ -18,7 +18,7 @@ from accordion.compat.layouts import Spmd
 from accordion.compat.lazy import part_of
 from accordion.config import HOST, Offload
 from accordion.errors import UsageError
-from accordion.shard import default_mesh
+from accordion.shard import default_mesh, device_of
 
 log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Shard | None]
@@ -87,6 +87,7 @@ def mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
         )
     if mesh.get_coordinate() is None:
         raise UsageError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call fully_shard on its ranks only.")
+    device_of(mesh)
     return mesh
 
 
