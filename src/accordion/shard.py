@@ -200,7 +200,7 @@ def default_mesh() -> DeviceMesh:
     """One axis over all ranks, of accelerators where the job has them."""
     if not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
 
@@ -209,7 +209,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device of a mesh. Raises `UsageError` where the machine has none of that kind."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != mesh.device_type:
         here = "no accelerator" if accelerator is None else f"accelerators of type {accelerator.type!r}"
         raise UsageError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -252,6 +253,48 @@ def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
     world.run(2, with_accordion, str(tmp_path))
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    kind: str
+
+
+@dataclasses.dataclass
+class Named:
+    pair: Pair
+    more: list[Tensor]
+
+
+class Renaming(nn.Module):
+    """A dataclass with a named tuple in it, both ways; beside it what needs no gradient, from a module that has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, given: Named, *, scale: Tensor) -> Named:
+        y = self.first(given.pair.x) * scale + given.more[0]
+        return Named(given.pair._replace(x=y), [self.second(y).detach(), y])
+
+
+def renamed(mesh) -> None:
+    found = []
+    for api in SIDES:
+        torch.manual_seed(0)
+        model = nn.Sequential(Renaming())
+        for module in (model[0].first, model[0].second, model[0]):
+            api.fully_shard(module, mesh=mesh)
+        inputs = [torch.full((2, 4), float(i), requires_grad=True) for i in range(1, 4)]
+        for _ in range(2):
+            out = model[0](Named(Pair(inputs[0], "text"), [inputs[1]]), scale=inputs[2])
+            assert (type(out), type(out.pair), out.pair.kind) == (Named, Pair, "text")
+            assert not out.more[0].requires_grad
+            (out.pair.x.square().sum() + out.more[1].sum()).backward()
+        assert model[0].second.weight.grad is None
+        found.append([*(t.grad for t in inputs), *(p.grad.to_local() for p in model[0].first.parameters())])
+    for wanted, got in zip(*found, strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-6)
+
+
 class Doubling(nn.Module):
     """Tuples, dicts and an output that needs no gradient."""
 
@@ -281,6 +324,7 @@ def shaped(mesh) -> None:
 
 def test_containers_in_arguments_and_results(world):
     world.run(2, shaped)
+    world.run(2, renamed)
 
 
 def compiled(mesh, first: bool) -> None:

@@ -59,7 +59,7 @@ def initialize(
     settings = read(source)
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
     groups = list(model_parameters) if model_parameters is not None else None
     shard(model, settings.mesh(device_type), sync=True, **settings.shard)

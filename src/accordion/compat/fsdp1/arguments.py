@@ -121,7 +121,7 @@ class Arguments:
     def device_type(self) -> str:
         if isinstance(self.device_id, torch.device):
             return self.device_id.type
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None or (self.device_id is None and dist.get_backend() == "gloo"):
             return "cpu"
         return accelerator.type
