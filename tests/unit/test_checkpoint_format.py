@@ -212,6 +212,7 @@ def test_files_outside_of_the_folder_are_refused(file):
         (CHUNK + "offset", [2, 0], "leaves its shape"),
         (CHUNK + "offset", [0], "damaged"),
         ("aliases", {"model/b": "model/c"}, "does not list: model/b"),
+        ("aliases", {"model/a": "model/a"}, "have data too: model/a"),
     ],
 )
 def test_damaged_manifest_is_named(path, value, message):

@@ -134,22 +134,22 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert lr_at(5, TrainConfig(steps=5, warmup=50, lr=1.0)) == pytest.approx(0.1)
 
 
-def saved(folder: Path, *steps: int) -> None:
+def saved(folder: Path, *steps: int, keep: int = 0) -> None:
     for step in steps:
-        save(checkpoints.path_of(folder, step), torch.nn.Linear(1, 1), extra=None)
+        save(checkpoints.path_of(folder, step), torch.nn.Linear(1, 1), keep=keep)
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 30]), (1, [30]), (2, [2, 30]), (5, [1, 2, 30])])
 def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    saved(tmp_path, 1, 2, 30)
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-000003").mkdir()  # no checkpoint: not ours to remove
-    checkpoints.prune(tmp_path, keep, checkpoints.path_of(tmp_path, 30))
+    saved(tmp_path, 1, 2)
+    saved(tmp_path, 30, keep=keep)
     names = {f"step-{step:06d}" for step in left} | {"step-notes", "step-000003"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
-    saved(tmp_path, 5, 7, 9)
-    checkpoints.prune(tmp_path, 1, checkpoints.path_of(tmp_path, 5))
+    saved(tmp_path, 7, 9)
+    saved(tmp_path, 5, keep=1)
     assert checkpoints.path_of(tmp_path, 5).is_dir()

@@ -168,9 +168,10 @@ class Local:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        doomed = self.path.with_name(f".{self.path.name.strip('.')}.gone")
-        shutil.rmtree(doomed, ignore_errors=True)
-        with suppress(FileNotFoundError):
+        doomed = self.path
+        if doomed.name[0] != ".":
+            doomed = doomed.with_name(f".{doomed.name}.gone")
+            shutil.rmtree(doomed, ignore_errors=True)
             self.path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

@@ -203,6 +203,9 @@ def _manifest(words: Json) -> Manifest:
     lost = [name for name, target in aliases.items() if target not in tensors]
     if lost:
         raise CheckpointError(f"these names stand for tensors that it does not list: {', '.join(lost)}.")
+    twice = [name for name in aliases if name in tensors]
+    if twice:
+        raise CheckpointError(f"these names stand for other tensors and have data too: {', '.join(twice)}.")
     rest = {key: words[key] for key in ("optimizer", "extra", "saved_by")}
     found = Manifest(checksum=kind, piece_bytes=piece_bytes, files=files, tensors=tensors, aliases=aliases, **rest)
     _check_bytes(found)

@@ -111,6 +111,7 @@ class Job:
             if leads:
                 begun.discard()
             raise
+        agree(lambda: self._prune() if leads else None)
 
     def _write_own(self, begun: Folder, host: memoryview | None) -> None:
         """Write this rank's parts of all tensors; no file where it has none."""
@@ -123,8 +124,15 @@ class Job:
         with begun.create(MANIFEST) as file:
             file.write(text)
         self.target.commit(begun)
+
+    def _prune(self) -> None:
         if self.keep:
-            prune_before(self.target, self.keep)
+            try:
+                prune_before(self.target, self.keep)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.target} is written, but not all older ones are removed: {error}"
+                ) from error
 
 
 def _job(target: Folder, found: Contents, team: Team, extra: Json, state: Mapping[str, Stateful], keep: int) -> Job:

@@ -1,8 +1,7 @@
-"""The checkpoints of a run: names, which one to go on from, and how many are kept."""
+"""The checkpoints of a run: names, and which one to go on from."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,14 +94,3 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"checkpoint {str(path)!r} is of another model: {'; '.join(wrong[:SHOWN])}{more}. Take the model.preset or "
             "model.path it was trained with, or another run.dir."
         )
-
-
-def prune(folder: Path, keep: int, newest: Path) -> None:
-    """Remove all but the `keep` newest checkpoints; never `newest`. Only folders that this module names are touched."""
-    if keep == 0:
-        return
-    ours = sorted(path for path in folder.glob("step-*") if path.name[5:].isdecimal() and (path / MANIFEST).is_file())
-    for path in [path for path in ours if path != newest][: max(0, len(ours) - keep)]:
-        doomed = path.with_name(f".{path.name}.old")  # whole or gone: half a checkpoint is never seen under its name
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)

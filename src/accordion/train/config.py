@@ -103,7 +103,9 @@ class CheckpointConfig:
     Args:
         dir: folder that holds them; without it: `checkpoints` in the run folder
         every: steps between checkpoints; 0: only at the end
-        keep: how many of the newest are kept; 0: all
+        keep: how many of the newest good ones are kept; 0: all
+        background: training goes on while a checkpoint is written; the last one is waited for
+        on_error: where one cannot be written: `stop` ends the run, `continue` says so and trains on
         resume: `auto` goes on from the newest in `checkpoint.dir` where there is one, `none` refuses a folder that
             holds some, a path goes on from that one
     """
@@ -111,6 +113,8 @@ class CheckpointConfig:
     dir: str | None = None
     every: int = 0
     keep: int = 0
+    background: bool = True
+    on_error: Literal["stop", "continue"] = "stop"
     resume: str = "auto"
 
 

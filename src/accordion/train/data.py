@@ -143,7 +143,11 @@ def make_loader(tokens: np.ndarray, seq_len: int, share: Share, seed: int) -> St
     sequences = Sequences(tokens, seq_len)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
-        return StatefulDataLoader(sequences, batch_sampler=GlobalOrder(len(sequences), share, seed))
+        return StatefulDataLoader(
+            sequences,
+            batch_sampler=GlobalOrder(len(sequences), share, seed),
+            generator=torch.Generator(),  # a loader draws a number when it begins, and a run that goes on begins twice
+        )
 
 
 def validation_batches(tokens: np.ndarray, seq_len: int, share: Share) -> Iterator[Tensor]:

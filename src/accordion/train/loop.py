@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accordion as acc
-from accordion.checkpoint import load, save
+from accordion.checkpoint import RandomState, load, save
 from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import Place as Lies
 from accordion.config import strategy_named
@@ -53,13 +54,13 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
         screen.start(done, config.train.steps)
         batches = iter(run.loader)
         for step in range(done + 1, config.train.steps + 1):
-            metrics = _step(run, batches, step)
+            metrics = _step(run, batches, step, screen)
             screen.step(metrics)
             if log is not None:
                 log.step(metrics)
             last = step == config.train.steps
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                _save(run, step)
+                _save(run, step, screen, last=last)
             if not last and config.train.eval_every and step % config.train.eval_every == 0:
                 _validate(run, step, screen, log)
         screen.stop()
@@ -197,7 +198,7 @@ def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> 
     return options.lr * (LAST_LR + (1 - LAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, left))))
 
 
-def _step(run: Run, batches: Iterator[Tensor], step: int) -> StepMetrics:
+def _step(run: Run, batches: Iterator[Tensor], step: int, screen: Screen) -> StepMetrics:
     """Forward and backward of each micro-batch, one optimizer step, and its figures averaged over ranks."""
     options, began = run.config.train, time.perf_counter()
     lr = run.rate(step)
@@ -214,7 +215,10 @@ def _step(run: Run, batches: Iterator[Tensor], step: int) -> StepMetrics:
         loss += mean.detach()
     run.scaler.unscale_(run.optimizer)
     norm = acc.clip_grad_norm_(run.model, options.clip or math.inf)
-    run.scaler.step(run.optimizer)
+    try:
+        run.scaler.step(run.optimizer)
+    except acc.CheckpointError as error:  # of a save in the background; the step is done
+        _not_written(run, error, screen)
     run.scaler.update()
     run.optimizer.zero_grad()
     most = torch.tensor(peak_bytes(run.device), device=run.device)
@@ -240,10 +244,10 @@ def _open_record(run: Run, done: int) -> MetricsLog:
     return MetricsLog(folder, done)
 
 
-def _save(run: Run, step: int) -> None:
-    folder = Path(run.prepared.checkpoint_dir)
-    path = checkpoints.path_of(folder, step)
+def _save(run: Run, step: int, screen: Screen, *, last: bool) -> None:
+    options = run.config.checkpoint
     extra = {
+        "model_config": json.loads(run.model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
         "step": step,
         "config": flat(run.config),
         "data": run.prepared.tokens.digest,
@@ -251,9 +255,20 @@ def _save(run: Run, step: int) -> None:
         "loader": dict(run.loader.state_dict()),
         "scaler": run.scaler.state_dict(),
     }
-    save(path, run.model, run.optimizer, extra=extra)
-    if run.place.rank == 0:
-        checkpoints.prune(folder, run.config.checkpoint.keep, path)
+    path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
+    state = {"random": RandomState()}
+    try:
+        in_background = options.background and not last
+        save(path, run.model, run.optimizer, extra=extra, state=state, background=in_background, keep=options.keep)
+    except acc.CheckpointError as error:
+        _not_written(run, error, screen)
+
+
+def _not_written(run: Run, error: acc.CheckpointError, screen: Screen) -> None:
+    """Do what `checkpoint.on_error` says."""
+    if run.config.checkpoint.on_error == "stop":
+        raise error
+    screen.note(f"no checkpoint: {error}; training goes on")
 
 
 def _resume(run: Run, screen: Screen) -> int:
@@ -261,7 +276,7 @@ def _resume(run: Run, screen: Screen) -> int:
     path = run.prepared.resume
     if path is None:
         return 0
-    extra = load(path, run.model, run.optimizer)
+    extra = load(path, run.model, run.optimizer, state={"random": RandomState()})
     run.scaler.load_state_dict(extra["scaler"])
     done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")

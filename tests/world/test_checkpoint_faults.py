@@ -1,0 +1,370 @@
+"""Saves that are killed at any instant, bytes that change, disks that fail, and manifests that lie."""
+
+import errno
+import json
+import multiprocessing as mp
+import os
+import random
+import signal
+import zlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from accordion import _torch
+from accordion.checkpoint import latest, load, save
+from accordion.checkpoint.look import verify
+from accordion.errors import CheckpointError
+from tests.pool import _begin
+
+# -- kills
+
+SAVES, KILLABLE = 4, ("write", "fsync", "rename", "mkdir", "rmdir", "unlink")
+
+
+class Filled(nn.Module):
+    """Every element is the number of the save, so that a mixture of two would show."""
+
+    def __init__(self, mesh=None, value=0.0):
+        super().__init__()
+        rows = 6 if mesh is None else 6 // mesh.size()
+        for name, width in (("a", 3), ("b", 50), ("c", 7)):
+            whole = torch.full((rows, width), float(value))
+            if mesh is not None:
+                whole = DTensor.from_local(whole, mesh, [Shard(0)], run_check=False)
+            setattr(self, name, nn.Parameter(whole))
+
+
+def saves_until_killed(rank, dump, folder, store, name, background, dies, told):
+    """Save again and again; the rank that `dies` names is gone at its n-th call of a function that changes the disk."""
+    _begin(dump)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    mesh = DeviceMesh("cpu", [0, 1])
+    left = [dies[1] if dies[0] == rank else -1]
+
+    def mortal(call):
+        def wrapped(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                if call is real["write"]:
+                    call(args[0], args[1][: len(args[1]) // 2])  # inside of a file
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    real = {what: getattr(os, what) for what in KILLABLE}
+    for what, call in real.items():
+        setattr(os, what, mortal(call))
+    model = Filled(mesh)
+    for k in range(1, SAVES + 1):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(k)
+        save(folder / (name or f"step-{k}"), model, extra=k, background=background, keep=0 if name else 2).wait()
+        told.send(k)
+
+
+def killed(folder, seed):
+    """One run that dies at a random instant; what it had reported by then, and what is found."""
+    rng = random.Random(seed)
+    name, background = rng.choice(["", "last"]), rng.random() < 0.5
+    dies = rng.randrange(2), rng.randint(1, 45)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*_torch.PRELOADED, "accordion.checkpoint"])
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        context.Process(
+            target=saves_until_killed,
+            args=(
+                r,
+                str(folder / f"{r}.stack"),
+                folder / "run",
+                str(folder / "store"),
+                name,
+                background,
+                dies,
+                pipes[r][1],
+            ),
+        )
+        for r in range(2)
+    ]
+    (folder / "run").mkdir()
+    for rank in ranks:
+        rank.start()
+    ranks[dies[0]].join(60)
+    for rank in ranks:  # a scheduler ends the others
+        rank.kill()
+        rank.join()
+    done = 0
+    for (theirs, mine), _ in zip(pipes, ranks, strict=True):
+        mine.close()
+        while theirs.poll():
+            try:
+                done = max(done, theirs.recv())
+            except EOFError:
+                break
+    return name, done
+
+
+def assert_whole(folder, name, done, what):
+    """The newest checkpoint is whole, and none older than the last that was reported."""
+    found = latest(folder / "run")
+    if found is None:
+        assert done == 0, what
+        return
+    assert verify(found) == [], what
+    model = Filled()
+    k = load(folder / "run" / name if name else found, model)
+    assert k >= done, what
+    assert all((param == k).all() for param in model.parameters()), what
+    with_manifest = [p for p in (folder / "run").iterdir() if p.name[0] != "." and (p / "manifest.json").exists()]
+    assert all(verify(path) == [] for path in with_manifest), what
+
+
+def kill_and_look(tmp_path, seeds):
+    outcomes = set()
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        name, done = killed(folder, seed)
+        assert_whole(folder, name, done, f"seed {seed}")
+        outcomes.add(done)
+    return outcomes
+
+
+def test_a_save_that_is_killed_is_complete_or_absent(tmp_path):
+    kill_and_look(tmp_path, range(6))
+
+
+@pytest.mark.slow
+def test_saves_that_are_killed_at_200_instants(tmp_path):
+    assert kill_and_look(tmp_path, range(100, 300)) >= {0, 1, 2, 3}
+
+
+# -- bytes that change
+
+
+def save_at(mesh, path):
+    torch.manual_seed(0)
+    model = nn.Module()
+    for name, shape in (("a", (9, 4)), ("b", (3,)), ("c", (8, 70))):
+        whole = torch.randn(shape)
+        mine = whole.chunk(mesh.size())[mesh.get_rank()]
+        placed = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        setattr(model, name, nn.Parameter(placed))
+    model.register_buffer("seen", torch.arange(5))
+    save(path, model, state={"x": torch.amp.GradScaler("cpu")})
+
+
+def plain():
+    model = nn.Module()
+    for name, shape in (("a", (9, 4)), ("b", (3,)), ("c", (8, 70))):
+        setattr(model, name, nn.Parameter(torch.full(shape, 7.0)))
+    model.register_buffer("seen", torch.full((5,), 7))
+    return model
+
+
+@pytest.fixture
+def saved(world, tmp_path):
+    world.run(2, save_at, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def damage(data, rng):
+    """A bit flipped, bytes cut off, bytes added, or a block of zeros."""
+    torn, at = bytearray(data), rng.randrange(len(data))
+    kind = rng.choice(["flip", "flip", "flip", "cut", "more", "zeros"])
+    if kind == "flip":
+        torn[at] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del torn[at:]
+    elif kind == "more":
+        torn += bytes(rng.randint(1, 9))
+    else:
+        torn[at : at + 16] = bytes(b ^ 0xFF for b in torn[at : at + 16])
+    return bytes(torn)
+
+
+def damage_and_look(folder, count, seed):
+    rng = random.Random(seed)
+    files = sorted(folder.iterdir())
+    whole = {file: file.read_bytes() for file in files}
+    header = {file: int.from_bytes(data[:8], "little") + 8 for file, data in whole.items()}
+    load(folder, plain())
+    for i in range(count):
+        file = files[i % len(files)]
+        torn = damage(whole[file], rng)
+        file.write_bytes(torn)
+        faults = verify(folder)
+        assert faults, f"{i}: {file.name}"
+        assert file.name in " ".join(faults), f"{i}: {file.name}"
+        changed = next((k for k in range(min(len(torn), len(whole[file]))) if torn[k] != whole[file][k]), len(torn))
+        if file.name != "manifest.json" and changed >= header[file] and len(torn) <= len(whole[file]):
+            assert "model/" in " ".join(faults) or "rank/" in " ".join(faults), f"{i}: {faults}"
+        model = plain()
+        with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
+            load(folder, model)
+        assert all((tensor == 7).all() for tensor in model.state_dict().values()), f"{i}: weights changed"
+        file.write_bytes(whole[file])
+    assert verify(folder) == []
+
+
+def test_changed_bytes_are_found_before_any_weight_changes(saved):
+    damage_and_look(saved, 90, 0)
+
+
+@pytest.mark.slow
+def test_1000_changes_of_bytes_are_found(saved):
+    damage_and_look(saved, 1000, 1)
+
+
+# -- disks
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_fails_is_told_and_the_one_before_stays(tmp_path, monkeypatch, call, number, background):
+    model = Filled(value=1)
+    save(tmp_path / "last", model, extra="before")
+
+    def fails(*args, **kwargs):
+        raise OSError(number, os.strerror(number), "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        with torch.no_grad():
+            model.a.fill_(2)
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            save(tmp_path / "last", model, background=background).wait()
+    other = Filled()
+    assert load(tmp_path / "last", other) == "before"
+    assert (other.a == 1).all()
+    assert verify(tmp_path / "last") == []
+    save(tmp_path / "last", model, extra="after")  # and what is left of it is in nobody's way
+    assert load(tmp_path / "last", other) == "after"
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_a_path_that_is_a_file_and_one_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        save(tmp_path / "file", Filled())
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        save(tmp_path / "file" / "c", Filled())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# -- manifests that lie
+
+
+def sealed(words):
+    body = json.dumps(words, separators=(",", ":")).removesuffix("}").encode()
+    return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    10**40,
+    1e308,
+    "",
+    "x",
+    "../../etc/passwd",
+    "/dev/zero",
+    "rank-00000.safetensors",
+]
+STRANGE += [[], {}, [[]], [0], [2**40, 2**40], {"$tensor": "model/a"}, {"$float": "x"}, {"$dict": [1]}, {"$evil": 1}]
+STRANGE += [[0] * 3000, {"$tuple": {"$tuple": {"$tuple": 1}}}]
+
+
+def places(words, at=()):
+    """Every place in a JSON value."""
+    items = words.items() if isinstance(words, dict) else enumerate(words) if isinstance(words, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def lied(words, rng):
+    """A copy with some values strange, swapped, doubled or gone."""
+    words = json.loads(json.dumps(words))
+    for _ in range(rng.randint(1, 3)):
+        all_places = list(places(words))
+        *where, last = rng.choice(all_places)
+        inner = words
+        for key in where:
+            inner = inner[key]
+        what = rng.random()
+        if what < 0.6:
+            inner[last] = rng.choice(STRANGE)
+        elif what < 0.75 and isinstance(inner, list):
+            inner.append(inner[last])
+        elif what < 0.9:
+            del inner[last]
+        elif isinstance(inner[last], int):
+            inner[last] += rng.choice([-8, -1, 1, 4, 8])
+    return words
+
+
+def lie_and_look(folder, count, seed):
+    """Whatever a manifest says, a load refuses it or fills what is right, reads no other file and takes no memory to speak of."""
+    rng = random.Random(seed)
+    words = json.loads((folder / "manifest.json").read_bytes())
+    words.pop("crc32")
+    before = sorted(str(path) for path in folder.parent.rglob("*"))
+    truth = plain()
+    load(folder, truth)
+    refused = 0
+    for i in range(count):
+        (folder / "manifest.json").write_bytes(sealed(lied(words, rng)))
+        model = plain()
+        text = ""
+        try:
+            load(folder, model)
+        except CheckpointError as error:
+            text = str(error)
+        held, wanted = model.state_dict(), plain().state_dict() if text else truth.state_dict()
+        assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items()), f"{i}: {text}"
+        assert "alloc" not in text, f"{i}: {text}"
+        assert "MemoryError" not in text, f"{i}: {text}"
+        refused += bool(text)
+        verify(folder)
+    assert sorted(str(path) for path in folder.parent.rglob("*")) == before
+    return refused
+
+
+def test_manifests_that_lie_are_refused(saved):
+    assert lie_and_look(saved, 60, 0) > 30
+
+
+@pytest.mark.slow
+def test_500_manifests_that_lie(saved):
+    assert lie_and_look(saved, 500, 1) > 300
+
+
+def test_bombs_are_refused_in_little_memory(saved, monkeypatch):
+    import tracemalloc
+
+    deep = b'{"schema":2,"extra":' + b"[" * 10**6
+    monkeypatch.setattr("accordion.checkpoint.reading.SMALL_MANIFEST", 2**20)
+    wide = b'{"schema":2,"extra":[' + b"0," * 2**20
+    tracemalloc.start()
+    for text in (deep, wide):
+        (saved / "manifest.json").write_bytes(text)
+        with pytest.raises(CheckpointError):
+            load(saved, plain())
+        assert verify(saved) != []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
