@@ -14,7 +14,7 @@ from accordion.config import (
     Prefetch,
     Strategy,
 )
-from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, UsageError
+from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
 from accordion.initialise import initialise
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.pretrained import load_pretrained
@@ -36,6 +36,7 @@ __all__ = [
     "DivergenceError",
     "NonFiniteError",
     "Offload",
+    "OffloadError",
     "Place",
     "Precision",
     "Prefetch",

@@ -13,7 +13,7 @@ from torch import nn
 from accordion.config import Strategy
 from accordion.engine.collectives import broadcast, extremes, reduced
 from accordion.engine.group import Wiring
-from accordion.errors import DivergenceError, UsageError
+from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.units import Owned
 
 Made = TypeVar("Made")
@@ -34,11 +34,12 @@ def same_structure(owned: list[Owned], chosen: list[tuple[str, nn.Module]], stra
 
 
 def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
-    """What `make` gives. Where it raises `UsageError` on some rank it is raised on all: none goes on and waits for it."""
-    made, error = None, None
+    """What `make` gives. Where it raises one of our errors on some rank it is raised on all: none goes on and waits for it."""
+    made: Made | None = None
+    error: AccordionError | None = None
     try:
         made = make()
-    except UsageError as caught:
+    except (UsageError, OffloadError) as caught:
         error = caught
     failed = torch.tensor([float(error is not None)], device=wiring.device)
     reduced(failed, [a.gather for a in (wiring.shard, wiring.replicate)])

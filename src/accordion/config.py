@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -133,7 +134,7 @@ class Prefetch:
     budget_bytes: int | None = None
 
 
-DEVICE, HOST = "device", "host"
+DEVICE, HOST, DISK = "device", "host", "disk:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,8 @@ class Offload:
     """Where what training holds rests between uses: "device", where the model computes, or "host", in the memory of its machine.
 
     `optimizer`: its states, the parameters that it steps and, where it is on the host, their gradients; it steps there.
+    "disk:/path": its states are in a file in that folder, which has no name and goes with the process; the rest on the host.
+    That needs `wrap_optimizer`. `checksums`: what comes back from the disk is compared with what went there.
     `params`: the rows that are gathered, in the dtype in which they are: "device" keeps a copy of them where the model
     computes, "host" brings them at each use. `grads`: where gradients rest; None: where the optimizer steps, which is the
     only place that it can be. `overrides`: class or name of a unit -> its own places.
@@ -149,19 +152,23 @@ class Offload:
     params: str = DEVICE
     grads: str | None = None
     optimizer: str = DEVICE
+    checksums: bool = False
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("params", "grads", "optimizer"):
             place = getattr(self, key)
+            if key == "optimizer" and isinstance(place, str) and len(place) > len(DISK) and place.startswith(DISK):
+                continue
             if place not in (DEVICE, HOST) and not (key == "grads" and place is None):
-                raise UsageError(f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST])}")
+                valid = [DEVICE, HOST, f"{DISK}/path"] if key == "optimizer" else [DEVICE, HOST]
+                raise UsageError(f"Offload({key}={place!r}) is no place; {nearest(str(place), valid)}")
         if self.params == HOST and self.optimizer == DEVICE:
             raise UsageError(
                 "Offload(params='host', optimizer='device') would have the optimizer step on the device what rests on the host; "
                 "pass optimizer='host' too."
             )
-        if self.grads not in (None, self.optimizer):
+        if self.grads not in (None, HOST if self.offloads else DEVICE):
             raise UsageError(
                 f"Offload(grads={self.grads!r}, optimizer={self.optimizer!r}): gradients are needed where the optimizer steps; "
                 "leave out grads, or name one place for both."
@@ -171,6 +178,11 @@ class Offload:
     def offloads(self) -> bool:
         """Whether shards rest on the host."""
         return self.optimizer != DEVICE
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the optimizer's states rest on disk; None where they do not."""
+        return Path(self.optimizer.removeprefix(DISK)) if self.optimizer.startswith(DISK) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

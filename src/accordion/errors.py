@@ -13,6 +13,10 @@ class DivergenceError(AccordionError):
     """Ranks disagree on what must be equal on all of them; raised on every rank, naming both values."""
 
 
+class OffloadError(AccordionError):
+    """What rests off the device cannot be read or written; names the place. No checkpoint is touched."""
+
+
 class UsageError(AccordionError, ValueError):
     """The caller asked for something that cannot be done; says what was asked, what was found and what to do."""
 

@@ -15,7 +15,8 @@ from accordion import _torch
 from accordion.engine.autograd import engine_of
 from accordion.engine.norm import Part, scale_to, total_norm
 from accordion.errors import UsageError
-from accordion.memory.step import defer, engines_of, local_state, write_back
+from accordion.memory.entries import local_state, write_back
+from accordion.memory.step import defer, engines_of, expose, prepare
 
 Opt = TypeVar("Opt", bound=Optimizer)
 ELEMENTWISE = (
@@ -92,11 +93,14 @@ class LocalStep:
 
     def state_dict(self) -> dict[str, Any]:
         self._wait()
+        expose(self._as_optimizer())
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._wait()
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        prepare(self._as_optimizer(), type(self).__mro__[2])
+        expose(self._as_optimizer())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wait()
@@ -139,6 +143,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     optimizer.__class__ = type(
         kind.__name__, (LocalStep, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
+    prepare(optimizer, kind)
     return optimizer
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import accordion as acc
@@ -11,7 +13,9 @@ import accordion as acc
     ("options", "message"),
     [
         ({"params": "hots"}, r"params='hots'\) is no place; did you mean 'host'"),
-        ({"optimizer": "gpu"}, r"optimizer='gpu'\) is no place; valid: device, host"),
+        ({"optimizer": "gpu"}, r"optimizer='gpu'\) is no place; valid: device, host, disk:/path"),
+        ({"optimizer": "disk:"}, r"optimizer='disk:'\) is no place"),
+        ({"params": "disk:/tmp", "optimizer": "host"}, r"params='disk:/tmp'\) is no place; valid: device, host"),
         ({"params": "host"}, "pass optimizer='host' too"),
         ({"grads": "host"}, "leave out grads, or name one place for both"),
         ({"grads": "device", "optimizer": "host"}, "leave out grads, or name one place for both"),
@@ -26,3 +30,8 @@ def test_what_offloads():
     assert not acc.Offload().offloads
     assert acc.Offload(optimizer="host").offloads
     assert acc.Offload(params="host", grads="host", optimizer="host").offloads
+
+
+def test_the_folder_of_states():
+    assert acc.Offload(optimizer="disk:/scratch/swap").folder == Path("/scratch/swap")
+    assert acc.Offload(optimizer="host").folder is None

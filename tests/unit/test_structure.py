@@ -19,6 +19,7 @@ PUBLIC = {
     "HYBRID_SHARD_OPTIM",
     "NO_SHARD",
     "Offload",
+    "OffloadError",
     "Place",
     "Precision",
     "Prefetch",

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import errno
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from accordion.memory import states
+from accordion.memory.disk import SwapFile, aligned_buffer
 from tests.world import models, reference
 from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss, units_of
 from tests.world.reference import Recipe, Trace, grads_of, local_of, params_of
@@ -22,6 +32,12 @@ from tests.world.test_optimizers import OPTIMIZERS
 HOST = acc.Offload(params="host", optimizer="host")
 OPTIMIZER = acc.Offload(optimizer="host")
 MIXED = acc.Offload(params="host", optimizer="host", overrides={models.Block: OPTIMIZER, "blocks.1": acc.Offload()})
+
+
+def disk(path: Path, **options: Any) -> acc.Offload:
+    return acc.Offload(params="host", optimizer=f"disk:{path}", checksums=True, **options)
+
+
 BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
 RECIPES = [
     Recipe(build="wide", micros=2, **BF16),
@@ -78,20 +94,25 @@ SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
 @pytest.mark.parametrize(
     "strategy", [s if s in SAMPLE else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]
 )
-def test_no_bit_differs(world, strategy):
+def test_no_bit_differs(world, strategy, tmp_path):
     policy = STRATEGIES[strategy]
     which = list(STRATEGIES).index(strategy)
     chosen = [RECIPES[which % len(RECIPES)], RECIPES[(which + 3) % len(RECIPES)]]
-    world.run_mesh(*mesh_of(policy), same_as_without, policy, chosen, [HOST, OPTIMIZER])
+    world.run_mesh(*mesh_of(policy), same_as_without, policy, chosen, [HOST, disk(tmp_path)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_bit_differs_for_any_model(world, strategy, num_ranks):
+def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
     policy = STRATEGIES[strategy]
     world.run_mesh(
-        *mesh_of(policy, num_ranks), same_as_without, policy, RECIPES, [HOST, OPTIMIZER, MIXED], timeout_s=300
+        *mesh_of(policy, num_ranks),
+        same_as_without,
+        policy,
+        RECIPES,
+        [HOST, OPTIMIZER, MIXED, disk(tmp_path)],
+        timeout_s=300,
     )
 
 
@@ -190,7 +211,8 @@ class Blocks(nn.Module):
 def saved(mesh, path: str) -> None:
     """What was trained with offload goes on without, and the other way round, bit for bit."""
     results = []
-    for first, then in (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER})):
+    swapped = {"offload": disk(Path(path))}
+    for first, then in (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped)):
         model, optimizer = fresh(mesh, **first)
         for step in range(2):
             one_loss(model, step).backward()
@@ -221,13 +243,14 @@ def test_callers_see_the_same_thing(world, tmp_path):
 # -- the step behind the next forward
 
 
-def deferred(mesh, kind: str) -> None:
+def deferred(mesh, kind: str, path: Path) -> None:
     """Bit for bit the same kernel stepping before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
     make, options = OPTIMIZERS[kind]
     results = []
-    for way in ("plain", "waits", "deferred", "late"):
-        debug = ("streams",) if way == "late" else ()
-        model = acc.shard(models.frozen(), mesh=mesh, offload=None if way == "plain" else MIXED, debug=debug)
+    for way in ("plain", "waits", "deferred", "disk", "late", "late disk"):
+        debug = ("streams",) if "late" in way else ()
+        offload = None if way == "plain" else disk(path, overrides=MIXED.overrides) if "disk" in way else MIXED
+        model = acc.shard(models.frozen(), mesh=mesh, offload=offload, debug=debug)
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2]}]
         optimizer = acc.wrap_optimizer(make(groups, **options))
@@ -244,14 +267,13 @@ def deferred(mesh, kind: str) -> None:
             optimizer.step()
             if way == "waits":
                 acc.synchronize(model)
-            if way == "late":
+            if "late" in way:
                 assert local_of(model.head.weight).isnan().all(), "a read that does not wait is not a number"
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             schedule.step()
             losses.append(loss.item())
         assert calls == ["before", "after"] * 4
         state = optimizer.state_dict()["state"]
-        acc.synchronize(model)
         results.append((losses, params_of(model), state))
     for losses, params, state in results[1:]:
         assert losses == results[0][0]
@@ -263,8 +285,114 @@ def deferred(mesh, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
-def test_a_step_behind_the_next_forward_changes_no_bit(world, kind):
-    world.run(2, deferred, kind)
+def test_a_step_behind_the_next_forward_changes_no_bit(world, kind, tmp_path):
+    world.run(2, deferred, kind, tmp_path)
+
+
+@contextmanager
+def pieces_of(numel: int) -> Iterator[None]:
+    """States go through buffers of so many elements: most tensors are larger."""
+    before, states.PIECE_NUMEL = states.PIECE_NUMEL, numel
+    try:
+        yield
+    finally:
+        states.PIECE_NUMEL = before
+
+
+def in_pieces(mesh, path: Path) -> None:
+    """States lie in the file, pass through small buffers, are read and written once a step, and are those of no offload."""
+    found = []
+    for options in ({}, {"offload": disk(path)}):
+        with pieces_of(1024):
+            model = acc.shard(models.wide(), mesh=mesh, **options)
+            optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
+            for step in range(3):
+                one_loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+        acc.synchronize(model)
+        found.append([*state, *params_of(model).values()])
+        if options:
+            (held,) = units_of(model)[0].engine.wiring.home.states.values()
+            (file,) = held.files
+            numel = sum(local_of(p).numel() for p in model.parameters())
+            floor = 3 * 4 * numel  # three states of four bytes
+            assert held.buffer_bytes == 4 * 3 * 4 * 1024
+            assert floor <= file.traffic["written"] / 3 <= 1.25 * floor
+            assert file.traffic["read"] * 3 == file.traffic["written"] * 2, "there is nothing to read in the first step"
+            low = file._bytes.data_ptr()
+            shaped = [v for v in state if v.dim()]
+            assert all(low <= v.data_ptr() < low + file.num_bytes for v in shaped if v.numel())
+            assert os.listdir(path) == []
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def disk_fails(mesh, path: Path) -> None:
+    """The disk is full in the third step: the error names it, and the last checkpoint goes on as if nothing had been."""
+    wanted = None
+    for fails in (False, True):
+        model, optimizer = fresh(mesh, offload=disk(path))
+        for step in range(4):
+            if step == 2:
+                acc.save(path / "ckpt", model, optimizer)
+            one_loss(model, step).backward()
+            with failing_writes(fails and step == 2):
+                optimizer.step()
+                if fails and step == 2:
+                    with pytest.raises(acc.OffloadError, match="could not be written: No space left on device"):
+                        acc.synchronize(model)
+                    break
+            optimizer.zero_grad()
+        if fails:
+            model, optimizer = fresh(mesh, seed=5, offload=disk(path))
+            acc.load(path / "ckpt", model, optimizer)
+            for step in (2, 3):
+                one_loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal(acc.full_state_dict(model, rank0_only=False), wanted)
+        wanted = acc.full_state_dict(model, rank0_only=False)
+
+
+@contextmanager
+def failing_writes(fails: bool) -> Iterator[None]:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "pwritev", full if fails else os.pwritev):
+        yield
+
+
+def killed(path: Path) -> None:
+    """A job that is killed while states are on their way to the disk."""
+    file = SwapFile(path, 1 << 22)
+    for _ in range(3):
+        threading.Thread(
+            target=lambda: [file.write(0, aligned_buffer(1 << 22)) for _ in range(1000)], daemon=True
+        ).start()
+    while not file.traffic["written"]:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_job_leaves_nothing(world, tmp_path):
+    world.run(1, at_rest)  # the pool's server of new processes has torch at hand
+    job = mp.get_context("forkserver").Process(target=killed, args=(tmp_path,))
+    job.start()
+    job.join(60)
+    assert job.exitcode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+def at_rest(mesh) -> None:
+    assert mesh.size() == 1
+
+
+def test_states_on_disk(world, tmp_path):
+    for name, fn in (("pieces", in_pieces), ("fails", disk_fails)):
+        (tmp_path / name).mkdir()
+        world.run(1 if name == "fails" else 2, fn, tmp_path / name)
 
 
 def failing(mesh) -> None:
@@ -289,6 +417,8 @@ def test_an_error_of_the_step_is_not_lost(world):
 def refused(mesh) -> None:
     with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
+    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere"):
+        acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="disk:/nowhere"))
     if dist.get_rank() == 0:
         with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):
             pin_on(FakeAccelerator(1))

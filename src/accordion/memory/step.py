@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group
 from accordion.engine.unit import Unit
+from accordion.memory.entries import Entry, Recipe, local_of, step_here
 from accordion.memory.host import HostHome
+from accordion.memory.states import Stream, Todo, finish, pieces_of, step_piece
 from accordion.memory.tiers import Tiers
 
 OWNER = "_accordion_owner"  # the attribute by which an offloaded parameter names its unit
-SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # set by `torch.amp.GradScaler` for the time of a fused step
 
 
 class Owner:
@@ -60,95 +61,52 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
     return list({id(u.engine): u.engine for u in units.values()}.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A parameter with a gradient: `own` is its local tensor, `grad` what it is stepped with, `state` the optimizer's of it."""
-
-    group: int  # index among the optimizer's param_groups
-    param: Tensor
-    own: Tensor
-    grad: Tensor
-    state: dict[str, Any]
-
-
-class Recipe:
-    """What a step does to any parameters, as it was when the caller asked for it: hyperparameters change afterwards."""
-
-    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
-        self.kind = kind
-        self._options = [
-            {key: _frozen(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-        self._attributes = {
-            key: value for key, value in vars(optimizer).items() if key not in ("step", "state", "param_groups")
-        }
-        for name in SCALER_ATTRIBUTES:
-            if isinstance(self._attributes.get(name), Tensor):
-                self._attributes[name] = self._attributes[name].detach().to("cpu", copy=True)
-
-    def step(self, todo: Sequence[tuple[int, Tensor, dict[str, Any]]]) -> dict[Tensor, dict[str, Any]]:
-        """Step (index of the param group, plain tensor with its `grad`, state) each; gives the states as they are then."""
-        clone: Any = object.__new__(self.kind)
-        vars(clone).update(self._attributes)
-        for hooks in (
-            "_optimizer_step_pre_hooks",
-            "_optimizer_step_post_hooks",
-        ):  # the caller's own, run once by `defer`
-            vars(clone)[hooks] = OrderedDict()
-        clone.state = defaultdict(dict, {tensor: state for _, tensor, state in todo if state})
-        clone.param_groups = []
-        for i, options in enumerate(self._options):
-            mine = [tensor for at, tensor, _ in todo if at == i]
-            if mine:
-                clone.param_groups.append({**options, "params": mine})
-        if clone.param_groups:
-            clone.step()
-        return dict(clone.state)
-
-
-def _frozen(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 class Job:
-    """The step of the parameters of one unit; owns their gradients until it has run."""
+    """The step of the parameters of one unit; owns their gradients until it has run.
 
-    def __init__(self, recipe: Recipe, entries: Sequence[Entry], homes: Sequence[HostHome]) -> None:
-        self._recipe, self.entries, self._homes = recipe, entries, homes
+    `disk`: those of them whose states rest there, as pieces that come through a stream of the whole step.
+    """
+
+    def __init__(
+        self, recipe: Recipe, entries: Sequence[Entry], homes: Sequence[HostHome], disk: DiskJob | None
+    ) -> None:
+        self._recipe, self.entries, self._homes, self._disk = recipe, entries, homes, disk
 
     def run(self) -> None:
         with torch.no_grad():
-            step_here(self._recipe, self.entries)
+            on_disk = set() if self._disk is None else {id(todo.entry) for todo in self._disk.todos}
+            step_here(self._recipe, [entry for entry in self.entries if id(entry) not in on_disk])
+            if self._disk is not None:
+                self._disk.run(self._recipe)
             for home in self._homes:
                 home.write_rows()
-        self.entries = ()
+        self.entries, self._disk = (), None
 
 
-def step_here(recipe: Recipe, entries: Sequence[Entry]) -> None:
-    """Step parameters whose state is at hand, and leave what the step made of it in `state`, with DTensors in it."""
-    for entry in entries:
-        entry.own.grad = entry.grad
-    try:
-        states = recipe.step([(e.group, e.own, local_state(e.state)) for e in entries])
-    finally:
-        for entry in entries:
-            entry.own.grad = None
-    for entry in entries:
-        write_back(entry.state, states.get(entry.own, {}), entry.param, entry.own)
+class DiskJob:
+    """The part of a unit's step whose states come from disk and go back there."""
+
+    def __init__(self, todos: Sequence[Todo]) -> None:
+        self.todos = todos
+        self.pieces = list(pieces_of(todos))
+        self.shared: Stream | None = None  # of all units of a step, in their order
+        self.begin: Callable[[], Stream] = _no_stream  # one of its own, where it has none of those
+
+    def run(self, recipe: Recipe) -> None:
+        stream = self.shared or self.begin()
+        with stream.unbroken():
+            for _ in self.pieces:
+                piece, blocks = stream.take()
+                step_piece(recipe, piece, blocks)
+                stream.give()
+            if self.shared is None:
+                stream.finish()
+        for todo in self.todos:
+            finish(todo)
 
 
-def local_state(entry: dict[str, Any]) -> dict[str, Any]:
-    return {k: _torch.local_of(v) if isinstance(v, DTensor) else v for k, v in entry.items()}
-
-
-def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, own: Tensor) -> None:
-    """Take over what the step made or replaced; a tensor of the shard's shape becomes a DTensor beside its parameter."""
-    for key, value in inner.items():
-        held = outer.get(key)
-        if held is value or (isinstance(held, DTensor) and _torch.local_of(held) is value):
-            continue
-        is_shard = isinstance(value, Tensor) and isinstance(p, DTensor) and own.dim() > 0 and value.shape == own.shape
-        outer[key] = _torch.as_dtensor(value, p) if is_shard and isinstance(p, DTensor) else value
+def _no_stream() -> Stream:
+    raise AssertionError("a job has a stream before it runs")
 
 
 class Waiting:
@@ -171,6 +129,50 @@ class Waiting:
             job.run()
 
 
+def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    """Find room for the states of offloaded parameters that rest on disk. Raises `OffloadError` where there is none."""
+    recipe = None
+    for engine in engines_of(optimizer):
+        tiers = tiers_of(engine)
+        wanted: dict[Path, list[tuple[int, int, Tensor, Tensor]]] = {}
+        for i, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                unit = unit_of(p)
+                folder = None if unit is None or unit.engine is not engine else tiers.folder_of(unit.index)
+                if unit is not None and folder is not None:
+                    wanted.setdefault(folder, []).append((unit.index, i, p, local_of(p)))
+        for folder, params in wanted.items():
+            recipe = recipe or Recipe(optimizer, kind)
+            with telling(engine):
+                tiers.states_of(optimizer).cover(params, recipe, folder)
+        if wanted:
+            tiers.states_of(optimizer).adopt(optimizer.state)
+
+
+def tiers_of(engine: Engine) -> Tiers:
+    tiers = engine.wiring.home
+    assert isinstance(tiers, Tiers), "who makes host homes is the maker of the engine's"
+    return tiers
+
+
+@contextmanager
+def telling(engine: Engine) -> Iterator[None]:
+    """Let other ranks hear of an error of this one, which they would wait for."""
+    try:
+        yield
+    except Exception as error:
+        engine.wiring.watch.tell(f"{type(error).__name__}: {error}")
+        raise
+
+
+def expose(optimizer: Optimizer) -> None:
+    """The outside gets states in its hands: what it writes into those on disk counts from the next step on."""
+    for engine in engines_of(optimizer):
+        states = tiers_of(engine).states.get(optimizer)
+        if states is not None:
+            states.is_exposed = True
+
+
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Step every parameter that has a gradient: those on the device now, those off it on a thread, behind the caller's back.
 
@@ -180,44 +182,65 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):
         engine.synchronize()
+    prepare(optimizer, kind)
     recipe, here = Recipe(optimizer, kind), []
     by_unit: dict[int, tuple[Unit, list[Entry]]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            own, grad = (_torch.local_of(t) if isinstance(t, DTensor) else t for t in (p, p.grad))
-            entry = Entry(i, p, own, grad, optimizer.state[p])
+            entry = Entry(i, p, local_of(p), local_of(p.grad), optimizer.state[p])
             unit = unit_of(p)
-            torch.autograd.graph.increment_version(own)  # now: what the thread counts comes at any time
+            torch.autograd.graph.increment_version(entry.own)  # now: what the thread counts comes at any time
             if unit is None:
                 here.append(entry)
             else:
                 by_unit.setdefault(id(unit), (unit, []))[1].append(entry)
     if here:
         step_here(recipe, here)
-    for unit, entries in _in_order(by_unit.values()):
-        _start(unit, entries, recipe)
+    engines = {id(unit.engine): unit.engine for unit, _ in by_unit.values()}
+    for engine in engines.values():
+        _start(engine, [pair for pair in by_unit.values() if pair[0].engine is engine], recipe, optimizer)
     for hook in optimizer._optimizer_step_post_hooks.values():
         hook(optimizer, (), {})
 
 
-def _in_order(units: Iterable[tuple[Unit, list[Entry]]]) -> list[tuple[Unit, list[Entry]]]:
-    units = list(units)
-    if not units:
-        return []
-    order = units[0][0].engine.order.sequence()
-    place = {index: i for i, index in enumerate(order)}
-    return sorted(units, key=lambda pair: place.get(pair[0].index, len(place)))
+def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe, optimizer: Optimizer) -> None:
+    """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
+    tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
+    states = tiers.states.get(optimizer)
+    if states is not None and states.is_exposed:
+        states.adopt(optimizer.state)
+        states.flush()
+    jobs: list[tuple[Job, list[HostHome]]] = []
+    disks: list[DiskJob] = []
+    for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
+        homes = [group.home for group in unit.groups if isinstance(group.home, HostHome) and _has_any(group, entries)]
+        todos = [] if states is None else states.todo(entries)
+        disk = DiskJob(todos) if todos else None
+        jobs.append((Job(recipe, entries, homes, disk), homes))
+        disks += [disk] if disk is not None else []
+    stream = None
+    if states is not None and disks:
+        if tiers.late:  # jobs run in the order in which they are waited for, each with a stream of its own
+            for disk in disks:
+                disk.begin = partial(states.stream, disk.pieces, tiers.pool)
+        else:
+            stream = states.stream([piece for disk in disks for piece in disk.pieces], tiers.pool)
+            for disk in disks:
+                disk.shared = stream
+    for job, homes in jobs:
+        running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
+        for home in homes:
+            home.defer(partial(_wait, engine, running.result))
+    if stream is not None:
+        written = tiers.stepper.submit(stream.finish)
+        jobs[-1][1][-1].defer(partial(_wait, engine, written.result))  # of the last unit, which waits longest anyway
 
 
-def _start(unit: Unit, entries: Sequence[Entry], recipe: Recipe) -> None:
-    homes = [group.home for group in unit.groups if isinstance(group.home, HostHome) and _has_any(group, entries)]
-    job, tiers = Job(recipe, entries, homes), unit.engine.wiring.home
-    assert isinstance(tiers, Tiers), "who makes host homes is the maker of the engine's"
-    running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
-    for home in homes:
-        home.defer(running.result)
+def _wait(engine: Engine, wait: Callable[[], None]) -> None:
+    with telling(engine):
+        wait()
 
 
 def _has_any(group: Group, entries: Sequence[Entry]) -> bool:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim import Optimizer
 
 from accordion.config import DEVICE, Offload
 from accordion.engine.group import Wiring
@@ -16,7 +19,9 @@ from accordion.engine.home import Home, on_device
 from accordion.engine.layout import Message
 from accordion.engine.streams import Lane
 from accordion.memory.arena import Arena
+from accordion.memory.disk import check_folder
 from accordion.memory.host import HostHome, home_bytes, landing_bytes
+from accordion.memory.states import NUM_BUFFERS, DiskStates
 
 log = logging.getLogger("accordion")
 
@@ -40,6 +45,9 @@ class Tiers:
         self._offloads, self._wiring = offloads, wiring
         self.late = wiring.gather_lane.late
         self._store_lane = Lane(wiring.device, wiring.watch, self.late)
+        self.states: WeakKeyDictionary[Optimizer, DiskStates] = WeakKeyDictionary()
+        for folder in {offload.folder for offload in offloads if offload.folder is not None}:
+            check_folder(folder)
         chosen = [mine for offload, mine in zip(offloads, shapes, strict=True) if offload.offloads]
         homes = sum(home_bytes(s.msg, s.dtypes, s.gathered) for mine in chosen for s in mine)
         landing = max((sum(landing_bytes(s.msg, s.dtypes) for s in mine) for mine in chosen), default=0)
@@ -50,6 +58,21 @@ class Tiers:
             "offload: %d bytes of %s host memory for %d of %d units",
             homes + landing, "pinned" if wiring.device.type != "cpu" else "ordinary", len(chosen), len(offloads),
         )  # fmt: skip
+
+    def folder_of(self, unit: int) -> Path | None:
+        """Where the optimizer's states of a unit rest on disk; None where they do not."""
+        return self._offloads[unit].folder
+
+    def states_of(self, optimizer: Optimizer) -> DiskStates:
+        """What an optimizer has on disk, made at the first use."""
+        if optimizer not in self.states:
+            self.states[optimizer] = DiskStates(any(offload.checksums for offload in self._offloads))
+        return self.states[optimizer]
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that read and write files, a piece each."""
+        return ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="accordion-disk")
 
     @cached_property
     def stepper(self) -> ThreadPoolExecutor:

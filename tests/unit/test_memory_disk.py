@@ -1,0 +1,159 @@
+"""Files of optimizer states: what is written comes back, and each way in which a disk fails is named and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accordion.errors import OffloadError
+from accordion.memory import disk, states
+from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
+from accordion.memory.entries import Entry
+
+PAGE = disk.ALIGN_BYTES
+
+
+def filled(num_bytes: int, seed: int) -> Tensor:
+    buffer = aligned_buffer(num_bytes)
+    return buffer.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_written_comes_back_and_is_seen_from_outside(tmp_path, direct, checksums):
+    file = SwapFile(tmp_path, 5 * PAGE, direct=direct, checksums=checksums)
+    assert direct or not file.is_direct
+    one, two = filled(2 * PAGE, 1), filled(3 * PAGE, 2)
+    file.write(0, one)
+    file.write(2 * PAGE, two)
+    shown = file.mapped(0, 5 * PAGE, torch.uint8)
+    assert torch.equal(shown, torch.cat([one, two]))
+    into = aligned_buffer(3 * PAGE)
+    file.read(2 * PAGE, into)
+    assert torch.equal(into, two)
+    assert file.traffic == {"read": 3 * PAGE, "written": 5 * PAGE}
+    file.mapped(2 * PAGE, 3 * PAGE, torch.uint8).copy_(two + 1)
+    file.flush()
+    file.read(2 * PAGE, into)
+    assert torch.equal(into, two + 1), "what the outside writes counts"
+    file.write(0, two[:PAGE])
+    assert torch.equal(shown[:PAGE], two[:PAGE]), "and what is written, the outside sees"
+
+
+def test_a_file_system_without_direct_access_is_read_and_written_plainly(tmp_path, monkeypatch):
+    real = os.preadv
+
+    def preadv(handle: int, *rest: Any) -> int:
+        if os.get_blocking(handle) and disk.DIRECT & fcntl_flags(handle):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(handle, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    file = SwapFile(tmp_path, PAGE)
+    assert not file.is_direct
+    file.write(0, filled(PAGE, 3))
+    into = aligned_buffer(PAGE)
+    file.read(0, into)
+    assert torch.equal(into, filled(PAGE, 3))
+
+
+def fcntl_flags(handle: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(handle, fcntl.F_GETFL)
+
+
+def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
+    first, second = SwapFile(tmp_path, PAGE), SwapFile(tmp_path, PAGE)
+    first.write(0, filled(PAGE, 1))
+    second.write(0, filled(PAGE, 2))
+    into = aligned_buffer(PAGE)
+    first.read(0, into)
+    assert torch.equal(into, filled(PAGE, 1))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_block_that_changed_on_the_disk_is_named(tmp_path):
+    file = SwapFile(tmp_path, 2 * PAGE, checksums=True)
+    file.write(PAGE, filled(PAGE, 1))
+    os.pwrite(file._plain, b"wrong", PAGE + 100)
+    with pytest.raises(OffloadError, match=rf"{PAGE} bytes at {PAGE} of the swap file in .* are not what was written"):
+        file.read(PAGE, aligned_buffer(PAGE))
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "message"),
+    [
+        ("preadv", errno.EIO, f"{PAGE} bytes at 0 of the swap file in .* could not be read: Input/output error"),
+        (
+            "pwritev",
+            errno.ENOSPC,
+            f"{PAGE} bytes at 0 of .* could not be written: No space left on device. The last check",
+        ),
+    ],
+)
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch, call, number, message):
+    file = SwapFile(tmp_path, PAGE)
+
+    def fails(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(OffloadError, match=message):
+        file.read(0, aligned_buffer(PAGE)) if call == "preadv" else file.write(0, aligned_buffer(PAGE))
+
+
+def test_transfers_that_come_in_parts_are_completed(tmp_path, monkeypatch):
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda handle, views, at: real(handle, [views[0][:PAGE]], at))
+    file = SwapFile(tmp_path, 4 * PAGE)
+    file.write(0, filled(4 * PAGE, 5))
+    into = aligned_buffer(4 * PAGE)
+    file.read(0, into)
+    assert torch.equal(into, filled(4 * PAGE, 5))
+
+
+def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeypatch):
+    with pytest.raises(OffloadError, match=r"cannot rest in .*nowhere: No such file or directory; name a folder"):
+        check_folder(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"cannot rest in .*file: Not a directory"):
+        check_folder(tmp_path / "file")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match=rf"has no room for {PAGE} bytes of optimizer states \(No space left"):
+        SwapFile(tmp_path, PAGE)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "PIECE_NUMEL", 2048)
+    keys = {"a": torch.float32, "b": torch.float32}
+    sizes = [5000, 1, 1024, 2048, 3, 0]
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // 1024) * 1024
+    area = states.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at})
+    tensors = [torch.zeros(size) for size in sizes]
+    entries = [Entry(0, t, t, t, {}) for t in tensors]
+    todos = [states.Todo(e, states.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
+    stepped = [todo for i, todo in enumerate(todos) if i != 2]
+    pieces = list(states.pieces_of(stepped))
+    for piece in pieces:
+        assert 0 < piece.stop - piece.start <= 2048
+        assert piece.start % 1024 == piece.stop % 1024 == 0
+        for todo, low, high in piece.parts:
+            assert piece.start <= todo.place.start + low < todo.place.start + high <= piece.stop
+            todo.entry.own[low:high] += 1
+    assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
+    assert all(bool((t <= 1).all()) for t in tensors)
