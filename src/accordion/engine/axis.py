@@ -76,8 +76,8 @@ class Room:
         if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
             self.flat.data.fill_(float("nan"))
 
-    def holds(self, address: int) -> bool:
-        return self._storage.data_ptr() == address
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return _torch.storage_key(self._storage) == _torch.storage_key(storage)
 
     def close(self) -> None:
         """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
@@ -242,7 +242,7 @@ class Reduction:
         if link.num_ranks == 1:
             if self._direct:
                 _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
-            if self._pack.data_ptr() != self._out_pack.data_ptr():
+            if not self._plan.sums_in_place:
                 self._out_pack.copy_(self._pack[0])
         elif self._plan.exchange:
             yield joined(link.exchange(self._sends()), link.sum(self._whole))
