@@ -295,3 +295,12 @@ def fake_tensors() -> Any:
 def forget_references() -> None:
     """Let `are_ours` find out anew what the counts of references are, which differ between real and fake tensors."""
     _alone.cache_clear()
+
+
+def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator, as a dispatch mode sees it, was given for an argument; None where it has none of that name."""
+    names = [argument.name for argument in func._schema.arguments]
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    at = names.index(name)
+    return args[at] if at < len(args) else func._schema.arguments[at].default_value

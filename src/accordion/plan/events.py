@@ -54,13 +54,14 @@ class Free:
 
 @dataclass(slots=True)
 class Op:
-    """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor."""
+    """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor. `again`: recomputed."""
 
     name: str
     flops: float
     num_bytes: int
     dtype: str
     stream: str
+    again: bool = False
 
 
 @dataclass(slots=True)

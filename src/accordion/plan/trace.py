@@ -109,6 +109,9 @@ def _steps(
     shard(model, mesh, **run.sharding)
     engine = engine_of(model)
     assert engine is not None
+    if run.device == "cuda":
+        engine.wiring.shard.one_node = run.strategy.hybrid or run.ranks <= run.node
+        engine.wiring.replicate.one_node = run.ranks <= run.node
     _watch(engine, tracker)
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []

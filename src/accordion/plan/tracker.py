@@ -145,9 +145,12 @@ class Tracker(_Mode):  # type: ignore[misc]
     def _category(self) -> Category:
         if self.category is not None:
             return self.category
-        if self.phase is Phase.BACKWARD and torch.is_grad_enabled():  # a recomputation
+        if self._recomputes():
             return Category.ACTIVATIONS
         return BY_PHASE.get(self.phase, Category.OTHER)
+
+    def _recomputes(self) -> bool:
+        return self.phase is Phase.BACKWARD and torch.is_grad_enabled()
 
     def _take(self, key: int, num_bytes: int, category: Category) -> None:
         if num_bytes:
@@ -177,10 +180,12 @@ class Tracker(_Mode):  # type: ignore[misc]
             return
         count = flop_registry.get(getattr(func, "_overloadpacket", None))
         flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+        if flops and "attention" in name and _torch.argument_of(func, "is_causal", args, kwargs):
+            flops /= 2  # torch counts it whole
         written = sum(map(_num_bytes, made))
         read = written if name in READS_FEW_ROWS else sum(map(_num_bytes, given))
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
-        self.events.append(Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream))
+        self.events.append(Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream, self._recomputes()))
 
 
 def _num_bytes(tensor: Tensor) -> int:
