@@ -16,6 +16,7 @@ from accordion.config import (
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, UsageError
 from accordion.initialise import initialise
 from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.plan.api import plan
 from accordion.pretrained import load_pretrained
 from accordion.report import describe
 from accordion.shard import entry_point, shard
@@ -50,6 +51,7 @@ __all__ = [
     "load_pretrained",
     "min_params",
     "no_sync",
+    "plan",
     "save",
     "shard",
     "wrap_optimizer",

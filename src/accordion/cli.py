@@ -12,13 +12,15 @@ from accordion.errors import AccordionError, UsageError
 
 COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
+    "plan": "say before launch what fits, how fast it runs, and which configuration to take",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
 }
 NEEDED = {
     "train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
+    "plan": ("jsonargparse", "rich", "plotly", "transformers"),
     "bench": ("jsonargparse", "rich", "plotly"),
 }
-EXTRA = {"train": "train", "bench": "plan"}  # which extra installs what a command needs
+EXTRA = {"train": "train", "plan": "plan", "bench": "plan"}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
@@ -63,6 +65,10 @@ def _run(words: list[str]) -> int:
         raise UsageError(
             f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{EXTRA[command]}]'."
         )
+    if command == "plan":
+        from accordion.planner import command as planner
+
+        return planner.run(words[1:])
     if command == "bench":
         from accordion.bench import command as bench
 

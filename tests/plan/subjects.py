@@ -70,7 +70,9 @@ def tied(model: nn.Module) -> None:
     if isinstance(model, Patches):
         model.blocks[1].linear1.weight = model.blocks[0].linear1.weight
     else:
-        head, embed = (model.head, model.tokens) if isinstance(model, GPT) else (model.lm_head, model.model.embed_tokens)
+        head, embed = (
+            (model.head, model.tokens) if isinstance(model, GPT) else (model.lm_head, model.model.embed_tokens)
+        )
         head.weight = embed.weight
 
 

@@ -19,7 +19,9 @@ def assert_close(world, architecture, case):
     if run.strategy.hybrid:
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")
     ranks = world.run_mesh(shape, names, counted.counted_peak, architecture, case, timeout_s=300.0)
-    print(f"{architecture:8} {case:26} predicted {predicted:>12,} counted {ranks[0]:>12,} {predicted / ranks[0] - 1:+.2%}")
+    print(
+        f"{architecture:8} {case:26} predicted {predicted:>12,} counted {ranks[0]:>12,} {predicted / ranks[0] - 1:+.2%}"
+    )
     assert predicted == pytest.approx(ranks[0], rel=0.02)
 
 

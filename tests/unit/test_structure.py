@@ -36,6 +36,7 @@ PUBLIC = {
     "load_pretrained",
     "min_params",
     "no_sync",
+    "plan",
     "save",
     "shard",
     "wrap_optimizer",
@@ -44,8 +45,10 @@ PUBLIC = {
 # Each part may import those to its right, and itself. `__init__`, `config` and `errors` are named where they matter.
 ORDER = [
     "cli",
+    "planner",
     "bench",
     "train",
+    "plan",
     "compat",
     "report",
     "shard",

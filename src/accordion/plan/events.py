@@ -54,7 +54,10 @@ class Free:
 
 @dataclass(slots=True)
 class Op:
-    """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor. `again`: recomputed."""
+    """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor.
+
+    `again`: it belongs to a recomputation.
+    """
 
     name: str
     flops: float

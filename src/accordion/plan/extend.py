@@ -36,14 +36,14 @@ class _Made:
     at: int
 
 
-class Irregular(Exception):
+class IrregularError(Exception):
     """The blocks in the middle do not repeat, so the whole model must be traced."""
 
 
 def extend(log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float) -> Log:
     """`log` of a model with `traced` equal blocks, units `first_unit` and following, as that of `total` blocks.
 
-    `optimizer_scale`: by how much the optimizer's kernels grow. Raises `Irregular`.
+    `optimizer_scale`: by how much the optimizer's kernels grow. Raises `IrregularError`.
     """
     if traced == total:
         return log
@@ -53,9 +53,7 @@ def extend(log: Log, first_unit: int, traced: int, total: int, period: int, opti
 class _Extension:
     """Owns the numbers of what is made anew."""
 
-    def __init__(
-        self, log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float
-    ) -> None:
+    def __init__(self, log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float) -> None:
         self._log, self._first, self._traced, self._total, self._period = log, first_unit, traced, total, period
         self._scale = optimizer_scale
         self._start = HEAD + period  # the repeated period: [start, start + period)
@@ -64,10 +62,13 @@ class _Extension:
         self._made, self._flights = self._find_made()
         self._check()
         self._next = 1 + max(
-            [a.number for a, _ in log.held] + [e.number for s in self._segments for e in s.events if isinstance(e, Alloc)]
+            [a.number for a, _ in log.held]
+            + [e.number for s in self._segments for e in s.events if isinstance(e, Alloc)]
         )
         self._numbers: dict[tuple[int, int], int] = {}  # (number, copy) -> its own
-        self._next_flight = 1 + max([e.flight for s in self._segments for e in s.events if isinstance(e, Launch)], default=0)
+        self._next_flight = 1 + max(
+            [e.flight for s in self._segments for e in s.events if isinstance(e, Launch)], default=0
+        )
         self._flight_numbers: dict[tuple[int, int], int] = {}
 
     def log(self) -> Log:
@@ -131,7 +132,7 @@ class _Extension:
             shape = [self._shape(event, segment.block) for event in segment.events]
             key = (segment.place.phase, visit, (segment.block - HEAD) % self._period)
             if shapes.setdefault(key, shape) != shape:
-                raise Irregular
+                raise IrregularError
 
     def _shape(self, event: Event, block: int) -> object:
         """What must be equal: numbers by where they were made, from here."""

@@ -53,13 +53,31 @@ GPUS: Mapping[str, Gpu] = {
         _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB"),
         _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB"),
         _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB"),
-        _gpu("h100-96", 94.5, 989, 67, 2400, "NVLink 4", 450, "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs"),
+        _gpu(
+            "h100-96",
+            94.5,
+            989,
+            67,
+            2400,
+            "NVLink 4",
+            450,
+            "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs",
+        ),
         _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB"),
         _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB"),
         _gpu("mi300x", 191.5, 1307, 163, 5300, "Infinity Fabric", 448, "AMD Instinct MI300X data sheet, 192 GB"),
         _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB"),
         _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB"),
-        _gpu("rtx5090", 31.4, 209, 104.8, 1792, "PCIe 5 x16", 64, "NVIDIA Blackwell RTX whitepaper: fp32 accumulation, 32 GB"),
+        _gpu(
+            "rtx5090",
+            31.4,
+            209,
+            104.8,
+            1792,
+            "PCIe 5 x16",
+            64,
+            "NVIDIA Blackwell RTX whitepaper: fp32 accumulation, 32 GB",
+        ),
     )
 }
 NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a card

@@ -20,9 +20,9 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most bytes that are live at once. `unit`, `operator`: where the step is then. `at`: index in `curve`.
+    """The most bytes that are live at once. `unit`, `operator`: where the step is then. `at`: index in the log's events.
 
-    `curve`: (place, bytes by category in the order of `Category`) after each change that matters.
+    `held_bytes`: between steps. `highest`: the most of each category at any time.
     """
 
     num_bytes: int
@@ -33,25 +33,32 @@ class Peak:
     live: tuple[Holding, ...]
     held_bytes: int
     at: int
+    highest: dict[str, int]
 
 
 def peak_of(log: Log) -> Peak:
     """The peak of allocated bytes in a step, and what they are."""
     total = held = sum(a.num_bytes for a, _ in log.held)
-    sizes = {a.number: a.num_bytes for a, _ in log.held}
+    live = {a.number: a for a, _ in log.held}
+    now = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
+    highest = dict(now)
     best, best_at = total, -1
     for i, event in enumerate(log.events):
         if isinstance(event, Alloc):
-            sizes[event.number] = event.num_bytes
+            live[event.number] = event
             total += event.num_bytes
+            now[event.category] += event.num_bytes
+            highest[event.category] = max(highest[event.category], now[event.category])
             if total > best:
                 best, best_at = total, i
         elif isinstance(event, Free):
-            total -= sizes.pop(event.number)
-    return _peak_at(log, best, best_at, held)
+            gone = live.pop(event.number)
+            total -= gone.num_bytes
+            now[gone.category] -= gone.num_bytes
+    return _peak_at(log, best, best_at, held, {c.value: n for c, n in highest.items()})
 
 
-def _peak_at(log: Log, num_bytes: int, at: int, held: int) -> Peak:
+def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, int]) -> Peak:
     live = {a.number: a for a, _ in log.held}
     place = Place(Phase.FORWARD, -1)
     for event in log.events[: at + 1]:
@@ -72,6 +79,7 @@ def _peak_at(log: Log, num_bytes: int, at: int, held: int) -> Peak:
         live=_largest(list(live.values())),
         held_bytes=held,
         at=at,
+        highest=highest,
     )
 
 

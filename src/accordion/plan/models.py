@@ -54,7 +54,11 @@ def configuration(model: str, seq: int) -> Any:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        missing = f"the folder {model!r} has no config.json" if path.is_dir() else f"model {model!r} is no file, folder or preset"
+        missing = (
+            f"the folder {model!r} has no config.json"
+            if path.is_dir()
+            else f"model {model!r} is no file, folder or preset"
+        )
         raise UsageError(f"{missing}; {nearest(model, PRESETS)}")
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
@@ -70,7 +74,9 @@ def configuration(model: str, seq: int) -> Any:
         raise UsageError(f"model {model!r}: {_brief(error)}") from None
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and seq > longest:
-        raise UsageError(f"seq is {seq}, longer than the {longest} positions of {model!r}; take --seq {longest} or less.")
+        raise UsageError(
+            f"seq is {seq}, longer than the {longest} positions of {model!r}; take --seq {longest} or less."
+        )
     return config
 
 

@@ -11,7 +11,7 @@ from accordion.config import checkpointing_named
 from accordion.plan.allocator import reserved_bytes
 from accordion.plan.cost import costs_of
 from accordion.plan.events import Log
-from accordion.plan.extend import Irregular, extend, num_traced
+from accordion.plan.extend import IrregularError, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.memory import Peak, peak_of
 from accordion.plan.models import Run as Blocks
@@ -67,7 +67,7 @@ def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]
     try:
         log = trace(short, run)
         extended = extend(log, blocks.first_unit, count, blocks.count, period, whole / _num_elements(short.make()))
-    except (Irregular, IndexError, KeyError):
+    except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
 
@@ -96,6 +96,4 @@ def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:
 def predict(subject: Subject, run: Run, cluster: Cluster, *, quick: bool = True) -> Prediction:
     """Trace one configuration and work out its memory and time. Raises `UsageError`."""
     log, traced = log_of(subject, run, quick=quick)
-    return Prediction(
-        run=run, log=log, memory=memory_of(log), steps=steps_of(log, run, cluster), traced_blocks=traced
-    )
+    return Prediction(run=run, log=log, memory=memory_of(log), steps=steps_of(log, run, cluster), traced_blocks=traced)

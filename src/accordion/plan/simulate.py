@@ -54,7 +54,9 @@ def simulate(log: Log, costs: Costs) -> Step:
         elif isinstance(event, (Op, Collective)):
             kind = event.kind if isinstance(event, Collective) else kind_of(event)
             seconds = costs.of_collective(event) if isinstance(event, Collective) else costs.of(event)
-            lanes.add(event.stream, f"{place.phase.value} {name_of(place, log.units)}".strip(), now[event.stream], seconds)
+            lanes.add(
+                event.stream, f"{place.phase.value} {name_of(place, log.units)}".strip(), now[event.stream], seconds
+            )
             now[event.stream] += seconds
             by_kind[kind] += seconds
             flops += 0.0 if isinstance(event, Collective) or event.again else event.flops

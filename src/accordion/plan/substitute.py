@@ -68,9 +68,7 @@ class Substitutes:
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
             )[0]
         self.unmodelled[name] = "falls back to plain products, as traced on CPU"
-        return _plain_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """What the kernel adds to the scores: a mask of booleans becomes numbers of the query's dtype."""

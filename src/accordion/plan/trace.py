@@ -17,18 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
-from accordion.config import FULL_SHARD, Place as Lies, Strategy
+from accordion.config import FULL_SHARD, Strategy
+from accordion.config import Place as Lies
 from accordion.engine.autograd import engine_of
 from accordion.engine.collectives import Link, Pending
-from accordion.engine.engine import Engine
-from accordion.engine.schedule import Phase as Pass
-from accordion.engine.streams import Flight, Lane, Steps
-from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.optim import clip_grad_norm_, wrap_optimizer
-from accordion.plan.events import Alloc, Category, Land, Launch, Log, Phase
+from accordion.plan.events import Category, Log, Phase
 from accordion.plan.substitute import CUDA_WORKSPACES, Substitutes
-from accordion.plan.tracker import Tracker, storages_of
+from accordion.plan.tracker import Tracker
+from accordion.plan.watching import owners_of, watch
 from accordion.shard import shard
 from accordion.state import no_sync
 
@@ -37,9 +35,8 @@ CUBLAS_BYTES = 32 << 20  # of each thread that multiplies: forward and backward 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is trained. `make`: the model on the meta device. `batch`: called for each micro-batch, and its result handed to `loss`.
-
-    `make` may be called many times. Tensors that `batch` makes need no values.
+    """What is trained. `make`: the model on the meta device. `batch`: called for each micro-batch; what it
+    gives is handed to `loss`. `make` may be called many times. Tensors that `batch` makes need no values.
     """
 
     make: Callable[[], nn.Module]
@@ -112,13 +109,13 @@ def _steps(
     if run.device == "cuda":
         engine.wiring.shard.one_node = run.strategy.hybrid or run.ranks <= run.node
         engine.wiring.replicate.one_node = run.ranks <= run.node
-    _watch(engine, tracker)
+    watch(engine, tracker)
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
     tracker.belongs(kept, Category.OTHER)
     _step(subject, run, model, optimizer, tracker)
     gc.collect()
-    owners = _owners(engine, optimizer)
+    owners = owners_of(engine, optimizer)
     held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
     start = len(tracker.events)
     gc.disable()  # what cycles hold counts as held: when a collection runs is not known
@@ -244,93 +241,16 @@ def _as_fakes(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
-# -- what the engine does, as the log names it
-
-
-def _watch(engine: Engine, tracker: Tracker) -> None:
-    """Let the engine tell the tracker where it is. All by attributes of these objects, which nobody else has."""
-    wiring = engine.wiring
-    tracker.axes = {id(wiring.replicate.gather): "replicate", id(wiring.replicate.reduce): "replicate"}
-    for name, lane in (("gather", wiring.gather_lane), ("reduce", wiring.reduce_lane)):
-        setattr(lane, "start", partial(_start, lane, name, tracker))
-        setattr(lane, "entered", partial(tracker.on, name))
-    comes = engine.comes
-
-    def entered(phase: Pass, unit: Unit) -> None:
-        tracker.enter(Phase.FORWARD if phase is Pass.FORWARD else Phase.BACKWARD, unit.index)
-        comes(phase, unit)
-
-    setattr(engine, "comes", entered)
-    for unit in engine.units:
-        for name, category in (("launch", Category.GATHERED), ("reduce", Category.GRADIENTS), ("as_gradients", Category.GRADIENTS), ("add_up", Category.GRADIENTS)):
-            setattr(unit, name, _taking(getattr(unit, name), tracker, category))
-
-
-def _taking(method: Callable[..., Any], tracker: Tracker, category: Category) -> Callable[..., Any]:
-    def taking(*args: Any, **kwargs: Any) -> Any:
-        if category is Category.GRADIENTS:
-            tracker.belongs(args[1:2], category)  # the full gradients
-        with tracker.taken_for(category):
-            return method(*args, **kwargs)
-
-    return taking
-
-
-class _Traced(Flight):
-    """A flight whose landing is written down. `number`: of its launch."""
-
-    __slots__ = ("number", "tracker")
-
-    def land(self) -> None:
-        self.tracker.events.append(Land(self.number))
-        super().land()
-
-
-def _start(lane: Lane, name: str, tracker: Tracker, steps: Steps, held: list[Any], what: str) -> Flight:
-    flight = _Traced.__new__(_Traced)
-    flight.number, flight.tracker = tracker.next_flight(), tracker
-    tracker.events.append(Launch(flight.number, name))
-    flight.__init__(lane, steps, held, what)  # type: ignore[misc]
-    return flight
-
-
-def _owners(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The unit of each storage that stays from step to step, by the storage's key."""
-    owners: dict[int, int] = {}
-    units: dict[int, int] = {}
-    for unit in engine.units:
-        for param in unit.params:
-            units[id(param.sharded)] = unit.index
-        for storage in storages_of(list(_tensors_below(unit.groups, 4))):
-            owners[_torch.storage_key(storage)] = unit.index
-    for param, state in optimizer.state.items():
-        for storage in storages_of(state):
-            owners[_torch.storage_key(storage)] = units.get(id(param), 0)
-    return owners
-
-
-def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Tensors in lists, mappings and the engine's own objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_below(item, depth)
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_below(item, depth)
-    elif depth and type(value).__module__.startswith("accordion.engine.") and hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            if type(item).__name__ not in ("Wiring", "Engine", "Unit"):
-                yield from _tensors_below(item, depth - 1)
-
-
 def _needs_values(error: BaseException) -> str:
     """Which operator and line of the model ask for the value of a tensor."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename and "/accordion/" not in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in f.filename and "/accordion/" not in f.filename
+    ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     what = str(error).splitlines()[0] or type(error).__name__
     return (
-        f"the model needs the values of a tensor{where}: {what}; a trace has none. Pass a loss and a batch that avoid it, or a model "
-        "in which that line is replaced by its worst case."
+        f"the model needs the values of a tensor{where}: {what}; a trace has none. Pass a loss and a batch that avoid "
+        "it, or a model in which that line is replaced by its worst case."
     )

@@ -17,8 +17,21 @@ from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
 
 _Mode: Any = _torch.DispatchMode
-READS_FEW_ROWS = ("aten.embedding.default", "aten.index_select.default", "aten.gather.default", "aten.nll_loss_forward.default")
-NO_KERNEL = ("aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift", "aten._unsafe_view", "aten.set_")
+READS_FEW_ROWS = (
+    "aten.embedding.default",
+    "aten.index_select.default",
+    "aten.gather.default",
+    "aten.nll_loss_forward.default",
+)
+NO_KERNEL = (
+    "aten.detach",
+    "aten.empty",
+    "aten.new_empty",
+    "aten.as_strided",
+    "aten.lift",
+    "aten._unsafe_view",
+    "aten.set_",
+)
 BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
 
 
@@ -185,7 +198,9 @@ class Tracker(_Mode):  # type: ignore[misc]
         written = sum(map(_num_bytes, made))
         read = written if name in READS_FEW_ROWS else sum(map(_num_bytes, given))
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
-        self.events.append(Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream, self._recomputes()))
+        self.events.append(
+            Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream, self._recomputes())
+        )
 
 
 def _num_bytes(tensor: Tensor) -> int:
