@@ -17,6 +17,7 @@ from accordion.config import (
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
 from accordion.initialise import initialise
 from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.plan.api import plan
 from accordion.pretrained import load_pretrained
 from accordion.report import describe
 from accordion.shard import entry_point, shard
@@ -53,6 +54,7 @@ __all__ = [
     "load_pretrained",
     "min_params",
     "no_sync",
+    "plan",
     "save",
     "shard",
     "synchronize",

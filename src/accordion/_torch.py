@@ -199,6 +199,14 @@ def backend_of(group: Any, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def ranks_of(mesh: Any) -> list[int]:
+    """All ranks of a mesh by their number in the job; also where tensors made now are fake. No public name."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
 def sleep_on_device() -> None:
     """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; elsewhere nothing. No public name."""
     if torch.cuda.is_available():
@@ -296,3 +304,33 @@ def mark_fully_sharded(module: Any) -> None:
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+# -- for plan/
+
+from torch._subclasses import fake_tensor as _fake  # noqa: E402
+
+NEEDS_VALUES: tuple[type[BaseException], ...] = (
+    _fake.DataDependentOutputException,
+    _fake.DynamicOutputShapeException,
+)
+"""What an operator raises whose result's shape, or whose Python number, depends on the values of a tensor without any."""
+
+
+def fake_tensors() -> Any:
+    """A mode in which tensors have shapes and no memory. No public name (all versions)."""
+    return _fake.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def forget_references() -> None:
+    """Let `are_ours` find out anew what the counts of references are, which differ between real and fake tensors."""
+    _alone.cache_clear()
+
+
+def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator, as a dispatch mode sees it, was given for an argument; None where it has none of that name."""
+    names = [argument.name for argument in func._schema.arguments]
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    at = names.index(name)
+    return args[at] if at < len(args) else func._schema.arguments[at].default_value

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accordion.config import Strategy
-from accordion.engine.collectives import broadcast, extremes, reduced
+from accordion.engine.collectives import Link, broadcast, extremes, reduced
 from accordion.engine.group import Wiring
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.units import Owned
@@ -21,7 +21,9 @@ Made = TypeVar("Made")
 
 def same_structure(owned: list[Owned], chosen: list[tuple[str, nn.Module]], strategy: Strategy, wiring: Wiring) -> None:
     """Raise on every rank where ranks hold other names, shapes, dtypes, units or settings."""
-    links = [a.gather for a in (wiring.shard, wiring.replicate)]
+    links = _links(wiring)
+    if not links:
+        return
     facts = [[o.names, list(o.original.shape), str(o.original.dtype), o.original.is_meta, o.owner] for o in owned]
     text = json.dumps([strategy.name, [name for name, _ in chosen], facts])
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(wiring.device)
@@ -41,11 +43,12 @@ def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
         made = make()
     except (UsageError, OffloadError) as caught:
         error = caught
-    failed = torch.tensor([float(error is not None)], device=wiring.device)
-    reduced(failed, [a.gather for a in (wiring.shard, wiring.replicate)])
+    failed, links = torch.tensor([float(error is not None)], device=wiring.device), _links(wiring)
+    if links:
+        reduced(failed, links)
     if error is not None:
         raise error
-    if failed.item():
+    if links and failed.item():
         raise UsageError(
             f"{int(failed.item())} other ranks could not get the memory or files that offloading asks for; they say why."
         )
@@ -55,7 +58,9 @@ def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
 
 def same_values(owned: list[Owned], wiring: Wiring, sync: bool) -> None:
     """Raise on every rank where ranks hold other values; with `sync` every rank takes the first one's."""
-    links = [a.gather for a in (wiring.shard, wiring.replicate)]
+    links = _links(wiring)
+    if not links:
+        return
     real = [o for o in owned if not o.original.is_meta]
     if sync:
         for o in real:
@@ -72,6 +77,12 @@ def same_values(owned: list[Owned], wiring: Wiring, sync: bool) -> None:
             f"{len(different)} of {len(real)} parameters differ between ranks, the first is {different[0]!r}; seed every rank "
             "alike before building the model, load the same weights, or pass sync=True to take the first rank's."
         )
+
+
+def _links(wiring: Wiring) -> list[Link]:
+    """Those on which somebody answers."""
+    links = [axis.gather for axis in (wiring.shard, wiring.replicate)]
+    return [link for link in links if link.num_ranks > 1 and not link.is_fake]
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,16 @@ from accordion.errors import AccordionError, UsageError
 COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
     "checkpoint": "inspect, verify, compare, export, convert and prune checkpoints",
+    "plan": "say before launch what fits, how fast it runs, and which configuration to take",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
 }
 NEEDED = {
     "checkpoint": (),
     "train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
+    "plan": ("jsonargparse", "rich", "plotly", "transformers"),
     "bench": ("jsonargparse", "rich", "plotly"),
 }
-EXTRA = {"train": "train", "bench": "plan"}  # which extra installs what a command needs
+EXTRA = {"train": "train", "plan": "plan", "bench": "plan"}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
@@ -69,6 +71,10 @@ def _run(words: list[str]) -> int:
         from accordion.checkpoint import command as checkpoint
 
         return checkpoint.run(words[1:])
+    if command == "plan":
+        from accordion.planner import command as planner
+
+        return planner.run(words[1:])
     if command == "bench":
         from accordion.bench import command as bench
 

@@ -234,7 +234,7 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiri
         Axis(link, own_communicator(link, device), one_node=_one_node(link, device), algorithm=strategy.reduce)
         for link in (sharding, replicate)
     ]
-    watch = Watch([axis.gather for axis in axes], mesh.mesh.flatten().tolist())
+    watch = Watch([axis.gather for axis in axes], _torch.ranks_of(mesh))
     return Wiring(
         shard=axes[0],
         replicate=axes[1],
@@ -253,7 +253,7 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiri
 
 def _one_node(link: Link, device: torch.device) -> bool:
     """Whether all ranks of a link run on one host, by name."""
-    if link.num_ranks == 1:
+    if link.num_ranks == 1 or link.is_fake:
         return True
     digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
     rows = gathered_rows(torch.tensor([digest], device=device), link)

@@ -38,6 +38,7 @@ PUBLIC = {
     "load_pretrained",
     "min_params",
     "no_sync",
+    "plan",
     "save",
     "shard",
     "synchronize",
@@ -47,8 +48,10 @@ PUBLIC = {
 # Each part may import those to its right, and itself. `__init__`, `config` and `errors` are named where they matter.
 ORDER = [
     "cli",
+    "planner",
     "bench",
     "train",
+    "plan",
     "compat",
     "report",
     "shard",

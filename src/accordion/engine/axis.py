@@ -26,14 +26,14 @@ class Axis:
     ) -> None:
         self.gather, self.reduce = gather, reduce
         self.num_ranks, self.rank = gather.num_ranks, gather.rank
-        self._one_node, self._algorithm = one_node, algorithm
+        self.one_node, self._algorithm = one_node, algorithm
 
     def takes_exchange(self, cuts: Sequence[Cut], itemsize: int) -> bool:
         """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other: design 3.4."""
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
         per_peer = sum(c.shard_numel for c in cuts) * itemsize
-        return self._one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
+        return self.one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
 
 
 class Room:
@@ -58,6 +58,7 @@ class Room:
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
         self.num_bytes = self._storage.nbytes()
+        self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
         self.rows: list[Tensor] = []  # dim 0: padded rows as 1-D, where gathers arrive; else where they are copied
@@ -71,13 +72,14 @@ class Room:
             self.rows.append(rows)
 
     def open(self) -> None:
-        if self._storage.nbytes() != self.num_bytes:  # resizing to the same size would allocate anew, and copy
+        if not self._is_open:  # resizing to the same size would allocate anew, and copy
             self._storage.resize_(self.num_bytes)
+            self._is_open = True
         if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
             self.flat.data.fill_(float("nan"))
 
-    def holds(self, address: int) -> bool:
-        return self._storage.data_ptr() == address
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return _torch.storage_key(self._storage) == _torch.storage_key(storage)
 
     def close(self) -> None:
         """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
@@ -85,6 +87,7 @@ class Room:
             self.flat.data.fill_(float("nan"))
         else:
             self._storage.resize_(0)
+            self._is_open = False
 
 
 class Gathering:
@@ -280,7 +283,7 @@ class Reduction:
         if link.num_ranks == 1:
             if self._direct:
                 _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
-            if self._pack.data_ptr() != self._out_pack.data_ptr():
+            if not self._plan.sums_in_place:
                 self._out_pack.copy_(self._pack[0])
         elif self._plan.sends:
             parts = self._parts()

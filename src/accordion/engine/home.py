@@ -129,6 +129,8 @@ def own_storage(view: Tensor) -> Tensor:
     A DTensor around a view with an offset reports that offset as its address, and `copy.deepcopy` and `torch.save` of a state
     dict take it for memory, or drag the whole buffer along.
     """
+    if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
+        return view
     start = view.storage_offset() * view.itemsize
     part = view.untyped_storage()[start : start + view.numel() * view.itemsize]
     return view.new_empty(0).set_(part, 0, view.shape, view.stride())

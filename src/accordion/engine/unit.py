@@ -175,8 +175,10 @@ class Unit:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-        return address != 0 and any(g.room is not None and g.room.holds(address) for g in self.groups)
+        if tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        return any(g.room is not None and g.room.holds(storage) for g in self.groups)
 
     # -- gradients
 

@@ -1,0 +1,1 @@
+"""What a training step takes, known before launch; read api, search, predict, trace, in this order."""

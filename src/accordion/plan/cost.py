@@ -1,0 +1,51 @@
+"""How long an operator and a collective take: the slower of arithmetic and memory, latency and bytes over bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accordion.plan.events import Collective, Op
+from accordion.plan.hardware import GB, LATENCY_S, LAUNCH_S, Cluster, Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds on a cluster at assumed rates. `ranks`: by axis of the mesh. `spans_nodes`: which axes leave a node."""
+
+    cluster: Cluster
+    rates: Rates
+    ranks: dict[str, int]
+    spans_nodes: dict[str, bool]
+
+    def of(self, op: Op) -> float:
+        """Seconds of an operator on the device."""
+        gpu, rates = self.cluster.gpu, self.rates
+        by_memory = op.num_bytes / (gpu.bandwidth_gbps * GB * rates.memory)
+        if not op.flops:
+            return max(by_memory, LAUNCH_S)
+        peak = (gpu.fp32_tflops if op.dtype in ("float32", "float64") else gpu.tflops) * 1e12
+        if "attention" in op.name:
+            reached = rates.attention_backward if "backward" in op.name else rates.attention
+            return max(op.flops / (peak * reached), LAUNCH_S)
+        return max(op.flops / (peak * rates.products), by_memory, LAUNCH_S)
+
+    def of_collective(self, c: Collective) -> float:
+        """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum."""
+        num = self.ranks[c.axis]
+        if num == 1:
+            return 0.0
+        far = self.spans_nodes[c.axis]
+        gbps = self.cluster.network_gbps if far else self.cluster.gpu.link_gbps
+        sent = c.num_bytes * (num - 1) / num * (2 if c.kind == "sum" else 1)
+        return sent / (gbps * GB * self.rates.link) + LATENCY_S["network" if far else "node"]
+
+
+def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool) -> Costs:
+    """The costs of a rank of so many: one axis over all, or one inside nodes and one across."""
+    if hybrid:
+        inside = min(ranks, cluster.node)
+        sizes, far = {"shard": inside, "replicate": ranks // inside}, {"shard": False, "replicate": True}
+    else:
+        sizes = {"shard": ranks, "replicate": ranks}
+        far = dict.fromkeys(sizes, ranks > cluster.node)
+    return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far)

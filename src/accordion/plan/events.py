@@ -1,0 +1,116 @@
+"""What happens on one rank in a training step, in the order of the host's calls: plain data, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+COMPUTE = "compute"  # the stream of forward and backward
+
+
+class Category(Enum):
+    """What bytes are held for, as the plan breaks them down."""
+
+    PARAMETERS = "parameters"  # shards and masters, and the model's buffers
+    GRADIENTS = "gradients"  # full ones until they are reduced, messages of a reduce, sharded ones
+    OPTIMIZER = "optimizer"
+    GATHERED = "gathered"  # full parameters, and messages of a gather
+    ACTIVATIONS = "activations"  # all that a forward makes, recomputation too: saved tensors, logits, loss
+    OTHER = "other"  # gradients of activations, temporaries of the backward
+
+
+class Phase(Enum):
+    """Which part of a step; `STEP` is clipping, the optimizer's step and clearing of gradients."""
+
+    BUILD = "build"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class Place(NamedTuple):
+    """A part of a step that repeats from block to block: the forward or backward of one unit."""
+
+    phase: Phase
+    unit: int
+
+
+@dataclass(slots=True)
+class Alloc:
+    """Memory is taken. `number`: names it. `stream`: in whose pool the allocator keeps it."""
+
+    number: int
+    num_bytes: int
+    category: Category
+    stream: str
+    operator: str
+
+
+@dataclass(slots=True)
+class Free:
+    number: int
+
+
+@dataclass(slots=True)
+class Op:
+    """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor.
+
+    `again`: it belongs to a recomputation.
+    """
+
+    name: str
+    flops: float
+    num_bytes: int
+    dtype: str
+    stream: str
+    again: bool = False
+
+
+@dataclass(slots=True)
+class Collective:
+    """One launch. `num_bytes`: of the full tensors. `axis`: of the mesh."""
+
+    kind: str  # gather, exchange, scatter_sum, sum
+    num_bytes: int
+    axis: str  # shard or replicate
+    stream: str
+
+
+@dataclass(slots=True)
+class Launch:
+    """A flight starts on its stream, behind all that is on the compute stream now."""
+
+    flight: int
+    stream: str
+
+
+@dataclass(slots=True)
+class Land:
+    """The compute stream waits for the end of a flight."""
+
+    flight: int
+
+
+@dataclass(slots=True)
+class Enter:
+    """What follows belongs to `place`."""
+
+    place: Place
+
+
+Event = Alloc | Free | Op | Collective | Launch | Land | Enter
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """A step in its steady state. `held`: what is there before it, each with its unit (None: of no unit). `units`: names.
+
+    `substituted`, `unmodelled`: operators that stood for those of the device, and those whose memory or time is not known.
+    """
+
+    held: list[tuple[Alloc, int | None]]
+    events: list[Event]
+    units: list[str]
+    substituted: dict[str, str] = field(default_factory=dict)
+    unmodelled: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,264 @@
+"""The log of a deep model from that of a shallow one: what repeats from block to block is repeated, number by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Op, Phase, Place
+
+HEAD, TAIL = 1, 2  # blocks at either end that may differ from those between
+PERIODS = 3  # of which the middle one is repeated, once its neighbours are found equal
+
+
+def num_traced(num_blocks: int, period: int) -> int:
+    """How many of `num_blocks` equal blocks must be traced, where every `period`-th is treated alike."""
+    least = HEAD + PERIODS * period + TAIL
+    return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
+
+
+@dataclass(slots=True)
+class _Segment:
+    """The events of one place, `block` its number in the run of equal blocks (None: outside of it)."""
+
+    place: Place
+    block: int | None
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Where something numbered, memory or a flight, came to be: segment by phase and block, position in it."""
+
+    phase: Phase
+    block: int | None
+    visit: int  # of that place: accumulation comes by more than once
+    at: int
+
+
+class IrregularError(Exception):
+    """The blocks in the middle do not repeat, so the whole model must be traced."""
+
+
+def extend(log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float) -> Log:
+    """`log` of a model with `traced` equal blocks, units `first_unit` and following, as that of `total` blocks.
+
+    `optimizer_scale`: by how much the optimizer's kernels grow. Raises `IrregularError`.
+    """
+    if traced == total:
+        return log
+    return _Extension(log, first_unit, traced, total, period, optimizer_scale).log()
+
+
+class _Extension:
+    """Owns the numbers of what is made anew."""
+
+    def __init__(self, log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float) -> None:
+        self._log, self._first, self._traced, self._total, self._period = log, first_unit, traced, total, period
+        self._scale = optimizer_scale
+        self._start = HEAD + period  # the repeated period: [start, start + period)
+        self._copies = 1 + (total - traced) // period
+        self._segments = self._cut()
+        self._made, self._flights = self._find_made()
+        self._check()
+        self._next = 1 + max(
+            [a.number for a, _ in log.held]
+            + [e.number for s in self._segments for e in s.events if isinstance(e, Alloc)]
+        )
+        self._numbers: dict[tuple[int, int], int] = {}  # (number, copy) -> its own
+        self._next_flight = 1 + max(
+            [e.flight for s in self._segments for e in s.events if isinstance(e, Launch)], default=0
+        )
+        self._flight_numbers: dict[tuple[int, int], int] = {}
+
+    def log(self) -> Log:
+        events: list[Event] = []
+        for segment, copy in self._order():
+            place = segment.place
+            if segment.block is not None:
+                place = Place(place.phase, self._first + self._image(segment.block, copy))
+            elif place.unit >= self._first + self._traced:
+                place = Place(place.phase, place.unit + self._total - self._traced)
+            events.append(Enter(place))
+            for event in segment.events:
+                events.extend(self._again(event, segment, copy))
+        return replace(self._log, held=self._held(), events=events, units=self._units())
+
+    # -- segments
+
+    def _block(self, unit: int | None) -> int | None:
+        return unit - self._first if unit is not None and self._first <= unit < self._first + self._traced else None
+
+    def _cut(self) -> list[_Segment]:
+        segments: list[_Segment] = []
+        for event in self._log.events:
+            if isinstance(event, Enter):
+                segments.append(_Segment(event.place, self._block(event.place.unit), []))
+            else:
+                segments[-1].events.append(event)
+        return segments
+
+    def _visits(self) -> Iterator[tuple[_Segment, int]]:
+        """Each segment with how often its place was entered before."""
+        count: dict[Place, int] = {}
+        for segment in self._segments:
+            count[segment.place] = count.get(segment.place, -1) + 1
+            yield segment, count[segment.place]
+
+    def _find_made(self) -> tuple[dict[int, _Made], dict[int, _Made]]:
+        made: dict[int, _Made] = {}
+        flights: dict[int, _Made] = {}
+        for segment, visit in self._visits():
+            for at, event in enumerate(segment.events):
+                where = _Made(segment.place.phase, segment.block, visit, at)
+                if isinstance(event, Alloc):
+                    made[event.number] = where
+                elif isinstance(event, Launch):
+                    flights[event.flight] = where
+        return made, flights
+
+    def _is_middle(self, block: int | None) -> bool:
+        return block is not None and HEAD <= block < HEAD + PERIODS * self._period
+
+    def _is_repeated(self, block: int | None) -> bool:
+        return block is not None and self._start <= block < self._start + self._period
+
+    def _check(self) -> None:
+        """Blocks of the middle that are a period apart must do the same, event by event."""
+        shapes: dict[tuple[Phase, int, int], list[object]] = {}
+        for segment, visit in self._visits():
+            if segment.block is None or not self._is_middle(segment.block):
+                continue
+            shape = [self._shape(event, segment.block) for event in segment.events]
+            key = (segment.place.phase, visit, (segment.block - HEAD) % self._period)
+            if shapes.setdefault(key, shape) != shape:
+                raise IrregularError
+
+    def _shape(self, event: Event, block: int) -> object:
+        """What must be equal: numbers by where they were made, from here."""
+        if isinstance(event, Alloc):
+            return (Alloc, event.num_bytes, event.stream)
+        if isinstance(event, (Free, Land)):
+            where = self._made.get(event.number) if isinstance(event, Free) else self._flights.get(event.flight)
+            if where is None or where.block is None:
+                return (type(event), where)
+            return (type(event), where.phase, where.visit, where.block - block, where.at)
+        if isinstance(event, Launch):
+            return (Launch, event.stream)
+        return event
+
+    def _order(self) -> Iterator[tuple[_Segment, int]]:
+        """Segments in the order of the deep model, the repeated ones with the number of their copy."""
+        i = 0
+        while i < len(self._segments):
+            segment = self._segments[i]
+            if not self._is_repeated(segment.block):
+                yield segment, 0
+                i += 1
+                continue
+            j = i
+            while j < len(self._segments) and self._is_repeated(self._segments[j].block):
+                j += 1
+            copies = range(self._copies)
+            for copy in copies if segment.place.phase is Phase.FORWARD else reversed(copies):
+                yield from ((s, copy) for s in self._segments[i:j])
+            i = j
+
+    def _image(self, block: int, copy: int) -> int:
+        """The number in the deep model of a block of the shallow one."""
+        if self._is_repeated(block):
+            return block + copy * self._period
+        return block if block < self._start else block + self._total - self._traced
+
+    # -- events
+
+    def _again(self, event: Event, segment: _Segment, copy: int) -> Iterator[Event]:
+        if isinstance(event, Alloc):
+            yield replace(event, number=self._number(event.number, copy))
+        elif isinstance(event, Launch):
+            yield replace(event, flight=self._flight(event.flight, copy))
+        elif isinstance(event, Free):
+            for c in self._copies_meant(self._made.get(event.number), segment, copy):
+                yield Free(self._number(event.number, c))
+        elif isinstance(event, Land):
+            for c in self._copies_meant(self._flights.get(event.flight), segment, copy):
+                yield Land(self._flight(event.flight, c))
+        elif isinstance(event, Op) and segment.place.phase is Phase.STEP:
+            yield replace(event, num_bytes=int(event.num_bytes * self._scale), flops=event.flops * self._scale)
+        else:
+            yield event
+
+    def _copies_meant(self, where: _Made | None, segment: _Segment, copy: int) -> Iterator[int | _Made]:
+        """Which copy of what was made there is meant here."""
+        if where is None or where.block is None:
+            yield 0
+        elif segment.block is None:
+            yield from range(self._copies) if self._is_repeated(where.block) else (0,)
+        elif self._is_middle(segment.block):
+            meant = self._image(segment.block, copy) + where.block - segment.block
+            yield _Made(where.phase, meant, where.visit, where.at)
+        elif self._is_repeated(where.block):
+            yield 0 if segment.block < where.block else self._copies - 1
+        else:
+            yield 0
+
+    def _number(self, number: int, which: int | _Made) -> int:
+        return self._own(number, which, self._numbers, False)
+
+    def _flight(self, flight: int, which: int | _Made) -> int:
+        return self._own(flight, which, self._flight_numbers, True)
+
+    def _own(self, number: int, which: int | _Made, own: dict[tuple[int, int], int], flight: bool) -> int:
+        if isinstance(which, _Made):
+            number, which = self._resolved(which, flight)
+        if which == 0:
+            return number
+        if (number, which) not in own:
+            if flight:
+                self._next_flight += 1
+                own[number, which] = self._next_flight
+            else:
+                self._next += 1
+                own[number, which] = self._next
+        return own[number, which]
+
+    def _resolved(self, where: _Made, flight: bool) -> tuple[int, int]:
+        """(number, copy) of what the deep model makes at a place of its own."""
+        block, copy = where.block, 0
+        assert block is not None
+        if block >= self._start:
+            beyond = block - self._start
+            copy = min(beyond // self._period, self._copies - 1)
+            block -= copy * self._period
+            if not self._is_repeated(block):
+                copy = 0
+        index = self._by_place(flight)
+        return index[_Made(where.phase, block, where.visit, where.at)], copy
+
+    def _by_place(self, flight: bool) -> dict[_Made, int]:
+        if not hasattr(self, "_index"):
+            self._index = tuple({w: n for n, w in found.items()} for found in (self._made, self._flights))
+        return self._index[flight]
+
+    # -- what is there before
+
+    def _held(self) -> list[tuple[Alloc, int | None]]:
+        held: list[tuple[Alloc, int | None]] = []
+        for alloc, unit in self._log.held:
+            block = self._block(unit)
+            if block is None or unit is None:
+                moved = unit is not None and unit >= self._first + self._traced
+                held.append((alloc, unit + self._total - self._traced if moved and unit is not None else unit))
+                continue
+            for copy in range(self._copies if self._is_repeated(block) else 1):
+                number = self._number(alloc.number, copy)
+                held.append((replace(alloc, number=number), self._first + self._image(block, copy)))
+        return held
+
+    def _units(self) -> list[str]:
+        """Names of the deep model's units: numbers in the names of the blocks go on."""
+        names, first = self._log.units, self._first
+        stem, _, number = names[first].rpartition(".")
+        start = int(number) if number.isdecimal() else 0
+        blocks = [f"{stem}.{start + i}" for i in range(self._total)]
+        return [*names[:first], *blocks, *names[first + self._traced :]]

@@ -1,0 +1,140 @@
+"""Cards and links: what their makers state, and what is assumed to be reached of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from accordion.errors import UsageError
+
+GIB, GB = 2**30, 10**9
+OUTSIDE_BYTES = 2 * GIB  # of the card: context, NCCL's buffers, kernels; what torch does not count
+MARGIN = 1.05  # on what is reserved
+LATENCY_S = {"node": 20e-6, "network": 40e-6}  # of one collective, start to end, beside its bytes
+LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
+    to others in its node. `fp32_tflops`: products of float32 as torch does them by default, without TF32.
+    """
+
+    name: str
+    memory_gib: float
+    tflops: float
+    fp32_tflops: float
+    bandwidth_gbps: float
+    link: str
+    link_gbps: float
+    source: str
+
+
+def _gpu(
+    name: str, memory: float, tflops: float, fp32: float, bandwidth: float, link: str, link_gbps: float, source: str
+) -> Gpu:
+    return Gpu(
+        name=name,
+        memory_gib=memory,
+        tflops=tflops,
+        fp32_tflops=fp32,
+        bandwidth_gbps=bandwidth,
+        link=link,
+        link_gbps=link_gbps,
+        source=source,
+    )
+
+
+# Memory in GiB as the driver shows it, where known, else the data sheet's.
+GPUS: Mapping[str, Gpu] = {
+    g.name: g
+    for g in (
+        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB"),
+        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB"),
+        _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB"),
+        _gpu(
+            "h100-96",
+            94.5,
+            989,
+            67,
+            2400,
+            "NVLink 4",
+            450,
+            "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs",
+        ),
+        _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB"),
+        _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB"),
+        _gpu("mi300x", 191.5, 1307, 163, 5300, "Infinity Fabric", 448, "AMD Instinct MI300X data sheet, 192 GB"),
+        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB"),
+        _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB"),
+        _gpu(
+            "rtx5090",
+            31.4,
+            209,
+            104.8,
+            1792,
+            "PCIe 5 x16",
+            64,
+            "NVIDIA Blackwell RTX whitepaper: fp32 accumulation, 32 GB",
+        ),
+    )
+}
+NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a card
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What is reached, as a share of the peak: assumptions, to be replaced by a measured step."""
+
+    products: float
+    attention: float
+    attention_backward: float
+    memory: float
+    link: float
+
+
+# Large products, FlashAttention-2 and element-wise kernels as published for A100 and H100; a guess for all others.
+REACHED: Mapping[str, Rates] = {
+    "low": Rates(products=0.46, attention=0.30, attention_backward=0.23, memory=0.75, link=0.55),
+    "middle": Rates(products=0.55, attention=0.36, attention_backward=0.29, memory=0.85, link=0.73),
+    "high": Rates(products=0.65, attention=0.42, attention_backward=0.34, memory=0.92, link=0.89),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes."""
+
+    gpu: Gpu
+    node: int = 8
+    network_gbps: float = NETWORK_GBPS
+
+    @property
+    def card_bytes(self) -> int:
+        return int(self.gpu.memory_gib * GIB)
+
+
+def gpu_named(
+    name: str,
+    memory_gib: float | None = None,
+    tflops: float | None = None,
+    bandwidth_gbps: float | None = None,
+    link_gbps: float | None = None,
+) -> Gpu:
+    """The card of that name, corrected by what is given; all four describe one that is not in the table. Raises `UsageError`."""
+    given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth_gbps": bandwidth_gbps, "link_gbps": link_gbps}
+    told = {key: value for key, value in given.items() if value is not None}
+    for key, value in told.items():
+        if not 0 < value < 1e6:
+            raise UsageError(f"{key} is {value:g}; it takes a positive number.")
+    key = name.lower().replace("_", "-").replace(" ", "")
+    if key in GPUS:
+        return replace(GPUS[key], **told)  # type: ignore[arg-type]
+    if len(told) == len(given):
+        return Gpu(name=name, fp32_tflops=told["tflops"] / 16, link="as given", source="as given", **told)
+    near = get_close_matches(key, GPUS, n=3, cutoff=0.3) or list(GPUS)
+    raise UsageError(
+        f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it with "
+        "--gpu-memory-gib, --gpu-tflops, --gpu-bandwidth-gbps and --link-gbps."
+    )

@@ -1,0 +1,131 @@
+"""What is live when, and the most of it: a walk over a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, Phase, Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """Memory that is live at the peak, by the operator and category that took it."""
+
+    operator: str
+    category: str
+    num_bytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes that are live at once. `unit`, `operator`: where the step is then. `at`: index in the log's events.
+
+    `held_bytes`: between steps. `highest`: the most of each category at any time.
+    """
+
+    num_bytes: int
+    breakdown: dict[str, int]
+    phase: str
+    unit: str
+    operator: str
+    live: tuple[Holding, ...]
+    held_bytes: int
+    at: int
+    highest: dict[str, int]
+
+
+def peak_of(log: Log) -> Peak:
+    """The peak of allocated bytes in a step, and what they are."""
+    total = held = sum(a.num_bytes for a, _ in log.held)
+    live = {a.number: a for a, _ in log.held}
+    now = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
+    highest = dict(now)
+    best, best_at = total, -1
+    for i, event in enumerate(log.events):
+        if isinstance(event, Alloc):
+            live[event.number] = event
+            total += event.num_bytes
+            now[event.category] += event.num_bytes
+            highest[event.category] = max(highest[event.category], now[event.category])
+            if total > best:
+                best, best_at = total, i
+        elif isinstance(event, Free):
+            gone = live.pop(event.number)
+            total -= gone.num_bytes
+            now[gone.category] -= gone.num_bytes
+    return _peak_at(log, best, best_at, held, {c.value: n for c, n in highest.items()})
+
+
+def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, int]) -> Peak:
+    live = {a.number: a for a, _ in log.held}
+    place = Place(Phase.FORWARD, -1)
+    for event in log.events[: at + 1]:
+        if isinstance(event, Alloc):
+            live[event.number] = event
+        elif isinstance(event, Free):
+            del live[event.number]
+        elif isinstance(event, Enter):
+            place = event.place
+    last = log.events[at] if at >= 0 else None
+    breakdown = {c.value: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
+    return Peak(
+        num_bytes=num_bytes,
+        breakdown=breakdown,
+        phase=place.phase.value,
+        unit=name_of(place, log.units),
+        operator=last.operator if isinstance(last, Alloc) else "",
+        live=_largest(list(live.values())),
+        held_bytes=held,
+        at=at,
+        highest=highest,
+    )
+
+
+def name_of(place: Place, units: Sequence[str]) -> str:
+    if place.unit < 0:
+        return "(loss)" if place.phase is Phase.BACKWARD else ""
+    return units[place.unit] or "(root)"
+
+
+def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for a in allocs:
+        groups.setdefault((a.operator, a.category.value), []).append(a.num_bytes)
+    found = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
+    return tuple(sorted(found, key=lambda h: -h.num_bytes)[:12])
+
+
+def curve_of(log: Log, points: int = 1500) -> list[tuple[Place, dict[str, int]]]:
+    """Live bytes by category along a step, thinned to so many points; each is the largest of its stretch."""
+    live = {c.value: 0 for c in Category}
+    known: dict[int, Alloc] = {}
+    for a, _ in log.held:
+        known[a.number] = a
+        live[a.category.value] += a.num_bytes
+    place, total, curve = Place(Phase.FORWARD, -1), sum(live.values()), list[tuple[Place, dict[str, int]]]()
+    changes = sum(isinstance(e, (Alloc, Free)) for e in log.events)
+    stretch = max(1, changes // points)
+    best, seen = (total, place, dict(live)), 0
+    for event in log.events:
+        if isinstance(event, Enter):
+            place = event.place
+            continue
+        if isinstance(event, Alloc):
+            known[event.number] = event
+            live[event.category.value] += event.num_bytes
+            total += event.num_bytes
+        elif isinstance(event, Free):
+            gone = known.pop(event.number)
+            live[gone.category.value] -= gone.num_bytes
+            total -= gone.num_bytes
+        else:
+            continue
+        if total > best[0]:
+            best = (total, place, dict(live))
+        seen += 1
+        if seen % stretch == 0:
+            curve.append(best[1:])
+            best = (total, place, dict(live))
+    return curve

@@ -1,0 +1,181 @@
+"""The models that a plan is made for: presets, transformers configurations, and what repeats in any module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+from accordion.plan.trace import Subject
+from accordion.units import UnitChoice, choose_units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A Llama's, from the configuration that its makers published."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocab: int = 128256
+    tied: bool = False
+
+
+PRESETS: Mapping[str, Shape] = {
+    "llama3-405b": Shape(hidden=16384, layers=126, heads=128, kv_heads=8, mlp=53248),
+    "llama3-70b": Shape(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672),
+    "llama3-8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+    "llama3-3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, mlp=8192, tied=True),
+    "llama3-1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, tied=True),
+    "llama2-13b": Shape(hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824, vocab=32000),
+    "llama2-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000),
+    "mistral-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=32768),
+}
+
+
+def configuration(model: str, seq: int) -> Any:
+    """What transformers builds a model from: a preset, a folder with a config.json, or that file. Raises `UsageError`."""
+    if find_spec("transformers") is None:
+        raise UsageError("a model by name or configuration needs transformers; pip install 'accordion[plan]'.")
+    if model in PRESETS:
+        return _llama(PRESETS[model], seq)
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        missing = (
+            f"the folder {model!r} has no config.json"
+            if path.is_dir()
+            else f"model {model!r} is no file, folder or preset"
+        )
+        raise UsageError(f"{missing}; {nearest(model, PRESETS)}")
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model {model!r}: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(described, dict) or not isinstance(described.get("model_type"), str):
+        raise UsageError(f"model {model!r}: {file} names no model_type, so it is no transformers configuration.")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**described)
+    except Exception as error:  # transformers checks its configurations with errors of many kinds
+        raise UsageError(f"model {model!r}: {_brief(error)}") from None
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and seq > longest:
+        raise UsageError(
+            f"seq is {seq}, longer than the {longest} positions of {model!r}; take --seq {longest} or less."
+        )
+    return config
+
+
+def _llama(shape: Shape, seq: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=max(8192, seq),
+        tie_word_embeddings=shape.tied,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."
+
+
+def language_model(config: Any, where: str) -> nn.Module:
+    """The causal language model of a configuration on the meta device, in float32. Raises `UsageError`."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
+        raise UsageError(f"{where} is no causal language model that transformers can build: {_brief(error)}") from None
+    return model.train()
+
+
+def language_subject(config: Any, where: str, micro_batch: int, seq: int) -> Subject:
+    """Training on text as `accordion train` does it: logits in float32 in the loss, no cache of keys."""
+    vocab = int(config.get_text_config().vocab_size)
+    return Subject(
+        make=partial(language_model, config, where),
+        batch=partial(_tokens, micro_batch, seq, vocab),
+        loss=_token_loss,
+    )
+
+
+def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, each (micro_batch, seq)."""
+    both = torch.randint(vocab, (2, micro_batch, seq))
+    return both[0], both[1]
+
+
+def _token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    tokens, labels = batch
+    logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+# -- what repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Equal blocks in one container. `container`: its name. `first_unit`: index of the first block's unit."""
+
+    container: str
+    count: int
+    first_unit: int
+
+
+def longest_run(model: nn.Module, units: UnitChoice) -> Run | None:
+    """The most equal units that follow each other in one list; None where no two do."""
+    chosen = choose_units(model, units)
+    runs: list[tuple[int, int]] = []  # first unit, count
+    last: object = None
+    for i, (name, module) in enumerate(chosen[1:], 1):
+        container = name.rpartition(".")[0]
+        holder = model.get_submodule(container)
+        kind = (container, type(module), tuple((n, p.shape, p.requires_grad) for n, p in module.named_parameters()))
+        listed = isinstance(holder, (nn.ModuleList, nn.Sequential)) and name == f"{container}.{_place(holder, module)}"
+        if listed and kind == last:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        elif listed:
+            runs.append((i, 1))
+        last = kind if listed else None
+    first, count = max(runs, key=lambda run: run[1], default=(0, 0))
+    if count < 2:
+        return None
+    container = chosen[first][0].rpartition(".")[0]
+    holder = model.get_submodule(container)
+    return Run(container=container, count=count, first_unit=first) if len(list(holder.children())) == count else None
+
+
+def _place(holder: nn.Module, module: nn.Module) -> int:
+    return next(i for i, child in enumerate(holder.children()) if child is module)
+
+
+def shortened(model: nn.Module, run: Run, count: int) -> nn.Module:
+    """`model` with the first `count` blocks of a run alone, changed in place."""
+    holder: Any = model.get_submodule(run.container)
+    del holder[count:]
+    return model

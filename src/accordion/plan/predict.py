@@ -1,0 +1,99 @@
+"""One configuration on one cluster: traced, replayed and timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from accordion.config import checkpointing_named
+from accordion.plan.allocator import reserved_bytes
+from accordion.plan.cost import costs_of
+from accordion.plan.events import Log
+from accordion.plan.extend import IrregularError, extend, num_traced
+from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.memory import Peak, peak_of
+from accordion.plan.models import Run as Blocks
+from accordion.plan.models import longest_run, shortened
+from accordion.plan.simulate import Step, simulate
+from accordion.plan.trace import Run, Subject, trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """`reserved_bytes`: by how the allocator takes memory. `needed_bytes`: of the card: the larger of both with a margin, and
+    what is outside of torch.
+    """
+
+    peak: Peak
+    reserved_bytes: dict[str, int]
+
+    @property
+    def largest_reserved(self) -> int:
+        return max(self.reserved_bytes.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        return int(self.largest_reserved * MARGIN) + OUTSIDE_BYTES
+
+    def fits(self, cluster: Cluster) -> bool:
+        return self.needed_bytes < cluster.card_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a configuration takes on a cluster. `steps`: by assumed rates, low, middle and high. `traced_blocks`: of how many."""
+
+    run: Run
+    log: Log
+    memory: Memory
+    steps: dict[str, Step]
+    traced_blocks: str
+
+
+def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]:
+    """The log of a step, and how many blocks were traced for it: some of the equal ones where `quick` and that is exact."""
+    model = subject.make()
+    blocks = longest_run(model, run.sharding.get("units"))
+    if not quick or blocks is None or run.optimizer == "adamw_foreach":
+        return trace(subject, run), "all blocks"
+    period = max(1, checkpointing_named(run.sharding.get("checkpoint_activations", "none")).every)
+    count = num_traced(blocks.count, period)
+    if count == blocks.count:
+        return trace(subject, run), "all blocks"
+    whole = _num_elements(model)
+    short = replace(subject, make=partial(_short, subject, blocks, count))
+    try:
+        log = trace(short, run)
+        extended = extend(log, blocks.first_unit, count, blocks.count, period, whole / _num_elements(short.make()))
+    except (IrregularError, IndexError, KeyError):
+        return trace(subject, run), "all blocks"
+    return extended, f"{count} of {blocks.count} equal blocks"
+
+
+def _short(subject: Subject, blocks: Blocks, count: int) -> nn.Module:
+    return shortened(subject.make(), blocks, count)
+
+
+def _num_elements(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def memory_of(log: Log) -> Memory:
+    reserved = {
+        "expandable_segments": reserved_bytes(log, expandable=True),
+        "classic": reserved_bytes(log, expandable=False),
+    }
+    return Memory(peak=peak_of(log), reserved_bytes=reserved)
+
+
+def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:
+    """A step at each of the assumed rates."""
+    return {name: simulate(log, costs_of(cluster, r, run.ranks, run.strategy.hybrid)) for name, r in REACHED.items()}
+
+
+def predict(subject: Subject, run: Run, cluster: Cluster, *, quick: bool = True) -> Prediction:
+    """Trace one configuration and work out its memory and time. Raises `UsageError`."""
+    log, traced = log_of(subject, run, quick=quick)
+    return Prediction(run=run, log=log, memory=memory_of(log), steps=steps_of(log, run, cluster), traced_blocks=traced)

@@ -1,0 +1,171 @@
+"""What a plan says, as plain data and as text: for the screen, JSON and the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accordion.plan.events import Log
+from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.search import Candidate, Found, Space
+
+NOT_KNOWN = (
+    "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "
+    "waiting for data and for the host"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer. `found`: every candidate. `log`: of the best one, or of the one that comes closest. `num_params`: in all.
+
+    `measured_s`: time of a step that calibrates the rest, in seconds.
+    """
+
+    model: str
+    cluster: Cluster
+    space: Space
+    found: Found
+    log: Log | None
+    num_params: int
+
+    @property
+    def chosen(self) -> Candidate:
+        """The fastest that fits, or what comes closest to fitting."""
+        if self.found.best is not None:
+            return self.found.best
+        asked = max(self.space.gpus)
+        return min((c for c in self.found.candidates if c.choice.gpus == asked), key=lambda c: c.needed_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.found.best is not None
+
+    def mfu(self, c: Candidate, rate: str = "middle") -> float:
+        """Useful operations over the card's bf16 peak, recomputation left out."""
+        assert c.steps is not None
+        return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON holds: the chosen configuration, and each other under `candidates`."""
+        chosen = self.chosen
+        others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
+        fewest = None if self.found.fewest is None else self._config(self.found.fewest)
+        return {
+            **self._entry(chosen),
+            "fewest_gpus": fewest,
+            "model": {"name": self.model, "num_params": self.num_params},
+            "hardware": {
+                "gpu": self.cluster.gpu.name,
+                "memory_bytes": self.cluster.card_bytes,
+                "source": self.cluster.gpu.source,
+                "ranks_in_a_node": self.cluster.node,
+            },
+            "peak": self._peak(chosen),
+            "ranges": self._ranges(chosen),
+            "assumed": self.assumptions(),
+            "candidates": others,
+        }
+
+    def _entry(self, c: Candidate) -> dict[str, Any]:
+        memory, steps = c.memory, c.steps
+        if memory is None or steps is None:
+            keys = ("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s")
+            nothing = dict.fromkeys((*keys, "tokens_per_s_per_gpu", "mfu"))
+            return {"fits": False, **nothing, "config": self._config(c), "least_bytes": c.least_bytes}
+        step = steps["middle"]
+        return {
+            "fits": c.fits,
+            "peak_allocated_bytes": memory.peak.num_bytes,
+            "peak_reserved_bytes": memory.largest_reserved,
+            "breakdown_bytes": memory.peak.breakdown,
+            "step_s": step.seconds,
+            "exposed_comm_s": step.exposed_s,
+            "tokens_per_s_per_gpu": c.tokens_per_s(self.space.tokens, self.space.accumulate),
+            "mfu": self.mfu(c),
+            "config": self._config(c),
+        }
+
+    def _config(self, c: Candidate) -> dict[str, Any]:
+        return {
+            "strategy": c.choice.strategy,
+            "checkpoint_activations": c.choice.checkpoint_activations,
+            "micro_batch": c.choice.micro_batch,
+            "accumulate": self.space.accumulate,
+            "gpus": c.choice.gpus,
+            "optimizer": self.space.optimizer,
+        }
+
+    def _peak(self, c: Candidate) -> dict[str, Any] | None:
+        if c.memory is None:
+            return None
+        peak = c.memory.peak
+        return {"phase": peak.phase, "unit": peak.unit, "operator": peak.operator}
+
+    def _ranges(self, c: Candidate) -> dict[str, Any] | None:
+        if c.memory is None or c.steps is None:
+            return None
+        rates = {name: c.tokens_per_s(self.space.tokens, self.space.accumulate, name) for name in c.steps}
+        return {
+            "reserved_bytes": c.memory.reserved_bytes,
+            "needed_bytes": c.memory.needed_bytes,
+            "step_s": {name: step.seconds for name, step in c.steps.items()},
+            "tokens_per_s_per_gpu": rates,
+        }
+
+    def assumptions(self) -> dict[str, Any]:
+        """What the figures rest on."""
+        return {
+            "torch": torch.__version__,
+            "time": "uncalibrated: rates assumed, no step measured",
+            "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
+            "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the card's memory",
+            "optimizer": self.space.optimizer,
+            "substituted": {} if self.log is None else self.log.substituted,
+            "unmodelled": {} if self.log is None else self.log.unmodelled,
+            "not_known": NOT_KNOWN,
+        }
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.1f}"
+
+
+TEXTBOOK = (("parameters, bf16", 2), ("gradients, bf16", 2), ("Adam's two moments, float32", 8))
+MASTER = ("masters, float32", 4)
+
+
+def explanation(plan: Plan) -> list[tuple[str, str, str]]:
+    """(line, by hand, traced): the textbook's arithmetic beside what the trace counted on one rank."""
+    n, chosen = plan.num_params, plan.chosen
+    gpus = chosen.choice.gpus
+    per_param = sum(size for _, size in TEXTBOOK)
+    lines = [("example: 70 B parameters", _sizes(70e9, per_param, (1, 8, 16)), "")]
+    lines.append((f"this model: {n / 1e9:.2f} B parameters", _sizes(n, per_param, (1, gpus)), ""))
+    lines += [(f"  {name}", f"{size} B x {n:,} = {n * size / 1e9:,.1f} GB", "") for name, size in (*TEXTBOOK, MASTER)]
+    lines.append(("with float32 masters", _sizes(n, per_param + MASTER[1], (1, gpus)), ""))
+    if chosen.memory is None:
+        return lines
+    highest, at_peak = chosen.memory.peak.highest, chosen.memory.peak.breakdown
+    by_hand: Mapping[str, str] = {
+        "parameters": f"4 B x {n:,} / {gpus} = {4 * n / gpus / GIB:,.2f} GiB, as masters",
+        "gradients": f"4 B x {n:,} / {gpus} = {4 * n / gpus / GIB:,.2f} GiB at the end of the backward, reduced in float32",
+        "optimizer": f"8 B x {n:,} / {gpus} = {8 * n / gpus / GIB:,.2f} GiB",
+        "gathered": "full parameters of the units that stand: one and the next, the root and the last",
+        "activations": "not in the textbook: what the backward needs, logits and loss",
+        "other": "not in the textbook: gradients of activations, temporaries, workspaces",
+    }
+    for key, text in by_hand.items():
+        traced = f"most {highest[key] / GIB:,.2f} GiB, at the peak {at_peak[key] / GIB:,.2f}"
+        lines.append((key, text, traced))
+    lines.append(("peak, allocated", "", f"{chosen.memory.peak.num_bytes / GIB:,.2f} GiB"))
+    return lines
+
+
+def _sizes(num_params: float, size: int, gpus: Sequence[int]) -> str:
+    total = num_params * size / 1e9
+    on = [f"{total / n:,.1f}".removesuffix(".0") + f" GB on {n} GPUs" for n in dict.fromkeys(gpus) if n > 1]
+    return ", ".join([f"{size} B each: " + f"{total:,.1f}".removesuffix(".0") + " GB", *on])

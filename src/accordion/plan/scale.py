@@ -1,0 +1,72 @@
+"""Logs of other micro-batches and numbers of ranks from three that were traced: sizes are straight lines in both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accordion.plan.events import Alloc, Collective, Event, Log, Op
+
+
+class UnlikeError(Exception):
+    """The logs differ in more than sizes."""
+
+
+@dataclass(slots=True)
+class Family:
+    """Owns three logs that differ in sizes alone. `base`: (micro-batch, ranks, log); `more`: a larger micro-batch of the same
+    ranks; `fewer`: fewer ranks with the same micro-batch. Raises `UnlikeError`.
+    """
+
+    base: tuple[int, int, Log]
+    more: tuple[int, Log] | None
+    fewer: tuple[int, Log] | None
+
+    def __post_init__(self) -> None:
+        shape = _shape(self.base[2])
+        for other in (self.more, self.fewer):
+            if other is not None and _shape(other[1]) != shape:
+                raise UnlikeError
+
+    def at(self, micro_batch: int, ranks: int) -> Log:
+        """The log of another micro-batch and another number of ranks."""
+        batch, num, log = self.base
+        along = 0.0 if self.more is None else (micro_batch - batch) / (self.more[0] - batch)
+        across = 0.0 if self.fewer is None else (1 / ranks - 1 / num) / (1 / self.fewer[0] - 1 / num)
+        more = log if self.more is None else self.more[1]
+        fewer = log if self.fewer is None else self.fewer[1]
+        held = [
+            (_between(a, b, c, along, across), unit)
+            for (a, unit), (b, _), (c, _) in zip(log.held, more.held, fewer.held, strict=True)
+        ]
+        events: list[Event] = [
+            _between(a, b, c, along, across) for a, b, c in zip(log.events, more.events, fewer.events, strict=True)
+        ]
+        return replace(log, held=held, events=events)
+
+
+def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Any:
+    if not isinstance(a, (Alloc, Op, Collective)):
+        return a
+    num_bytes = round(a.num_bytes + along * (b.num_bytes - a.num_bytes) + across * (c.num_bytes - a.num_bytes))
+    num_bytes = max(1, num_bytes)
+    if isinstance(a, Op):
+        flops = a.flops + along * (b.flops - a.flops) + across * (c.flops - a.flops)
+        return Op(a.name, flops, num_bytes, a.dtype, a.stream, a.again)
+    return replace(a, num_bytes=num_bytes)
+
+
+def _shape(log: Log) -> Sequence[object]:
+    """All but the sizes."""
+    shape: list[object] = [alloc.number for alloc, _ in log.held]
+    for event in log.events:
+        if isinstance(event, Alloc):
+            shape.append((event.number, event.stream))
+        elif isinstance(event, Op):
+            shape.append(event.name)
+        elif isinstance(event, Collective):
+            shape.append((event.kind, event.axis))
+        else:
+            shape.append(event)
+    return shape

@@ -1,0 +1,90 @@
+"""The streams of a rank, event by event: what computes, what communicates, and what waits for what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from accordion.plan.cost import Costs
+from accordion.plan.events import COMPUTE, Collective, Enter, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.memory import name_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What a stream does from `start_s` for `seconds`, for the picture."""
+
+    stream: str
+    label: str
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """`exposed_s`: how long the compute stream waited for others. `flops`: of products and attention, recomputation left out."""
+
+    seconds: float
+    exposed_s: float
+    flops: float
+    by_kind: dict[str, float]
+    lanes: tuple[Stretch, ...]
+
+
+def simulate(log: Log, costs: Costs) -> Step:
+    """Run a log on streams that work side by side. A flight starts behind the compute stream's work so far, ends in order on
+    its stream, and the compute stream waits where it lands, as the engine has it.
+    """
+    now: dict[str, float] = defaultdict(float)  # until when each stream is busy
+    ends: dict[int, float] = {}  # of flights; of the one that runs on a stream, so far
+    running: dict[str, int] = {}
+    exposed = flops = 0.0
+    by_kind: dict[str, float] = defaultdict(float)
+    lanes, place = _Lanes(), Place(Phase.FORWARD, -1)
+    for event in log.events:
+        if isinstance(event, Enter):
+            place = event.place
+        elif isinstance(event, Launch):
+            now[event.stream] = max(now[event.stream], now[COMPUTE])
+            running[event.stream], ends[event.flight] = event.flight, now[event.stream]
+        elif isinstance(event, Land):
+            waited = max(0.0, ends.get(event.flight, 0.0) - now[COMPUTE])
+            exposed += waited
+            now[COMPUTE] += waited
+        elif isinstance(event, (Op, Collective)):
+            kind = event.kind if isinstance(event, Collective) else kind_of(event)
+            seconds = costs.of_collective(event) if isinstance(event, Collective) else costs.of(event)
+            lanes.add(
+                event.stream, f"{place.phase.value} {name_of(place, log.units)}".strip(), now[event.stream], seconds
+            )
+            now[event.stream] += seconds
+            by_kind[kind] += seconds
+            flops += 0.0 if isinstance(event, Collective) or event.again else event.flops
+            if event.stream in running:
+                ends[running[event.stream]] = now[event.stream]
+    total = max(now.values(), default=0.0)
+    exposed += total - now[COMPUTE]
+    return Step(seconds=total, exposed_s=exposed, flops=flops, by_kind=dict(by_kind), lanes=tuple(lanes.found))
+
+
+def kind_of(op: Op) -> str:
+    if op.flops:
+        return "attention" if "attention" in op.name else "products"
+    return "optimizer" if "adam" in op.name or "sgd" in op.name else "element-wise"
+
+
+class _Lanes:
+    """Owns the stretches; work of one place on one stream that follows on itself is one."""
+
+    def __init__(self) -> None:
+        self.found: list[Stretch] = []
+        self._last: dict[str, int] = {}
+
+    def add(self, stream: str, label: str, start_s: float, seconds: float) -> None:
+        last = self._last.get(stream)
+        if last is not None and self.found[last].label == label:
+            begun = self.found[last].start_s
+            self.found[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
+            return
+        self._last[stream] = len(self.found)
+        self.found.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))

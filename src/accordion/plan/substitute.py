@@ -1,0 +1,127 @@
+"""Operators whose form on CPU keeps other bytes than a GPU's: what stands for them in a trace, and known workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+FLASH_HEAD = 256  # FlashAttention-2 takes heads up to this size, in half precision
+ALIGN = 8  # elements: what it pads heads to
+
+
+_plain_attention = F.scaled_dot_product_attention
+
+
+class Substitutes:
+    """Puts the operators that CUDA would run in the place of the CPU's. Owns the notes on what it did and could not do.
+
+    By name, in torch.nn.functional: a mode that overrides functions is off while a backward recomputes.
+    """
+
+    def __init__(self) -> None:
+        self.substituted: dict[str, str] = {}
+        self.unmodelled: dict[str, str] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {(place, name): getattr(place, name) for place, name in STAND_INS}
+        for (place, name), stand_in in STAND_INS.items():
+            setattr(place, name, partial(stand_in, self))
+        try:
+            yield
+        finally:
+            for (place, name), function in before.items():
+                setattr(place, name, function)
+
+    def attention(
+        self,
+        query: Tensor,  # (batch, heads, seq, head)
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        name, half, head = "scaled_dot_product_attention", query.dtype.itemsize == 2, query.shape[-1]
+        if attn_mask is None and half and query.dim() == 4 and head <= FLASH_HEAD:
+            self.substituted[name] = "FlashAttention-2"
+            pad = -head % ALIGN
+            q, k, v = (F.pad(t, (0, pad)) if pad else t for t in (query, key, value))
+            out: Tensor = _aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal, scale=scale or head**-0.5
+            )[0]
+            return out[..., :head] if pad else out
+        if query.dim() == 4 and (not enable_gqa or query.shape[1] == key.shape[1]):
+            self.substituted[name] = "memory-efficient attention"
+            bias = None if attn_mask is None else self._bias(attn_mask, query, key)
+            return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+                query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )[0]
+        self.unmodelled[name] = "falls back to plain products, as traced on CPU"
+        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """What the kernel adds to the scores: a mask of booleans becomes numbers of the query's dtype."""
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
+        return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+    def rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        self.substituted["rms_norm"] = "the fused kernel"
+        return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-any-return,no-untyped-call]
+
+    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return x
+        self.substituted["dropout"] = "the fused kernel, a mask of one byte an element"
+        return _aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Takes and keeps what the fused kernel does: the input, one float32 a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
+        rstd = x.new_empty(x.shape[: x.dim() - num_dims], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return grads[0] * x, None if weight is None else torch.empty_like(weight), None
+
+
+STAND_INS: Mapping[tuple[Any, str], Callable[..., Any]] = {
+    (F, "scaled_dot_product_attention"): Substitutes.attention,
+    (F, "rms_norm"): Substitutes.rms_norm,
+    (torch, "rms_norm"): Substitutes.rms_norm,
+    (F, "dropout"): Substitutes.dropout,
+}
+
+
+def _flash_backward(args: Any) -> int:
+    """FlashAttention-2 adds the query's gradient up in float32; with fewer key heads it makes theirs for each query head."""
+    query, key = args[1], args[2]
+    rounded = -(-query.shape[2] // 128) * 128
+    sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
+    expanded = 0
+    if key.shape[1] != query.shape[1]:
+        expanded = 2 * key.shape[0] * query.shape[1] * prod(key.shape[2:]) * key.itemsize
+    return int(sums + expanded)
+
+
+CUDA_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+}
+"""Memory that an operator takes for itself on CUDA, by its arguments; what no trace sees. Read in torch 2.13's sources."""

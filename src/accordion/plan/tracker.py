@@ -1,0 +1,215 @@
+"""The mode that sees every storage, kernel and collective of one rank, and writes them into a log."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from accordion import _torch
+from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
+
+_Mode: Any = _torch.DispatchMode
+READS_FEW_ROWS = (
+    "aten.embedding.default",
+    "aten.index_select.default",
+    "aten.gather.default",
+    "aten.nll_loss_forward.default",
+)
+NO_KERNEL = (
+    "aten.detach",
+    "aten.empty",
+    "aten.new_empty",
+    "aten.as_strided",
+    "aten.lift",
+    "aten._unsafe_view",
+    "aten.set_",
+)
+BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
+
+
+class Tracker(_Mode):  # type: ignore[misc]
+    """Owns the log. The inside of operators is not seen: workspaces are added where they are known (`workspaces`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.phase, self.stream = Phase.BUILD, COMPUTE
+        self.category: Category | None = None
+        self.live: dict[int, Alloc] = {}  # by key of the storage
+        self._deaths: dict[int, weakref.ref[Any]] = {}
+        self._operator = ""
+        self._count = 0
+        self._paused = 0
+        self.num_live_bytes = 0
+        self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
+        self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
+        self._flights = 0
+
+    # -- what the driver says
+
+    def enter(self, phase: Phase, unit: int = -1) -> None:
+        self.phase = phase
+        self.events.append(Enter(Place(phase, unit)))
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextmanager
+    def taken_for(self, category: Category) -> Iterator[None]:
+        """Memory taken meanwhile is of this category."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile is no part of the run."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def belongs(self, tensors: Any, category: Category) -> None:
+        """The memory of these tensors turns out to be of a category."""
+        for storage in storages_of(tensors):
+            alloc = self.live.get(_torch.storage_key(storage))
+            if alloc is not None:
+                alloc.category = category
+
+    def collective(self, kind: str, num_bytes: int, axis: str) -> None:
+        self.events.append(Collective(kind, num_bytes, axis, self.stream))
+
+    def next_flight(self) -> int:
+        self._flights += 1
+        return self._flights
+
+    def workspace(self, num_bytes: int) -> None:
+        """Memory that the operator under way takes and gives back."""
+        if num_bytes > 0:
+            self._count += 1
+            self.events.append(Alloc(self._count, num_bytes, Category.OTHER, self.stream, self._operator))
+            self.events.append(Free(self._count))
+
+    # -- what is seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come back here
+        kwargs = kwargs or {}
+        if self._paused or func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._operator = str(func)
+        for storage in storages_of((args, kwargs)):
+            self._meet(storage)
+        out = func(*args, **kwargs)
+        self._operator = str(func)
+        for storage in storages_of(out):
+            self._meet(storage)
+        if self._operator in self.workspaces:
+            self.workspace(self.workspaces[self._operator](args))
+        self._record(func, args, kwargs, out)
+        return out
+
+    def __enter__(self) -> Tracker:
+        patched: Any = torch.UntypedStorage
+        plain = self._resize = patched.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            key = _torch.storage_key(storage)
+            known = key in self._deaths
+            result = plain(storage, size)
+            if known and not self._paused:
+                self._operator = "resize_"
+                self._release(key)
+                self._take(key, size, Category.GATHERED)
+            return result
+
+        patched.resize_ = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        patched: Any = torch.UntypedStorage
+        patched.resize_ = self._resize
+        super().__exit__(*error)
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key = _torch.storage_key(storage)
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._take(key, storage.nbytes(), self._category())
+
+    def _category(self) -> Category:
+        if self.category is not None:
+            return self.category
+        if self._recomputes():
+            return Category.ACTIVATIONS
+        return BY_PHASE.get(self.phase, Category.OTHER)
+
+    def _recomputes(self) -> bool:
+        return self.phase is Phase.BACKWARD and torch.is_grad_enabled()
+
+    def _take(self, key: int, num_bytes: int, category: Category) -> None:
+        if num_bytes:
+            self._count += 1
+            alloc = Alloc(self._count, num_bytes, category, self.stream, self._operator)
+            self.live[key] = alloc
+            self.num_live_bytes += num_bytes
+            self.events.append(alloc)
+
+    def _release(self, key: int) -> None:
+        alloc = self.live.pop(key, None)
+        if alloc is not None:
+            self.num_live_bytes -= alloc.num_bytes
+            self.events.append(Free(alloc.number))
+
+    def _forget(self, key: int) -> None:
+        self._release(key)
+        self._deaths.pop(key, None)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = str(func)
+        if getattr(func, "is_view", False) or name.startswith(NO_KERNEL):
+            return
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if not given and not made:
+            return
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
+        flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+        if flops and "attention" in name and _torch.argument_of(func, "is_causal", args, kwargs):
+            flops /= 2  # torch counts it whole
+        written = sum(map(_num_bytes, made))
+        read = written if name in READS_FEW_ROWS else sum(map(_num_bytes, given))
+        floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
+        self.events.append(
+            Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream, self._recomputes())
+        )
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of the memory behind a tensor: what is expanded is read once."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    """Storages of the tensors in a tree that are not on the meta device."""
+    found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in found]
+    return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]

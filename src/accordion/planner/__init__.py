@@ -1,0 +1,1 @@
+"""The command line of `accordion.plan`: what it reads, shows and writes."""

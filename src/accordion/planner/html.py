@@ -1,0 +1,150 @@
+"""A plan as one HTML file that needs nothing beside it: memory in a step, the streams, and the map of choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import plotly.graph_objects as go  # type: ignore[import-untyped]
+from plotly.io import to_html  # type: ignore[import-untyped]
+
+from accordion.bench.page import Page, Table
+from accordion.errors import UsageError
+from accordion.plan.cost import costs_of
+from accordion.plan.events import Category
+from accordion.plan.hardware import GIB, REACHED
+from accordion.plan.memory import curve_of, name_of
+from accordion.plan.result import Plan, gib
+from accordion.plan.search import Candidate
+from accordion.plan.simulate import Stretch, simulate
+from accordion.planner.pages import of_plan
+
+HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
+th:first-child, td:first-child {{ text-align: left }} li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
+</style></head><body><h1>{title}</h1>"""
+LANES = ("reduce", "gather", "compute")
+
+
+def write(plan: Plan, path: Path) -> None:
+    """Write the page. Raises `UsageError` where the file cannot be written."""
+    try:
+        path.write_text(as_html(plan), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"html {str(path)!r} cannot be written: {error.strerror}.") from None
+
+
+def as_html(plan: Plan) -> str:
+    """The whole page, plotly's script included once."""
+    page = of_plan(plan, explain=True)
+    charts = [*([memory_chart(plan), lanes_chart(plan)] if plan.log is not None else []), map_chart(plan)]
+    drawn = [
+        to_html(chart, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}", config={"responsive": True})
+        for i, chart in enumerate(charts)
+    ]
+    return HEAD.format(title=escape(page.title)) + "".join([*drawn, *_tables(page)]) + "</body></html>\n"
+
+
+def peak_label(plan: Plan) -> str:
+    """Where and how high the peak is, as JSON has it."""
+    memory = plan.chosen.memory
+    assert memory is not None
+    peak = memory.peak
+    where = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
+    return f"peak {gib(peak.num_bytes)} GiB: {where}"
+
+
+def memory_chart(plan: Plan) -> go.Figure:
+    """Allocated bytes by category along a step, stacked, the peak named."""
+    assert plan.log is not None
+    curve = curve_of(plan.log)
+    names = [f"{place.phase.value} {name_of(place, plan.log.units)}".strip() for place, _ in curve]
+    chart = go.Figure()
+    for category in Category:
+        values = [live[category.value] / GIB for _, live in curve]
+        chart.add_trace(
+            go.Scatter(name=category.value, y=values, text=names, stackgroup="all", line={"width": 0.5},
+                       hovertemplate="%{y:.2f} GiB %{fullData.name}<br>%{text}<extra></extra>")
+        )  # fmt: skip
+    totals = [sum(live.values()) / GIB for _, live in curve]
+    top = max(range(len(totals)), key=totals.__getitem__)
+    side = "right" if top > len(totals) / 2 else "left"
+    chart.add_annotation(x=top, y=totals[top], text=escape(peak_label(plan)), showarrow=True, ay=-30, xanchor=side)
+    chart.update_layout(
+        hovermode="closest", xaxis_title="events of a step, in order", yaxis_range=[0, max(totals) * 1.2]
+    )
+    return _laid_out(chart, "allocated memory in a step", "GiB")
+
+
+def lanes_chart(plan: Plan) -> go.Figure:
+    """What each stream does when, at middle rates."""
+    assert plan.log is not None
+    choice = plan.chosen.choice
+    run = plan.space.run_of(choice, plan.cluster)
+    lanes = simulate(plan.log, costs_of(plan.cluster, REACHED["middle"], run.ranks, run.strategy.hybrid)).lanes
+    chart = go.Figure()
+    for stream in LANES:
+        mine: Sequence[Stretch] = [s for s in lanes if s.stream == stream]
+        chart.add_trace(
+            go.Bar(name=stream, orientation="h", y=[stream] * len(mine), base=[s.start_s * 1e3 for s in mine],
+                   x=[s.seconds * 1e3 for s in mine], text=[s.label for s in mine], textposition="none",
+                   hovertemplate="%{text}<br>from %{base:.2f} ms, %{x:.2f} ms<extra></extra>",
+                   marker_line={"width": 0.5, "color": "white"})
+        )  # fmt: skip
+    chart.update_layout(barmode="overlay", xaxis_title="ms, at middle rates, uncalibrated", showlegend=False)
+    return _laid_out(chart, "streams", "", height=280)
+
+
+def map_chart(plan: Plan) -> go.Figure:
+    """GPUs by micro-batch: the fastest of each that fits, by colour; what does not fit stays empty and says why."""
+    space = plan.space
+    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in space.gpus]
+    chart = go.Figure(
+        go.Heatmap(
+            x=[str(size) for size in space.micro_batches],
+            y=[str(gpus) for gpus in space.gpus],
+            z=[[speed for speed, _ in row] for row in cells],
+            text=[[text for _, text in row] for row in cells],
+            colorscale="Viridis", colorbar={"title": "/s a GPU"}, xgap=2, ygap=2,
+            hovertemplate="%{text}<extra></extra>", hoverongaps=True,
+        )
+    )  # fmt: skip
+    chart.update_layout(xaxis={"title": "micro-batch", "type": "category"}, yaxis={"title": "GPUs", "type": "category"})
+    return _laid_out(chart, "choices: the fastest that fits", "", height=320)
+
+
+def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
+    mine = [c for c in plan.found.candidates if (c.choice.gpus, c.choice.micro_batch) == (gpus, size)]
+    fitting = [c for c in mine if c.fits]
+
+    def speed(c: Candidate) -> float:
+        return c.tokens_per_s(plan.space.tokens, plan.space.accumulate)
+
+    if fitting:
+        best = max(fitting, key=speed)
+        return speed(best), f"{best.choice}<br>{speed(best):,.0f}/s a GPU, needs {gib(best.needed_bytes)} GiB"
+    least = min(mine, key=lambda c: c.needed_bytes, default=None)
+    return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"
+
+
+def _laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
+    chart.update_layout(
+        title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 60},
+        legend={"orientation": "h", "y": -0.25}, yaxis_title=unit or None,
+    )  # fmt: skip
+    return chart
+
+
+def _tables(page: Page) -> list[str]:
+    notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
+    return [*map(_table, page.tables), f"<ul>{notes}</ul>"]
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in table.rows)
+    return f'<h2>{escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'

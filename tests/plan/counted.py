@@ -1,0 +1,59 @@
+"""Peak bytes of a step on real CPU ranks, as the allocator itself tells torch's profiler."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import accordion as acc
+from accordion.config import Place
+from accordion.plan.trace import OPTIMIZERS
+from tests.plan import subjects
+
+MARK = "the step that is counted"
+
+
+def counted_peak(mesh: Any, architecture: str, case: str) -> int:
+    """On one rank: train two steps; the most bytes that were taken and not given back at any time in the second."""
+    run = subjects.run_of(case)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.manual_seed(0)
+        model = acc.shard(subjects.made(architecture, case, "cpu"), mesh, **run.sharding)
+        optimizer = acc.wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
+        for step in range(2):
+            with record_function(MARK) if step else nullcontext():
+                for i in range(run.accumulate):
+                    later = run.strategy.grads is Place.REPLICATE and i + 1 < run.accumulate
+                    with acc.no_sync(model) if later else nullcontext():
+                        loss = subjects.loss(architecture, model, subjects.batch_of(architecture))
+                        loss.backward()
+                acc.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        return peak_in(json.loads(path.read_text())["traceEvents"])
+
+
+def peak_in(events: list[dict[str, Any]]) -> int:
+    """An address that is taken again was given back unseen, by a thread of the backend that the profiler does not follow."""
+    start = next(e["ts"] for e in events if e.get("name") == MARK)
+    live: dict[int, int] = {}
+    total = best = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+        if num_bytes > 0:
+            total += num_bytes - live.get(address, 0)
+            live[address] = num_bytes
+        else:
+            total -= live.pop(address, 0)
+        if event["ts"] >= start:
+            best = max(best, total)
+    return best

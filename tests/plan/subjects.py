@@ -1,0 +1,150 @@
+"""Three architectures and twelve ways to train each: what a plan says of them, and what ranks count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.bench.model import GPT, loss_of
+from accordion.plan.trace import Run, Subject
+
+VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
+
+
+class Patches(nn.Module):
+    """A vision transformer: (batch, 3, 64, 64) pictures to (batch, 100) scores."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, WIDTH, 4, stride=4)
+        self.positions = nn.Parameter(torch.zeros(1, 256, WIDTH))
+        layer = partial(nn.TransformerEncoderLayer, WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(layer() for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 100)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.cut(pictures).flatten(2).transpose(1, 2) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with two narrow ones beside it, which are trained (LoRA)."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, 8, bias=False)
+        self.up = nn.Linear(8, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def gpt() -> nn.Module:
+    return GPT(vocab=VOCAB, width=WIDTH, blocks=4, heads=4, positions=SEQ)
+
+
+def llama() -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=4, intermediate_size=3 * WIDTH
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def vision() -> nn.Module:
+    return Patches(4)
+
+
+def tied(model: nn.Module) -> None:
+    if isinstance(model, Patches):
+        model.blocks[1].linear1.weight = model.blocks[0].linear1.weight
+    else:
+        head, embed = (
+            (model.head, model.tokens) if isinstance(model, GPT) else (model.lm_head, model.model.embed_tokens)
+        )
+        head.weight = embed.weight
+
+
+def frozen(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in ("s.2.", "s.3.", "norm", "head")))
+
+
+def adapted(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and name in ("up", "up_proj", "linear1"):
+                setattr(module, name, Adapted(child))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    sharding: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    accumulate: int = 1
+    change: Callable[[nn.Module], None] | None = None
+
+
+BF16 = acc.Precision(params=torch.bfloat16)
+CASES = {
+    "full_shard": Case(),
+    "shard_grad_op": Case(sharding={"strategy": acc.SHARD_GRAD_OP}),
+    "shard_optim": Case(sharding={"strategy": acc.SHARD_OPTIM}),
+    "no_shard": Case(sharding={"strategy": acc.NO_SHARD}),
+    "hybrid_shard": Case(sharding={"strategy": acc.HYBRID_SHARD}, ranks=4),
+    "checkpoint full": Case(sharding={"checkpoint_activations": "full"}),
+    "checkpoint every:2, bf16": Case(sharding={"checkpoint_activations": "every:2", "precision": BF16}),
+    "checkpoint selective": Case(sharding={"checkpoint_activations": "selective"}),
+    "accumulate": Case(accumulate=3, sharding={"strategy": acc.SHARD_OPTIM}),
+    "tied": Case(change=tied),
+    "frozen": Case(change=frozen),
+    "lora": Case(change=adapted, ranks=4),
+}
+ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
+
+
+def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
+    if architecture == "vision":
+        return torch.randn(BATCH, 3, 64, 64), torch.randint(0, 100, (BATCH,))
+    return torch.randint(0, VOCAB, (BATCH, SEQ)), torch.randint(0, VOCAB, (BATCH, SEQ))
+
+
+def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    given, wanted = batch
+    if architecture == "llama":
+        return loss_of(model(input_ids=given, use_cache=False), wanted)
+    return F.cross_entropy(model(given), wanted) if architecture == "vision" else loss_of(model(given), wanted)
+
+
+def made(architecture: str, case: str, device: str) -> nn.Module:
+    with torch.device(device):
+        model = ARCHITECTURES[architecture]().train()
+        change = CASES[case].change
+        if change is not None:
+            change(model)
+    return model
+
+
+def subject_of(architecture: str, case: str) -> Subject:
+    return Subject(
+        make=partial(made, architecture, case, "meta"),
+        batch=partial(batch_of, architecture),
+        loss=partial(loss, architecture),
+    )
+
+
+def run_of(case: str, device: str = "cpu") -> Run:
+    c = CASES[case]
+    return Run(ranks=c.ranks, node=max(1, c.ranks // 2), accumulate=c.accumulate, sharding=c.sharding, device=device)
