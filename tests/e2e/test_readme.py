@@ -48,6 +48,15 @@ def test_benchmarks_know_their_options(command: str, capsys: pytest.CaptureFixtu
     assert "--rounds" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(("accordion plan", "accordion checkpoint"))])
+def test_other_commands_know_their_options(command: str) -> None:
+    """They parse; what they do is tested beside what they run."""
+    words = [sys.executable, "-m", "accordion", *shlex.split(command)[1:], "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
 @pytest.mark.parametrize("command", INLINE)
 def test_examples_run(command: str) -> None:
     words = shlex.split(command)
