@@ -373,6 +373,14 @@ OFFLOADED = [
         Offload(params="host", optimizer="host"),
     ),
     ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, Offload(params="host", optimizer="host")),
+    (
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": True, "fast_init": False},
+            "offload_param": {"device": "cpu"},
+        },
+        Offload(params="host", optimizer="disk:/scratch"),
+    ),
 ]
 
 
@@ -382,7 +390,8 @@ def test_offload_is_where_shards_rest(zero: dict[str, Any], expected: Offload) -
 
 
 NOT_OFFLOADED = [
-    ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "no tier on disk yet; take 'cpu'"),
+    ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path is None; device 'nvme' needs a folder"),
+    ({"stage": 3, "offload_param": {"device": "nvme"}}, "on the host at most; take 'cpu'"),
     ({"stage": 3, "offload_param": {"device": "disk"}}, "'disk'; valid: none, cpu"),
     ({"stage": 3, "offload_param": {"device": "cpu"}}, "without offload_optimizer"),
     ({"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}, "in stage 2"),

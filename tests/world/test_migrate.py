@@ -62,10 +62,18 @@ def runs_both(mesh: DeviceMesh) -> None:
         assert ours[-1] < ours[0]
 
 
-def runs_stages(mesh: DeviceMesh) -> None:
+def runs_stages(mesh: DeviceMesh, folder: str) -> None:
     module = program("deepspeed_after")
     content = {**json.loads(Path(module.CONFIG).read_text()), "bf16": {"enabled": False}}
-    found = {n: module.train(2, config={**content, "zero_optimization": zero}) for n, zero in ZERO.items()}
+    cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder}
+    offloaded = {
+        "stage 2, cpu": {"stage": 2, "offload_optimizer": cpu},
+        "stage 3, cpu": {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu},
+        "stage 3, nvme": {"stage": 3, "offload_optimizer": nvme, "offload_param": cpu},
+    }
+    found = {
+        n: module.train(2, config={**content, "zero_optimization": zero}) for n, zero in {**ZERO, **offloaded}.items()
+    }
     for name, losses in found.items():
         assert losses == pytest.approx(found["stage 3"], rel=1e-5), name
     losses = module.train(4)
@@ -102,9 +110,9 @@ def goes_on(mesh: DeviceMesh, folder: str) -> None:
     assert again.get_global_grad_norm() == first.get_global_grad_norm()
 
 
-def test_each_program_learns_the_same(world):
+def test_each_program_learns_the_same(world, tmp_path):
     world.run(4, runs_both)
-    world.run(4, runs_stages)
+    world.run(4, runs_stages, str(tmp_path))
 
 
 def test_an_engine_goes_on_from_its_checkpoint(world, tmp_path):

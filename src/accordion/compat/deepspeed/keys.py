@@ -159,8 +159,10 @@ ZERO: dict[str, Key] = {
         'stage 3: "cpu" is `Offload(params="host")`, rows are brought at each gather; "nvme" is refused'
     ),
     _Z + "offload_optimizer.device": used(
-        'from stage 1 on: "cpu" is `Offload(optimizer="host")`, states, masters and gradients; "nvme" is refused'
+        'from stage 1 on: "cpu" is `Offload(optimizer="host")`, states, masters and gradients; "nvme" is `"disk:nvme_path"`, the '
+        "states in a file there"
     ),
+    _Z + "offload_optimizer.nvme_path": used('the folder, where the device is "nvme"'),
     _Z + "cpu_offload": used("an older name of offload_optimizer to cpu"),
     _Z + "cpu_offload_params": used("an older name of offload_param to cpu"),
     _Z + "cpu_offload_param": used("an older name of offload_param to cpu"),
@@ -171,7 +173,7 @@ ZERO: dict[str, Key] = {
     **{
         _Z + f"offload_optimizer.{name}": not_needed(WITH_OFFLOAD)
         for name in (
-            *("nvme_path", "pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "pipeline"),
+            *("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "pipeline"),
             *("ratio", "super_offload", "convert_grad_on_cpu", "cpuadam_cores_perc"),
         )
     },
@@ -236,7 +238,7 @@ OTHERS: dict[str, Key] = {
         f"activation_checkpointing.{name}": not_needed("says how, and not that, activations are recomputed")
         for name in ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile")
     },
-    "aio": not_needed("of the tier on disk, which is not there yet", section=True),
+    "aio": not_needed("the tier on disk reads and writes through a few buffers of its own size", section=True),
     "checkpoint.tag_validation": not_needed("the manifest of a checkpoint is written last, by one rank"),
     "checkpoint.load_universal": not_needed("every checkpoint loads on any number of ranks"),
     "checkpoint.parallel_write": not_needed("every rank writes its own rows", section=True),

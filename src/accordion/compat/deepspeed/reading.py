@@ -18,6 +18,7 @@ from accordion.compat.deepspeed.schedules import Schedule
 from accordion.compat.deepspeed.settings import Settings
 from accordion.config import (
     DEVICE,
+    DISK,
     FULL_SHARD,
     HOST,
     HYBRID_SHARD,
@@ -204,7 +205,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "data_types.buffer_dtype": tuple(DTYPES),
     "gradient_allreduce_op": ("mean", "sum"),
     "zero_optimization.offload_param.device": ("none", "cpu"),
-    "zero_optimization.offload_optimizer.device": ("none", "cpu"),
+    "zero_optimization.offload_optimizer.device": ("none", "cpu", "nvme"),
 }
 
 
@@ -219,8 +220,11 @@ def _checked(name: str, value: Any) -> Any:
         raise UsageError(f"{name} is {value!r}; it takes a number of at least 0.")
     if name in SWITCHES and not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it takes true or false.")
-    if name.endswith(".device") and value == "nvme":
-        raise UsageError(f"{name} is 'nvme', which is not supported: there is no tier on disk yet; take 'cpu'.")
+    if name == "zero_optimization.offload_param.device" and value == "nvme":
+        raise UsageError(
+            f"{name} is 'nvme', which is not supported: rows that are gathered rest on the host at most; take 'cpu', and 'nvme' "
+            "for offload_optimizer."
+        )
     if name in CHOICES and value not in CHOICES[name]:
         raise UsageError(f"{name} is {value!r}; valid: {', '.join(CHOICES[name])}.")
     return value
@@ -274,6 +278,13 @@ def _offload(said: Mapping[str, Any]) -> Offload:
             "zero_optimization.offload_param is given without offload_optimizer: parameters rest where they are stepped; offload "
             "the optimizer too."
         )
+    folder = said.get(f"{z}offload_optimizer.nvme_path")
+    if optimizer == "nvme":
+        if not isinstance(folder, str) or not folder:
+            raise UsageError(
+                f"zero_optimization.offload_optimizer.nvme_path is {folder!r}; device 'nvme' needs a folder on that disk."
+            )
+        return Offload(params=PLACES[params], optimizer=f"{DISK}{folder}")
     return Offload(params=PLACES[params], optimizer=PLACES[optimizer])
 
 
