@@ -220,6 +220,34 @@ def test_subcommands_write_what_they_found(tmp_path, capsys, name, more):
     assert f"{name}.html" in capsys.readouterr().out
 
 
+def test_saves_and_loads_are_timed_and_leave_nothing(tmp_path, capsys):
+    words = [
+        "checkpoint",
+        "--mib",
+        "32",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--to",
+        str(tmp_path / "to"),
+        "--dir",
+        str(tmp_path),
+    ]
+    assert cli.main(["bench", *words]) == 0
+    assert "accordion / dcp" in capsys.readouterr().out
+    times = json.loads((tmp_path / "checkpoint.json").read_text())["times"]
+    assert {kind: sorted(found) for kind, found in times.items()} == {
+        "accordion": ["block", "load", "save"],
+        "dcp": ["block", "load", "save"],
+        "torch": ["load", "save"],
+        "disk": ["load", "save"],
+        "memory": ["block"],
+    }
+    assert all(seconds > 0 for found in times.values() for values in found.values() for seconds in values)
+    assert not (tmp_path / "to").exists()
+
+
 def test_the_gpu_script_runs_every_part_on_cpu(tmp_path):
     import subprocess
     import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -11,7 +12,9 @@ from typing import Any, Literal
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
-from accordion.bench import host, pages, scale
+from accordion.bench import checkpoint, host, pages, scale
+from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
+from accordion.bench.checkpoint import CheckpointLoop
 from accordion.bench.compare import compare
 from accordion.bench.contenders import OURS, PEERS, Setting, chosen
 from accordion.bench.machine import describe, num_cores
@@ -29,6 +32,7 @@ SUBCOMMANDS = {
     "host": "host time of a sharded unit, with collectives that cost nothing",
     "scale": "growth of host time, memory and simulated wire time over 8 to 4096 ranks",
     "optimizer": "clip and step on shards, beside the same optimizer on plain tensors",
+    "checkpoint": "save, background save and load beside torch DCP, torch.save and the disk's own speed",
     "memory": "peak bytes of one of 8 simulated ranks, bf16 over fp32 parameters",
 }
 SAME_NORM = 1e-4
@@ -147,6 +151,27 @@ class MemoryOptions:
     ranks: int = 8
     device: Literal["auto", "cpu", "cuda"] = "auto"
     rounds: int = 3
+    dir: str = "runs/bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Measure saving and loading a model's state beside torch's DCP, torch.save, the disk and a copy in memory.
+
+    Args:
+        mib: of state, over all ranks
+        nproc: ranks on this machine
+        device: auto takes the GPUs where there are some
+        rounds: turns of each, interleaved; one more before them is not counted
+        to: folder on the disk that is measured
+        dir: folder for the JSON and HTML files
+    """
+
+    mib: int = 1024
+    nproc: int = 2
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rounds: int = 5
+    to: str = "runs/bench/checkpoints"
     dir: str = "runs/bench"
 
 
@@ -283,10 +308,24 @@ def _memory(o: MemoryOptions) -> Page:
     return pages.of_memory(found, what, describe(device))
 
 
+def _checkpoint(o: CheckpointOptions) -> Page:
+    world = world_of(o.nproc, device_of(o.device))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, o.to, ignore_errors=True)
+        teams = [
+            stack.enter_context(Team(kind, world, CheckpointLoop, (kind, o.mib * 2**20, o.to)))
+            for kind in KINDS_OF_SAVES
+        ]
+        asked = interleaved(teams, o.rounds + 1, "turn")
+    what = f"{o.mib:,} MiB of float32 in shards of {world.num_ranks} ranks on {world.device_type}, to {Path(o.to).resolve()}"
+    return checkpoint.page_of(asked, what, describe(world.device_type))
+
+
 JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Page]]] = {
     "": (CompareOptions, _compare),
     "host": (HostOptions, _host),
     "scale": (ScaleOptions, _scale),
     "optimizer": (OptimizerOptions, _optimizer),
     "memory": (MemoryOptions, _memory),
+    "checkpoint": (CheckpointOptions, _checkpoint),
 }

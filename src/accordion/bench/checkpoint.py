@@ -1,0 +1,188 @@
+"""Saving and loading a checkpoint, beside torch's DCP and torch.save, and beside what the disk and a copy in memory take."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from accordion import _torch
+from accordion.bench.contenders import mesh_of
+from accordion.bench.page import Chart, Page, Table, spread
+from accordion.bench.ranks import Seat
+from accordion.bench.stats import extremes, ratio
+from accordion.checkpoint import load, save
+
+KINDS: Mapping[str, str] = {
+    "accordion": "accordion.save and load, every byte with a checksum that load verifies",
+    "dcp": "torch.distributed.checkpoint: save, async_save, load",
+    "torch": "torch.save of each rank's shards into a file, fsync; torch.load and a copy into place",
+    "disk": "the same bytes: write and fsync, read",
+    "memory": "the same bytes: one copy into memory that is there",
+}
+TENSOR_BYTES = 2**24
+
+
+class CheckpointLoop:
+    """One rank with its shards of a model's state, saved and loaded in the way that `kind` says."""
+
+    def __init__(self, seat: Seat, kind: str, num_bytes: int, folder: str) -> None:
+        self._kind, self._folder, self._turn = kind, Path(folder) / kind, 0
+        self._rank, mesh = seat.rank, mesh_of(seat)
+        self._model = nn.Module()
+        count = max(1, num_bytes // TENSOR_BYTES)
+        rows = TENSOR_BYTES // 4 // 1024 // seat.num_ranks
+        for i in range(count):
+            local = torch.full((rows, 1024), float(i), device=seat.device)
+            self._model.register_parameter(
+                f"w{i}", nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+            )
+        self._copy = torch.empty(0)
+
+    def turn(self) -> dict[str, float]:
+        """Seconds of a save, of what a step waits for where it is written in the background, and of a load from the disk."""
+        self._turn += 1
+        path = self._folder / f"{self._turn}"
+        if self._rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+        found = {}
+        work: dict[str, Callable[[Path], object]] = {
+            name.removeprefix(f"_{self._kind}_"): getattr(self, name)
+            for name in (f"_{self._kind}_{what}" for what in ("save", "block", "load"))
+            if hasattr(self, name)
+        }
+        for what, do in work.items():
+            if what == "load":
+                _forget(path)
+            dist.barrier()
+            start = time.perf_counter()
+            after = do(path)
+            found[what] = time.perf_counter() - start
+            if callable(after):
+                after()
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(path)
+        return found
+
+    def _locals(self) -> list[Tensor]:
+        return [_torch.local_of(p.detach()) for p in self._model.parameters()]
+
+    def _accordion_save(self, path: Path) -> None:
+        save(path / "a", self._model)
+
+    def _accordion_block(self, path: Path) -> Callable[[], None]:
+        return save(path / "b", self._model, background=True).wait
+
+    def _accordion_load(self, path: Path) -> None:
+        load(path / "a", self._model)
+
+    def _dcp_save(self, path: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+        dcp_save(self._model.state_dict(), checkpoint_id=path / "a")
+
+    def _dcp_block(self, path: Path) -> Callable[[], Any]:
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        future: Any = async_save(self._model.state_dict(), checkpoint_id=path / "b")
+        return lambda: future.result()
+
+    def _dcp_load(self, path: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+        dcp_load(self._model.state_dict(), checkpoint_id=path / "a")
+
+    def _torch_save(self, path: Path) -> None:
+        with open(path / f"{self._rank}.pt", "wb") as file:
+            torch.save(dict(enumerate(self._locals())), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _torch_load(self, path: Path) -> None:
+        held = torch.load(path / f"{self._rank}.pt", weights_only=True)
+        for into, tensor in zip(self._locals(), held.values(), strict=True):
+            into.copy_(tensor)
+
+    def _disk_save(self, path: Path) -> None:
+        with open(path / f"{self._rank}.bin", "wb", buffering=0) as file:
+            for tensor in self._locals():
+                file.write(tensor.cpu().view(torch.uint8).numpy().data)
+            os.fsync(file.fileno())
+
+    def _disk_load(self, path: Path) -> None:
+        with open(path / f"{self._rank}.bin", "rb", buffering=0) as file:
+            for tensor in self._locals():
+                file.readinto(tensor.cpu().view(torch.uint8).numpy().data)
+
+    def _memory_block(self, path: Path) -> None:
+        tensors = self._locals()
+        into = self._copy.split([t.numel() for t in tensors]) if self._copy.numel() else [torch.empty(0)] * len(tensors)
+        if not self._copy.numel():
+            self._copy = torch.cat([t.flatten().cpu() for t in tensors])
+            return
+        for own, tensor in zip(into, tensors, strict=True):
+            own.copy_(tensor.flatten())
+
+
+def _forget(path: Path) -> None:
+    """Have the system drop what it holds of the files, so that a load reads the disk."""
+    with suppress(AttributeError):  # of Linux alone
+        for file in path.rglob("*"):
+            if file.is_file():
+                handle = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(handle)
+
+
+def page_of(asked: Mapping[str, list[list[dict[str, float]]]], what: str, machine: dict[str, Any]) -> Page:
+    """`asked`: by kind and round, what each rank measured; the slowest rank counts. The first round warms up."""
+    times = {
+        kind: {name: [max(rank[name] for rank in ranks) for ranks in rounds[1:]] for name in rounds[0][0]}
+        for kind, rounds in asked.items()
+    }
+    steps = {"save": "disk", "block": "memory", "load": "disk"}  # and what none of them can be faster than
+    rows = [
+        [kind, *(spread(extremes(found[name]), 1e3, 0) if name in found else "" for name in steps)]
+        for kind, found in times.items()
+    ]
+    ours = times["accordion"]
+    over = [
+        [
+            f"accordion / {kind}",
+            *(_over(ours[name], times[kind].get(name), floor == kind) for name, floor in steps.items()),
+        ]
+        for kind in KINDS
+        if kind != "accordion"
+    ]
+    chart = {kind: {name: extremes(values).median for name, values in found.items()} for kind, found in times.items()}
+    return Page(
+        name="checkpoint",
+        title="Saving and loading",
+        notes=[
+            what,
+            "block: what a step waits for where a save goes on behind it; the slowest rank; median (least-most) of rounds",
+            *(f"{kind}: {about}" for kind, about in KINDS.items()),
+        ],
+        tables=[
+            Table(title="milliseconds", columns=["", *steps], rows=rows),
+            Table(title="ratios, * to the floor", columns=["", *steps], rows=over),
+        ],
+        charts=[Chart(title="save and load", unit="s", kind="grouped", series=chart)],
+        data={"times": times, "machine": machine},
+    )
+
+
+def _over(ours: list[float], theirs: list[float] | None, is_floor: bool) -> str:
+    if theirs is None:
+        return ""
+    return spread(ratio([[s] for s in ours], [[s] for s in theirs]), 1, 2) + (" *" if is_floor else "")

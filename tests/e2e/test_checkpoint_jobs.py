@@ -1,0 +1,122 @@
+"""Jobs that meet trouble: a checkpoint that cannot be written, and ranks that are killed under torchrun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from accordion import cli
+from accordion.checkpoint import latest
+from accordion.checkpoint.convert import export
+from accordion.checkpoint.look import diff
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+TEXT = str(Path(asyncio.__file__).parent)
+TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with a cache that the tests of this file share."""
+    folder = tmp_path_factory.mktemp("jobs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        yield folder
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
+def test_a_checkpoint_that_cannot_be_written(
+    place: Path, capfd: pytest.CaptureFixture[str], on_error: str, code: int
+) -> None:
+    run_dir = place / on_error
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step-000002").write_text("in the way")
+    flags = ["--run.dir", str(run_dir), "--launch.nproc", "2", "--train.steps", "4", "--checkpoint.every", "1"]
+    assert cli.main(["train", *TINY, *flags, "--checkpoint.on_error", on_error]) == code
+    shown = capfd.readouterr()
+    assert "exists and is no checkpoint" in (shown.out if code == 0 else shown.err)
+    newest = latest(run_dir / "checkpoints")
+    if code == 0:
+        assert newest == str(run_dir / "checkpoints" / "step-000004")
+        assert len(lines_of(run_dir)) == 4
+        export(newest, run_dir / "hf")  # the configuration is in it
+        transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+    else:
+        assert newest == str(run_dir / "checkpoints" / "step-000001")
+    assert (run_dir / "checkpoints" / "step-000002").read_text() == "in the way"
+
+
+def workers_of(agent: int) -> list[int]:
+    """Process ids of the ranks that a torchrun agent started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                environ = (entry / "environ").read_bytes().split(b"\0")
+            except (OSError, IndexError):
+                continue
+            if ppid == agent and any(line.startswith(b"LOCAL_RANK=") for line in environ):
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def torchrun(run_dir: str, *flags: str) -> list[str]:
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        "--monitor-interval",
+        "0.2",
+        "-m",
+        "accordion",
+        "train",
+    ]
+    return [sys.executable, "-m", "torch.distributed.run", *words, *TINY, "--run.dir", run_dir, *flags]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_under_torchrun_costs_the_steps_since_the_last_checkpoint(place: Path) -> None:
+    flags = ["--train.steps", "12", "--checkpoint.every", "2", "--train.accumulate", "2", "--shard.precision", "fp16"]
+    calm = subprocess.run(torchrun("calm", *flags), capture_output=True, text=True, check=False)
+    assert calm.returncode == 0, calm.stderr
+    job = subprocess.Popen(torchrun("killed", *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    kills = 0
+    for at_step in (3, 8):  # once one rank, then the other
+        while job.poll() is None and not any(line["step"] >= at_step for line in lines_of(place / "killed")):
+            time.sleep(0.05)
+        ranks = workers_of(job.pid)
+        if len(ranks) == 2:
+            os.kill(ranks[kills % 2], signal.SIGKILL)
+            kills += 1
+            while job.poll() is None and not set(workers_of(job.pid)).isdisjoint(ranks):
+                time.sleep(0.05)
+    shown, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, shown
+    assert kills == 2
+    assert "resumed from" in shown
+    ends = [place / name / "checkpoints" / "step-000012" for name in ("calm", "killed")]
+    found = diff(*ends)
+    assert (found["values"], found["kinds"], found["only_first"], found["only_second"]) == ({}, {}, [], [])
+    losses = [[line["loss"] for line in lines_of(place / name)] for name in ("calm", "killed")]
+    assert losses[0] == losses[1]
