@@ -120,8 +120,9 @@ def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place:
 
 
 def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: Path) -> None:
-    checkpoint = str(place / "whole" / "checkpoints" / "step-000006")
-    found = train(place / "resumed", *TINY, "--train.steps", "12", "--checkpoint.resume", checkpoint)
+    """Wherever the optimizer rests now."""
+    checkpoint, host = str(place / "whole" / "checkpoints" / "step-000006"), ("--shard.offload_optimizer", "host")
+    found = train(place / "resumed", *TINY, "--train.steps", "12", "--checkpoint.resume", checkpoint, *host)
     expected = whole[0][6:]
     for key in ("step", "loss", "grad_norm", "lr"):
         assert [line[key] for line in found] == [line[key] for line in expected], key
@@ -167,6 +168,7 @@ VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losse
     "recomputed selectively": (["--shard.checkpoint_activations", "selective"], 1e-5),
     "units by size": (["--shard.units", "min_params:20000"], 1e-5),
     "units by class": (["--shard.units", "LlamaMLP,LlamaAttention"], 1e-5),
+    "offloaded": (["--shard.offload_params", "host", "--shard.offload_optimizer", "disk:."], 0),
     "bf16": (["--shard.precision", "bf16"], 0.05),
     "fp16": (["--shard.precision", "fp16"], 0.05),
 }

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from accordion.config import checkpointing_named, nearest, strategy_named
+from accordion.config import Offload, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 
 # No `slots=True` here: jsonargparse reads defaults of nested dataclasses through `vars`.
@@ -57,6 +57,9 @@ class ShardConfig:
         precision: dtype of the computation: `auto` (bf16 on accelerators that have it, fp32 on CPU), `fp32`, `bf16`
             or `fp16` (with gradient scaling); masters and optimizer state stay in fp32
         checkpoint_activations: recompute activations in backward: `none`, `full`, `selective` or `every:K`
+        offload_optimizer: where the optimizer's states rest: `device`, `host` or `disk:/folder`; it steps on the host in the
+            latter two, behind the next forward
+        offload_params: where the parameters rest that are gathered: `device` or `host`
     """
 
     strategy: str = "full_shard"
@@ -64,6 +67,12 @@ class ShardConfig:
     units: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     checkpoint_activations: str = "none"
+    offload_optimizer: str = "device"
+    offload_params: str = "device"
+
+    def offload(self) -> Offload:
+        """Raises `UsageError` for places that make no sense."""
+        return Offload(params=self.offload_params, optimizer=self.offload_optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +227,7 @@ def check(config: Config) -> None:
             raise UsageError(f"{key} is empty; leave it out for its default.")
     strategy = strategy_named(config.shard.strategy)
     checkpointing_named(config.shard.checkpoint_activations)
+    config.shard.offload()
     parse_units(config.shard.units)
     if config.shard.replicas and not strategy.hybrid:
         raise UsageError(

@@ -138,6 +138,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
+        offload=shard.offload(),
         checkpoint_activations=shard.checkpoint_activations,
         offload=theirs.offload if theirs else None,
         reduce_op=theirs.reduce_op if theirs else "mean",
