@@ -31,6 +31,7 @@ from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import Device, Place
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill, on_meta
+from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
 
@@ -52,8 +53,10 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
         log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
         screen.start(done, config.train.steps)
         batches = iter(run.loader)
+        seen: list[StepMetrics] = []
         for step in range(done + 1, config.train.steps + 1):
             metrics = _step(run, batches, step)
+            seen.append(metrics)
             screen.step(metrics)
             if log is not None:
                 log.step(metrics)
@@ -64,6 +67,8 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
                 _validate(run, step, screen, log)
         screen.stop()
         _finish(run, screen, log)
+        if prepared.expected is not None and seen:
+            screen.note(beside(prepared.expected, seen, device.type))
     dist.destroy_process_group()
 
 
