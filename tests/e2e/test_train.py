@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -50,6 +51,15 @@ def train(run_dir: Path, *flags: str) -> Metrics:
 
 def losses(found: Metrics) -> list[float]:
     return [line["loss"] for line in found]
+
+
+def test_a_plan_chooses_and_is_held_against_what_was_measured(place, capfd):
+    flags = ["--plan", "auto", "--shard.checkpoint_activations", "full", "--launch.nproc", "2", "--train.steps", "3"]
+    assert len(train(place / "planned", *TINY, *flags)) == 3
+    said = capfd.readouterr().out
+    assert re.search(r"plan: \w+, checkpoint_activations full", said)
+    assert re.search(r"plan: \S+ GiB allocated, \S+ to \S+ s a step .*; measured: \S+ GiB resident", said)
+    assert 'checkpoint_activations: "full"' in (place / "planned" / "config.yaml").read_text()
 
 
 @pytest.fixture(scope="module")

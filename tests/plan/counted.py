@@ -21,7 +21,7 @@ MARK = "the step that is counted"
 
 def counted_peak(mesh: Any, architecture: str, case: str) -> int:
     """On one rank: train two steps; the most bytes that were taken and not given back at any time in the second."""
-    run = subjects.run_of(case)
+    run = subjects.run_of(architecture, case)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(0)
         model = acc.shard(subjects.made(architecture, case, "cpu"), mesh, **run.sharding)

@@ -145,6 +145,8 @@ def subject_of(architecture: str, case: str) -> Subject:
     )
 
 
-def run_of(case: str, device: str = "cpu") -> Run:
+def run_of(architecture: str, case: str) -> Run:
+    """On CPU ranks. oneDNN makes float32 copies inside of bf16 products, 3 % of the vision model's peak: not bf16 there."""
     c = CASES[case]
-    return Run(ranks=c.ranks, node=max(1, c.ranks // 2), accumulate=c.accumulate, sharding=c.sharding, device=device)
+    sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
+    return Run(ranks=c.ranks, node=max(1, c.ranks // 2), accumulate=c.accumulate, sharding=sharding, device="cpu")

@@ -13,8 +13,8 @@ ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES]
 
 
 def assert_close(world, architecture, case):
-    predicted = peak_of(trace(subjects.subject_of(architecture, case), subjects.run_of(case))).num_bytes
-    run = subjects.run_of(case)
+    predicted = peak_of(trace(subjects.subject_of(architecture, case), subjects.run_of(architecture, case))).num_bytes
+    run = subjects.run_of(architecture, case)
     shape, names = (run.ranks,), ("shard",)
     if run.strategy.hybrid:
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")

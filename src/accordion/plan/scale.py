@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from accordion.plan.events import Alloc, Collective, Event, Log, Op
+from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, Log, Op
 
 
 class UnlikeError(Exception):
     """The logs differ in more than sizes."""
 
 
-@dataclass(slots=True)
 class Family:
     """Owns three logs that differ in sizes alone. `base`: (micro-batch, ranks, log); `more`: a larger micro-batch of the same
     ranks; `fewer`: fewer ranks with the same micro-batch. Raises `UnlikeError`.
     """
 
-    base: tuple[int, int, Log]
-    more: tuple[int, Log] | None
-    fewer: tuple[int, Log] | None
-
-    def __post_init__(self) -> None:
+    def __init__(self, base: tuple[int, int, Log], more: tuple[int, Log] | None, fewer: tuple[int, Log] | None) -> None:
+        self.base = (*base[:2], _renumbered(base[2]))
+        self.more = None if more is None else (more[0], _renumbered(more[1]))
+        self.fewer = None if fewer is None else (fewer[0], _renumbered(fewer[1]))
         shape = _shape(self.base[2])
         for other in (self.more, self.fewer):
             if other is not None and _shape(other[1]) != shape:
@@ -44,6 +42,22 @@ class Family:
             _between(a, b, c, along, across) for a, b, c in zip(log.events, more.events, fewer.events, strict=True)
         ]
         return replace(log, held=held, events=events)
+
+
+def _renumbered(log: Log) -> Log:
+    """The same log, numbers in the order in which they come up: what a process did before counts on."""
+    numbers: dict[int, int] = {}
+    flights: dict[int, int] = {}
+
+    def again(event: Any) -> Any:
+        if isinstance(event, (Alloc, Free)):
+            return replace(event, number=numbers.setdefault(event.number, len(numbers)))
+        if isinstance(event, (Launch, Land)):
+            return replace(event, flight=flights.setdefault(event.flight, len(flights)))
+        return event
+
+    held = [(again(alloc), unit) for alloc, unit in log.held]
+    return replace(log, held=held, events=[again(event) for event in log.events])
 
 
 def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from accordion.config import NO_SHARD, Precision, strategy_named
 from accordion.errors import UsageError
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What is looked through: every combination. `tokens`: of one sample; `blocks`: more keyword arguments of `shard`."""
+    """What is looked through: every combination. `tokens`: of one sample; `sharding`: more keyword arguments of `shard`."""
 
     strategies: Sequence[str] = STRATEGIES
     checkpointing: Sequence[str] = CHECKPOINTING
@@ -46,6 +46,7 @@ class Space:
     optimizer: str = "adamw"
     precision: Precision = field(default_factory=Precision)
     tokens: int = 1
+    device: Literal["cuda", "cpu"] = "cuda"
     sharding: Mapping[str, Any] = field(default_factory=dict)
 
     def run_of(self, choice: Choice, cluster: Cluster) -> Run:
@@ -62,6 +63,7 @@ class Space:
             accumulate=self.accumulate,
             optimizer=self.optimizer,
             sharding=sharding,
+            device=self.device,
         )
 
 

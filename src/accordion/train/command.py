@@ -12,10 +12,12 @@ import torch
 from jsonargparse import ArgumentParser
 from torch.distributed.distributed_c10d import Store
 
+from accordion.errors import UsageError
 from accordion.train import launch, loop
 from accordion.train.config import Config, check, flat
 from accordion.train.deepspeed import translated
 from accordion.train.options import given, parse
+from accordion.train.planned import planned
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
 
@@ -45,8 +47,8 @@ def read(words: list[str]) -> Config:
 
 
 def _long(words: list[str]) -> list[str]:
-    """`--deepspeed` is short for `--train.deepspeed`."""
-    return [re.sub(r"^--deepspeed(?==|$)", "--train.deepspeed", word) for word in words]
+    """`--deepspeed` is short for `--train.deepspeed`, and `--plan` for `--train.plan`."""
+    return [re.sub(r"^--(deepspeed|plan)(?==|$)", r"--train.\1", word) for word in words]
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
@@ -60,7 +62,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
         return 0
     device, world = launch.choose(config.launch, None, torch.cuda.device_count())
     config = translated(config, named, world)
-    prepared = prepare(config, world, world, cache, Screen().note)
+    config, expected = planned(config, named, world, device, Screen().note)
+    prepared = replace(prepare(config, world, world, cache, Screen().note), expected=expected)
     return launch.start(loop.train, (config, prepared, device), world)
 
 
@@ -68,6 +71,10 @@ def _started_rank(place: launch.Place, store: Store, config: Config, named: froz
     """One rank that another launcher started: the first on each host prepares for the others."""
     device, world = launch.choose(config.launch, place, torch.cuda.device_count())
     config = translated(config, named, world)
+    if config.train.plan != "none":
+        raise UsageError(
+            "train.plan works where accordion train starts the ranks; under another launcher, ask `accordion plan` and pass its choice."
+        )
     say = Screen(speaks=place.rank == 0).note
     prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say))
     loop.train(place, store, config, prepared, device)

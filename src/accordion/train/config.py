@@ -91,6 +91,8 @@ class TrainConfig:
         eval_every: steps between validations; 0: only at the end
         deepspeed: a DeepSpeed configuration, also `--deepspeed ds_config.json`: what it says stands in place of the keys
             here and in `shard`, its optimizer over all parameters alike; what it leaves out is as DeepSpeed has it
+        plan: `auto`, also `--plan auto`, takes the fastest `shard.strategy` and `shard.checkpoint_activations` that fit where
+            they are not given, and prints at the end what was measured beside the plan
     """
 
     steps: int = 100
@@ -103,6 +105,7 @@ class TrainConfig:
     seed: int = 0
     eval_every: int = 0
     deepspeed: str | None = None
+    plan: Literal["none", "auto"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

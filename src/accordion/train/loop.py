@@ -32,6 +32,7 @@ from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import Device, Place
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill, on_meta
+from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
 
@@ -53,8 +54,10 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
         log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
         screen.start(done, config.train.steps)
         batches = iter(run.loader)
+        seen: list[StepMetrics] = []
         for step in range(done + 1, config.train.steps + 1):
             metrics = _step(run, batches, step, screen)
+            seen.append(metrics)
             screen.step(metrics)
             if log is not None:
                 log.step(metrics)
@@ -65,6 +68,8 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
                 _validate(run, step, screen, log)
         screen.stop()
         _finish(run, screen, log)
+        if prepared.expected is not None and seen:
+            screen.note(beside(prepared.expected, seen, device.type))
     dist.destroy_process_group()
 
 
@@ -138,9 +143,8 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
-        offload=shard.offload(),
         checkpoint_activations=shard.checkpoint_activations,
-        offload=theirs.offload if theirs else None,
+        offload=theirs.offload if theirs else shard.offload(),
         reduce_op=theirs.reduce_op if theirs else "mean",
     )
     fill(model, config.model, options.seed)

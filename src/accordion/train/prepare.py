@@ -13,6 +13,7 @@ from accordion.train import checkpoints
 from accordion.train.config import PRESETS, Config, UnitChoice, parse_units
 from accordion.train.data import check_enough
 from accordion.train.model import check_folder, configuration, on_meta
+from accordion.train.planned import Expected
 from accordion.train.sources import Source, find
 from accordion.train.tokens import (
     Say,
@@ -27,13 +28,14 @@ from accordion.train.tokens import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `resume`: the checkpoint to go on from."""
+    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run."""
 
     run_dir: str
     checkpoint_dir: str
     tokens: TokenFiles
     replicas: int
     resume: str | None
+    expected: Expected | None = None
 
 
 def prepare(config: Config, world: int, local_world: int, cache: Path, say: Say) -> Prepared:

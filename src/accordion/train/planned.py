@@ -1,0 +1,124 @@
+"""`accordion train --plan auto`: strategy and checkpointing from a plan, and at the end what was measured beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+
+from accordion.config import Precision
+from accordion.errors import UsageError
+from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
+from accordion.plan.models import language_model, language_subject
+from accordion.plan.search import CHECKPOINTING, STRATEGIES, Candidate, Space, search
+from accordion.train.config import Config, parse_units
+from accordion.train.launch import Device
+from accordion.train.metrics import StepMetrics
+from accordion.train.model import configuration
+from accordion.units import UnitChoice, min_params
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the plan says of a rank: allocated bytes at the peak, and seconds of a step, from low to high."""
+
+    choice: str
+    peak_bytes: int
+    step_s: tuple[float, float]
+
+
+def planned(
+    config: Config, named: Collection[str], num_ranks: int, device: Device, say: Callable[[str], None]
+) -> tuple[Config, Expected | None]:
+    """`config` with the fastest strategy and checkpointing that fit; what `named` keys say stays. Raises `UsageError`.
+
+    The batch is left alone, so that the maths are those that were asked for. Needs a process without a process group.
+    """
+    if config.train.plan == "none":
+        return config, None
+    shard, where = config.shard, config.model.path or config.model.preset
+    cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks)
+    transformers_config = configuration(config.model, config.data)
+    subject_for = partial(_subject, transformers_config, where, config.data.seq_len)
+    space = Space(
+        strategies=[shard.strategy] if "shard.strategy" in named else STRATEGIES,
+        checkpointing=[shard.checkpoint_activations] if "shard.checkpoint_activations" in named else CHECKPOINTING,
+        micro_batches=[config.train.micro_batch],
+        gpus=[num_ranks],
+        accumulate=config.train.accumulate,
+        precision=Precision(params=DTYPES[_precision(shard.precision, device)]),
+        tokens=config.data.seq_len,
+        sharding={"units": _units(config)},
+        device=device,
+    )
+    num_params = sum(p.numel() for p in language_model(transformers_config, where).parameters())
+    best = search(subject_for, space, cluster, num_params).best
+    if best is None or best.memory is None or best.steps is None:
+        raise UsageError(
+            f"train.plan: nothing fits {num_ranks} x {cluster.gpu.memory_gib:.0f} GiB with micro_batch {config.train.micro_batch} and "
+            f"seq_len {config.data.seq_len}; lower train.micro_batch, or ask `accordion plan` what would."
+        )
+    expected = _expected(best)
+    say(f"plan: {expected.choice}")
+    chosen = replace(shard, strategy=best.choice.strategy, checkpoint_activations=best.choice.checkpoint_activations)
+    return replace(config, shard=chosen), expected
+
+
+def _subject(config: object, where: str, seq: int, micro_batch: int):  # type: ignore[no-untyped-def]
+    return language_subject(config, where, micro_batch, seq)
+
+
+def _units(config: Config) -> UnitChoice:
+    units = parse_units(config.shard.units)
+    return min_params(units.min_params) if units.min_params else units.classes or None
+
+
+def _precision(name: str, device: Device) -> str:
+    return name if name != "auto" else "bf16" if device == "cuda" else "fp32"
+
+
+def _expected(best: Candidate) -> Expected:
+    assert best.memory is not None
+    assert best.steps is not None
+    seconds = [step.seconds for step in best.steps.values()]
+    return Expected(
+        choice=f"{best.choice.strategy}, checkpoint_activations {best.choice.checkpoint_activations}",
+        peak_bytes=best.memory.peak.num_bytes,
+        step_s=(min(seconds), max(seconds)),
+    )
+
+
+def card_of(device: Device, num_ranks: int) -> Gpu:
+    """The card of this machine, with its own memory; of CPU ranks, a share of the machine, with rates of a guess."""
+    if device == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / GIB
+        return Gpu(
+            name="cpu", memory_gib=memory, tflops=0.1, fp32_tflops=0.1, bandwidth_gbps=10, link="memory", link_gbps=2, source="a guess",
+        )  # fmt: skip
+    properties = torch.cuda.get_device_properties(0)
+    name, memory = properties.name.lower().replace(" ", ""), properties.total_memory / GIB
+    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
+    if not known:
+        raise UsageError(
+            f"train.plan: the card {properties.name!r} is not in the planner's table; choose with `accordion plan` and "
+            "--gpu-memory-gib and its kin, and pass what it says to train."
+        )
+    return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory)), memory_gib=memory)
+
+
+def beside(expected: Expected, steps: Sequence[StepMetrics], device: str) -> str:
+    """One line: the plan's peak and step time, and those measured. The first step makes optimizer state, and is left out."""
+    later = steps[1:] or steps
+    peak, seconds = max(s.peak_bytes for s in steps), median(s.step_s for s in later)
+    what = "allocated" if device != "cpu" else "resident, with Python and torch"
+    low, high = expected.step_s
+    return (
+        f"plan: {expected.peak_bytes / GIB:.3g} GiB allocated, {low:.2g} to {high:.2g} s a step (uncalibrated); "
+        f"measured: {peak / GIB:.3g} GiB {what}, {seconds:.2g} s"
+    )

@@ -1,0 +1,331 @@
+"""The plan: what repeats is repeated exactly, the allocator's rules, streams, verdicts, bad input, and what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accordion as acc
+from accordion import cli
+from accordion.bench.model import GPT, loss_of
+from accordion.plan.allocator import Allocator, reserved_bytes
+from accordion.plan.cost import costs_of
+from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.extend import extend, num_traced
+from accordion.plan.hardware import GPUS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
+from accordion.plan.memory import curve_of, peak_of
+from accordion.plan.predict import log_of
+from accordion.plan.result import explanation
+from accordion.plan.scale import Family
+from accordion.plan.simulate import simulate
+from accordion.plan.trace import Run, Subject, trace
+
+MIB = 1 << 20
+BF16 = acc.Precision(params=torch.bfloat16)
+
+
+def gpt(blocks: int = 10, batch: int = 2) -> Subject:
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(vocab=512, width=128, blocks=blocks, heads=4, positions=64)
+
+    return Subject(
+        make=make,
+        batch=lambda: (torch.zeros(batch, 64, dtype=torch.long), torch.zeros(batch, 64, dtype=torch.long)),
+        loss=lambda model, given: loss_of(model(given[0]), given[1]),
+    )
+
+
+def run_of(ranks: int = 8, **sharding: object) -> Run:
+    return Run(ranks=ranks, sharding={"precision": BF16, **sharding})
+
+
+# -- from some blocks to all
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        {},
+        {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"},
+        pytest.param({"strategy": acc.NO_SHARD, "checkpoint_activations": "full"}, marks=pytest.mark.slow),
+        pytest.param({"checkpoint_activations": "every:2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
+    run, subject = run_of(**sharding), gpt(11)
+    whole = trace(subject, run)
+    quick, how = log_of(subject, run)
+    assert how != "all blocks"
+    a, b = peak_of(whole), peak_of(quick)
+    assert (a.num_bytes, a.held_bytes, a.breakdown) == (b.num_bytes, b.held_bytes, b.breakdown)
+    assert (a.phase, a.unit, a.operator) == (b.phase, b.unit, b.operator)
+    assert whole.units == quick.units
+    for expandable in (True, False):
+        reserved = [reserved_bytes(log, expandable=expandable) for log in (whole, quick)]
+        assert reserved[1] == pytest.approx(reserved[0], rel=0.01)
+    before = partial(filter, lambda e: isinstance(e, (Alloc, Free, Collective, Launch, Land)))
+    kinds = [[(type(e), getattr(e, "num_bytes", 0)) for e in before(events_until_step(log))] for log in (whole, quick)]
+    assert kinds[0] == kinds[1]
+
+
+def events_until_step(log: Log) -> list[object]:
+    """The clipping of gradients has a small tensor for each parameter, which is not repeated."""
+    at = next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is Phase.STEP)
+    return list(log.events[:at])
+
+
+def test_blocks_are_left_out_of_a_trace_only_where_enough_repeat():
+    assert [num_traced(n, 1) for n in (2, 6, 7, 80)] == [2, 6, 6, 6]
+    assert [num_traced(n, 2) for n in (9, 10, 11, 32)] == [9, 10, 9, 10]
+
+
+def test_other_batches_and_ranks_are_straight_lines_between_traces():
+    strategy = replace(
+        acc.FULL_SHARD, reduce="reduce_scatter"
+    )  # messages of a model this small are no exchange on 8 ranks
+    pairs = [(1, 8), (2, 8), (1, 2), (4, 4)]
+    logs = {(b, n): trace(gpt(3, batch=b), run_of(n, strategy=strategy)) for b, n in pairs}
+    family = Family(base=(1, 8, logs[1, 8]), more=(2, logs[2, 8]), fewer=(2, logs[1, 2]))
+    made, traced = peak_of(family.at(4, 4)), peak_of(logs[4, 4])
+    assert made.num_bytes == pytest.approx(traced.num_bytes, rel=1e-3)
+    assert made.operator == traced.operator
+
+
+# -- memory
+
+
+def test_memory_is_broken_down_by_what_it_is_for():
+    peak = peak_of(trace(gpt(4), run_of(4)))
+    params = sum(p.numel() for p in gpt(4).make().parameters())
+    assert peak.highest["parameters"] == pytest.approx(4 * params / 4, rel=0.02)
+    assert peak.highest["optimizer"] == pytest.approx(8 * params / 4, rel=0.02)
+    assert peak.highest["gradients"] >= 4 * params / 4
+    assert peak.breakdown["activations"] > 0
+    assert sum(peak.breakdown.values()) == peak.num_bytes
+    assert max(sum(live.values()) for _, live in curve_of(trace(gpt(4), run_of(4)))) == peak.num_bytes
+
+
+def test_more_ranks_cost_no_more_events():
+    few, many = (trace(gpt(4), run_of(n)) for n in (16, 16384))
+    assert len(many.events) <= 1.1 * len(few.events)
+
+
+def log(*events: object) -> Log:
+    return Log(held=[], events=list(events), units=[])
+
+
+def take(number: int, num_bytes: int, stream: str = "compute") -> Alloc:
+    return Alloc(number, num_bytes, Category.OTHER, stream, "test")
+
+
+@pytest.mark.parametrize(
+    ("expandable", "events", "reserved"),
+    [
+        (False, [take(1, 100)], 2 * MIB),
+        (False, [take(1, 2 * MIB)], 20 * MIB),  # up to 10 MiB come in segments of 20
+        (False, [take(1, 11 * MIB)], 12 * MIB),  # larger ones in steps of 2
+        (False, [take(1, 2 * MIB), take(2, 2 * MIB)], 20 * MIB),
+        (False, [take(1, 2 * MIB), take(2, 2 * MIB, "gather")], 40 * MIB),  # each stream has its own
+        (False, [take(1, 100 * MIB), Free(1), take(2, 60 * MIB), take(3, 40 * MIB)], 100 * MIB),  # split
+        (False, [take(1, 60 * MIB), Free(1), take(2, 100 * MIB)], 160 * MIB),  # segments do not grow
+        (True, [take(1, 60 * MIB), Free(1), take(2, 100 * MIB)], 100 * MIB),  # expandable ones do
+        (True, [take(1, 30 * MIB)], 40 * MIB),
+    ],
+)
+def test_the_allocator_reserves_as_torchs_does(expandable, events, reserved):
+    allocator = Allocator(expandable=expandable)
+    for event in events:
+        if isinstance(event, Alloc):
+            allocator.take(event.number, event.num_bytes, event.stream)
+        else:
+            allocator.give(event.number)
+    assert allocator.reserved_bytes == reserved
+
+
+def test_freed_neighbours_are_joined():
+    allocator = Allocator(expandable=False)
+    for number in (1, 2, 3):
+        allocator.take(number, 20 * MIB, "compute")
+    reserved = allocator.reserved_bytes
+    other = Allocator(expandable=False)
+    other.take(0, 60 * MIB, "compute")
+    other.give(0)
+    for number in (1, 2, 3):
+        other.take(number, 20 * MIB, "compute")
+    for number in (1, 3, 2):
+        other.give(number)
+    other.take(4, 60 * MIB, "compute")
+    assert (reserved, other.reserved_bytes) == (60 * MIB, 60 * MIB)
+
+
+# -- time
+
+
+def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
+    costs = costs_of(Cluster(gpu=GPUS["h100"]), REACHED["middle"], 8, hybrid=False)
+    product = Op("aten.mm.default", 989e12 * 0.55, 0, "bfloat16", "compute")  # one second
+    gather = Collective("gather", int(0.5 * 450e9 * 0.73 * 8 / 7), "shard", "gather")  # half a second
+    start = [Enter(Place(Phase.FORWARD, -1)), Launch(1, "gather"), gather]
+    hidden = simulate(log(*start, product, Land(1)), costs)
+    assert hidden.seconds == pytest.approx(1.0, rel=1e-3)
+    assert hidden.exposed_s == 0
+    waited = simulate(log(*start, Land(1), product), costs)
+    assert waited.seconds == pytest.approx(1.5, rel=1e-3)
+    assert waited.exposed_s == pytest.approx(0.5, rel=1e-3)
+    assert {s.stream for s in waited.lanes} == {"compute", "gather"}
+
+
+def test_an_axis_that_leaves_the_node_pays_the_network():
+    cluster = Cluster(gpu=GPUS["h100"], node=8)
+    message = Collective("gather", 10**9, "shard", "gather")
+    near, far, inside = (
+        costs_of(cluster, REACHED["middle"], ranks, hybrid).of_collective(message)
+        for ranks, hybrid in ((8, False), (16, False), (16, True))
+    )
+    assert far > 8 * near
+    assert inside == near
+    assert costs_of(cluster, REACHED["middle"], 1, False).of_collective(message) == 0
+
+
+# -- the whole, as people call it
+
+
+class Asks(nn.Module):
+    """Reads a value, which a trace has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y[y > 0].sum() if y.sum().item() > 0 else y.sum()
+
+
+def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().sum()
+
+
+def test_any_module_is_planned_and_left_as_it_was():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    made = acc.plan(model, total, torch.randn(16, 64), gpu="rtx4090", gpus=[2, 4], strategy="full_shard")
+    assert made.fits
+    assert made.num_params == sum(p.numel() for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert {c.choice.gpus for c in made.found.candidates} == {2, 4}
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_model_that_needs_values_is_named_with_its_line():
+    with pytest.raises(acc.UsageError, match=r"needs the values of a tensor at .*test_plan\.py:\d+ .*item"):
+        acc.plan(Asks(), total, torch.randn(4, 8), gpus=2)
+
+
+def test_operators_that_a_gpu_runs_otherwise_stand_for_the_cpus():
+    def drops(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        x = model(batch).view(2, 4, 128, 16)
+        y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return F.dropout(F.rms_norm(y, (16,)), 0.1).float().sum()
+
+    made = acc.plan(nn.Linear(16, 16), drops, torch.randn(2, 512, 16), gpus=2, strategy="full_shard")
+    assert made.log is not None
+    assert set(made.log.substituted) == {"scaled_dot_product_attention", "rms_norm", "dropout"}
+    operators = {e.name for e in made.log.events if isinstance(e, Op)}
+    assert "aten._scaled_dot_product_flash_attention.default" in operators
+    assert F.dropout.__module__ == "torch.nn.functional"
+
+
+def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
+    config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 256}))
+    words = ["plan", "--model", str(tmp_path), "--gpu", "l40s", "--gpus", "2", "--seq", "64", "--micro-batch", "2"]
+    words += ["--checkpoint-activations", "full", "--json", "--html", str(tmp_path / "plan.html")]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
+    keys += ["tokens_per_s_per_gpu", "mfu", "config"]
+    for entry in (found, *found["candidates"]):
+        assert set(keys) <= set(entry)
+        assert set(entry["breakdown_bytes"]) == {c.value for c in Category}
+        assert entry["peak_reserved_bytes"] >= entry["peak_allocated_bytes"]
+    assert found["fits"] is True
+    assert len(found["candidates"]) == 3
+    assert all(entry["why"] for entry in found["candidates"])
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("Plotly.newPlot") == 3
+    assert f"peak {found['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
+    assert 'src="http' not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "h1000"], "nearest are h100"),
+        (["--gpu", "mine", "--gpu-memory-gib", "10"], "--gpu-tflops"),
+        (["--model", "llama3-8x"], "llama3-8b"),
+        (["--model", "."], "no config.json"),
+        (["--strategy", "full_shart"], "full_shard"),
+        (["--checkpoint-activations", "every:0"], "not understood"),
+        (["--micro-batch", "-1"], "micro_batch is -1"),
+        (["--gpus", "8", "--nodes", "3"], "multiple of 3"),
+        (["--gpuss", "8"], "did you mean '--gpus'"),
+        (["--seq", "many"], "seq"),
+        (["--optimizer", "adam"], "adamw"),
+        (["--gpu-tflops", "-1"], "positive"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(capsys, words, said):
+    assert cli.main(["plan", *words]) == cli.BAD_INPUT
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert said in text
+
+
+def test_where_nothing_fits_the_smallest_change_is_named(tmp_path, capsys):
+    config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 512}))
+    words = [
+        "plan",
+        "--model",
+        str(tmp_path),
+        "--gpus",
+        "2",
+        "--seq",
+        "512",
+        "--micro-batch",
+        "8",
+        "--gpu-memory-gib",
+        "2.25",
+    ]
+    words += ["--checkpoint-activations", "none", "--strategy", "full_shard", "--json"]
+    assert cli.main(words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert "--micro-batch 1" in found["smallest_change"]
+
+
+def test_the_textbooks_arithmetic():
+    made = acc.plan(nn.Linear(64, 64), total, torch.randn(4, 64), gpus=2, strategy="full_shard")
+    text = "\n".join(" ".join(line) for line in explanation(made))
+    for figure in ("840 GB", "105 GB on 8", "52.5 GB on 16"):
+        assert figure in text
+
+
+def test_fits_leaves_the_margin():
+    made = acc.plan(nn.Linear(64, 64), total, torch.randn(4, 64), gpus=2, strategy="full_shard")
+    memory = made.chosen.memory
+    assert memory is not None
+    assert memory.needed_bytes == int(memory.largest_reserved * MARGIN) + OUTSIDE_BYTES
+    gib = memory.needed_bytes / 2**30
+    for factor, fits in ((1.001, True), (0.999, False)):
+        assert memory.fits(Cluster(gpu=gpu_named("h100", memory_gib=gib * factor))) is fits
+    assert replace(made.cluster, node=4).node == 4
+    assert extend(made.log, 0, 1, 1, 1, 1.0) is made.log
