@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-import torch.distributed.fsdp.wrap as torch_wrap
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -25,14 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from accordion.compat import fsdp1
 from accordion.compat.fsdp1 import (
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     ShardedGradScaler,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
     meeting,
@@ -358,128 +352,6 @@ def test_batch_norms_stay_in_float32(world):
     world.run(2, batch_norms)
 
 
-# -- state dicts
-
-
-def full_state_dicts(mesh: DeviceMesh) -> Any:
-    rank = dist.get_rank()
-    model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
-    expected, _, plain = unsharded_steps(mesh.size())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train(model, rank, optimizer=optimizer)
-    configs = (FullStateDictConfig(offload_to_cpu=True, rank0_only=True), FullOptimStateDictConfig(rank0_only=True))
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
-        assert FSDP.get_state_dict_type(model).state_dict_config == configs[0]
-        weights, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    assert FSDP.get_state_dict_type(model).state_dict_config == FullStateDictConfig()
-    if rank:
-        assert (weights, state) == ({}, {})
-    else:
-        assert_same_state({k: v for k, v in weights.items() if k != "seen"}, without_counters(expected), 1e-5)
-        named = {n: plain.state[p] for n, p in expected.named_parameters()}
-        assert list(state["state"]) == list(named)
-        for name, entry in named.items():
-            torch.testing.assert_close(state["state"][name]["exp_avg"], entry["exp_avg"], rtol=1e-4, atol=1e-6)
-    return weights, state
-
-
-def loads_full(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any]) -> None:
-    """Weights on every rank, the optimizer's state on the first one only; another number of ranks than wrote them."""
-    rank = dist.get_rank()
-    model = FSDP(seeded(seed=7), auto_wrap_policy=POLICIES["module"], device_mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    assert model.load_state_dict(weights).missing_keys == []
-    with FSDP.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True)
-    ):
-        found = FSDP.optim_state_dict_to_load(model, optimizer, state if rank == 0 else {}, load_directly=True)
-    assert found["param_groups"][0]["params"] == list(range(16))
-    again = model.state_dict()
-    assert_same_state(again, weights, 0.0)
-    older = FSDP.full_optim_state_dict(model, optimizer)
-    if rank == 0:
-        assert_same_tensors(older, state)
-    if mesh.size() == 4:
-        with pytest.raises(RuntimeError, match="Missing key"):
-            model.load_state_dict({k: v for k, v in weights.items() if k != "last.bias"})
-
-
-def test_full_state_dicts_on_the_first_rank(world):
-    weights, state = world.run(2, full_state_dicts)[0]
-    for num_ranks in (2, 4):
-        world.run(num_ranks, loads_full, weights, state)
-
-
-def sharded_and_ours(mesh: DeviceMesh, folder: str) -> None:
-    rank = dist.get_rank()
-    model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
-    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
-    train(model, rank, optimizer=optimizer)
-    before = FSDP.set_state_dict_type(
-        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)
-    )
-    assert before.state_dict_type is StateDictType.FULL_STATE_DICT
-    sharded = model.state_dict()
-    assert all(isinstance(value, DTensor) for name, value in sharded.items() if name != "seen")
-    assert list(sharded) == list(seeded().state_dict())
-    acc.save(f"{folder}/checkpoint", model, optimizer)
-    other = acc.shard(seeded(seed=3), mesh)
-    its_optimizer = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=0.05))
-    acc.load(f"{folder}/checkpoint", other, its_optimizer)
-    assert train(other, rank, optimizer=its_optimizer) == train(model, rank, optimizer=optimizer)
-    kept = model.state_dict(keep_vars=True)
-    assert {id(p) for p in model.parameters()} <= {id(v) for v in kept.values()}
-
-
-def test_sharded_state_dicts_and_checkpoints_of_this_package(world, tmp_path):
-    world.run(2, sharded_and_ours, str(tmp_path))
-
-
-class Two(nn.Module):
-    """Not wrapped itself; two wrapped modules, one engine each."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = FSDP(nn.Linear(4, 8), device_mesh=mesh), FSDP(nn.Linear(8, 3), device_mesh=mesh)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
-
-
-def in_a_plain_module(mesh: DeviceMesh) -> None:
-    model = Two(mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert [w.check_is_root() for w in FSDP.fsdp_modules(model, root_only=True)] == [True, True]
-    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    full = model.state_dict(prefix="net.")
-    assert list(full) == ["net.first.weight", "net.first.bias", "net.second.weight", "net.second.bias"]
-    plain.load_state_dict(dict(zip(plain.state_dict(), full.values(), strict=True)))
-    its = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        its.zero_grad()
-        model(batch(step, dist.get_rank())).pow(2).mean().backward()
-        sum(plain(batch(step, r)).pow(2).mean() / 2 for r in range(2)).backward()
-        optimizer.step()
-        its.step()
-    with FSDP.summon_full_params(model):
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.data, theirs.data, rtol=1e-5, atol=1e-6)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = model.state_dict()
-    model.load_state_dict(state)
-    with torch.no_grad():
-        before = model(batch(0, 0))
-        model.load_state_dict({name.removeprefix("net."): value for name, value in full.items()})
-        assert not torch.equal(model(batch(0, 0)), before)
-
-
-def test_wrapped_modules_in_a_plain_one(world):
-    world.run(2, in_a_plain_module)
-
-
 # -- wrapping by hand, and what the constructor takes
 
 
@@ -693,103 +565,3 @@ def keeps_its_dtype(mesh: DeviceMesh) -> None:
 
 def test_a_model_in_bfloat16_stays_so(world):
     world.run(2, keeps_its_dtype)
-
-
-# -- names, and what is refused
-
-
-def test_every_name_of_torch_is_here():
-    of_fsdp2 = {
-        *(
-            "CPUOffloadPolicy",
-            "DataParallelMeshDims",
-            "FSDPModule",
-            "fully_shard",
-            "MixedPrecisionPolicy",
-            "OffloadPolicy",
-        ),
-        *("register_fsdp_forward_method", "UnshardHandle", "share_comm_ctx"),
-    }
-    assert set(torch_fsdp.__all__) - of_fsdp2 <= set(fsdp1.__all__)
-    assert set(torch_wrap.__all__) == set(wrapping.__all__)
-    from accordion.compat.fsdp1 import fully_sharded_data_parallel as ours
-
-    names = {n for n in vars(torch_fsdp.FullyShardedDataParallel) if not n.startswith("_")}
-    assert names <= set(dir(FSDP)), names - set(dir(FSDP))
-    assert set(torch_fsdp.fully_sharded_data_parallel.__all__) - set(ours.__all__) <= {"FlatParameter"}
-    parameters = [list(inspect.signature(cls).parameters) for cls in (FSDP, torch_fsdp.FullyShardedDataParallel)]
-    assert parameters[0] == parameters[1]
-    with pytest.raises(ImportError, match="no flat parameters"):
-        from accordion.compat.fsdp1 import FlatParameter  # noqa: F401
-
-
-def test_every_name_is_in_the_documentation():
-    written = (EXAMPLES.parents[1] / "docs" / "compat.md").read_text()
-    section = written[written.index("## `accordion.compat.fsdp1`") : written.index("## `accordion.compat.deepspeed`")]
-    public = {name for name in vars(torch_fsdp.FullyShardedDataParallel) if not name.startswith("_")}
-    arguments = set(inspect.signature(FSDP).parameters) - {"module"}
-    for name in {*fsdp1.__all__, *wrapping.__all__, *public, *arguments, "FlatParameter"}:
-        assert f"`{name}`" in section, name
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1.0)
-
-
-def refused(mesh: DeviceMesh) -> list[str]:
-    net = seeded()
-    said: list[str] = []
-    cases: list[Any] = [
-        lambda: FSDP("net"),  # type: ignore[arg-type]
-        lambda: FSDP(net.blocks),
-        lambda: FSDP(net, sharding_strategy="FULL_SHARD"),  # type: ignore[arg-type]
-        lambda: FSDP(net, cpu_offload=True),  # type: ignore[arg-type]
-        lambda: FSDP(net, mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
-        lambda: FSDP(net, process_group=mesh.get_group(), device_mesh=mesh),
-        lambda: FSDP(net, ignored_states=["first"]),  # type: ignore[list-item]
-        lambda: FSDP(net, ignored_states=[net.first], ignored_modules=[net.first]),
-        lambda: FSDP(net, auto_wrap_policy=3),
-        lambda: FSDP(nn.ReLU(), device_mesh=mesh).state_dict(),
-        lambda: FSDP(seeded(), device_mesh=DeviceMesh("cuda", [0, 1], _init_backend=False), auto_wrap_policy=SIZE),
-        lambda: FSDP(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh).state_dict(),
-        lambda: FSDP(net, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=mesh.get_group()).state_dict(),
-        lambda: FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=SIZE),
-        lambda: FSDP(nn.Sequential(FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh))),
-        lambda: FSDP(
-            nn.Sequential(FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)), device_mesh=mesh
-        ).state_dict(),
-        lambda: FSDP.set_state_dict_type(FSDP(seeded(), device_mesh=mesh), StateDictType.LOCAL_STATE_DICT),
-        lambda: FSDP.set_state_dict_type(
-            FSDP(seeded(), device_mesh=mesh), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
-        ),
-        lambda: FSDP.get_state_dict_type(net),
-        lambda: FSDP.summon_full_params(FSDP(seeded(), device_mesh=mesh), rank0_only=True).__enter__(),
-        lambda: FSDP(seeded(), device_mesh=mesh).register_comm_hook(None, None),
-        lambda: FSDP.rekey_optim_state_dict({}, None, None),
-        lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), device_mesh=mesh), sgd(plain), {}),
-        lambda: FSDP.optim_state_dict(FSDP(seeded(), device_mesh=mesh), torch.optim.SGD(net.parameters(), lr=1.0)),
-    ]
-    for case in cases:
-        with pytest.raises(UsageError) as error:
-            case()
-        said.append(str(error.value))
-        assert "\n" not in said[-1]
-    with pytest.raises(AttributeError, match="no flat parameters"):
-        _ = FSDP(seeded(), device_mesh=mesh)._flat_param
-    return said
-
-
-SAID = [
-    "not str", "nobody calls", "it takes ShardingStrategy", "it takes CPUOffload", "keep_low_precision_grads", "pass one of them",
-    "has a str", "pass all in ignored_states", "auto_wrap_policy is 3", "has no parameters",
-    "one of 'cuda' devices", "has 1 axes", "takes two",
-    "give the policy, or wrap by hand", "used already", "give all the same",
-    "LOCAL_STATE_DICT is not supported", "takes a FullStateDictConfig", "has none", "writeback=False", "no flat one",
-    "by qualified name", "empty on this rank", "that the model has not",
-]  # fmt: skip
-
-
-def test_bad_input_is_named_on_every_rank(world):
-    for said in world.run(2, refused):
-        for expected, found in zip(SAID, said, strict=True):
-            assert expected in found

@@ -299,9 +299,12 @@ def leases(model: nn.Module) -> list[int]:
     return [unit.leases for unit in model.__dict__["_accordion"].engine.units]
 
 
-def resharding(mesh) -> None:
-    wanted = {True: [0, 0, 0, 0], False: [1, 1, 1, 1], None: [1, 0, 0, 1], 2: [0, 0, 0, 0]}
-    for option, kept in wanted.items():
+KEPT = {True: [0, 0, 0, 0], False: [1, 1, 1, 1], None: [1, 0, 0, 1], 2: [0, 0, 0, 0]}
+
+
+def resharding(mesh, options: list[bool | int | None]) -> None:
+    for option in options:
+        kept = KEPT[option]
         reference, model = both(mesh, reshard_after_forward=option)
         for step in range(2):
             losses = [one_loss(m, step) for m in (reference, model)]
@@ -314,7 +317,8 @@ def resharding(mesh) -> None:
 
 
 def test_resharding_after_the_forward(world):
-    world.run(4, resharding)
+    world.run(2, resharding, [True, False, None])
+    world.run(4, resharding, [2])
 
 
 def resharding_set(mesh) -> None:

@@ -28,7 +28,7 @@ def parallel(mesh) -> None:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     pair = []
     for api in SIDES:
-        model = models.plain()
+        model = models.seeded(num_blocks=2)
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], plan)
             api.fully_shard(block, mesh=mesh[dp])
