@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +35,7 @@ def test_sums_of_gradients(world):
 def given(mesh: DeviceMesh) -> None:
     """The caller's own optimizer, scheduler and parameter groups, made before; what is not supported."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    deepspeed.init_distributed("gloo")  # there is a process group
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     own = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], 0.1, 0.9)
     data = torch.utils.data.TensorDataset(torch.randn(16, 4))
@@ -60,6 +63,18 @@ def given(mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(acc.UsageError, match=match):
             deepspeed.initialize(**options)
+
+
+def test_arguments_of_a_command_line():
+    args = deepspeed.add_config_arguments(ArgumentParser()).parse_args(
+        ["--deepspeed", "--deepspeed_config", "none.json"]
+    )
+    with pytest.raises(acc.UsageError, match=r"'none.json' cannot be read"):
+        deepspeed.initialize(args=args, model=torch.nn.Linear(2, 2))
+    with pytest.raises(AttributeError, match="has no 'zero': build the model inside"):
+        _ = deepspeed.zero
+    with pytest.raises(AttributeError, match="has no 'nothing'"):
+        _ = deepspeed.nothing
 
 
 def test_what_initialize_is_given(world):

@@ -3,7 +3,9 @@
 And `initialize`, for programs whose loop is DeepSpeed's.
 """
 
-from accordion.compat.deepspeed.engine import DeepSpeedEngine, initialize
+from typing import NoReturn
+
+from accordion.compat.deepspeed.engine import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
 from accordion.compat.deepspeed.optimizers import OptimizerChoice
 from accordion.compat.deepspeed.reading import read
 from accordion.compat.deepspeed.scaling import LossScale, LossScaler
@@ -18,6 +20,22 @@ __all__ = [
     "OptimizerChoice",
     "Schedule",
     "Settings",
+    "add_config_arguments",
+    "init_distributed",
     "initialize",
     "read",
 ]
+
+ELSEWHERE = {
+    "zero": "build the model inside `with torch.device('meta')` and fill it after shard() with accordion.initialise",
+    "pipe": "pipelines are torch.distributed.pipelining's, with accordion.compat.fsdp2 for their stages",
+    "PipelineModule": "pipelines are torch.distributed.pipelining's, with accordion.compat.fsdp2 for their stages",
+    "checkpointing": "say checkpoint_activations= to shard(), or use torch.utils.checkpoint",
+    "init_inference": "this library trains; accordion.full_params shows a model for evaluation",
+}
+"""Names of DeepSpeed that are not here, and what to do."""
+
+
+def __getattr__(name: str) -> NoReturn:
+    hint = f": {ELSEWHERE[name]}" if name in ELSEWHERE else ""
+    raise AttributeError(f"accordion.compat.deepspeed has no {name!r}{hint}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,22 @@ from accordion.shard import shard
 from accordion.state import no_sync
 
 LATEST = "latest"  # the file that names the newest checkpoint of a folder
+
+
+def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
+    """Join the process group unless there is one. `options` are DeepSpeed's; `timeout`, `rank` and `world_size` are used."""
+    if dist.is_initialized():
+        return
+    used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
+    dist.init_process_group(dist_backend, **used)
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """`--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="accepted: what is initialized is sharded")
+    group.add_argument("--deepspeed_config", help="the ds_config.json")
+    return parser
 
 
 def initialize(
@@ -57,8 +74,7 @@ def initialize(
             "initialize(mpu=, mesh_param=) is not supported: model parallelism is the caller's; leave it out."
         )
     settings = read(source)
-    if not dist.is_initialized():
-        dist.init_process_group()
+    init_distributed()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
     groups = list(model_parameters) if model_parameters is not None else None
@@ -96,8 +112,8 @@ def _optimizer(model: nn.Module, given: Any, groups: list[Any] | None, settings:
 
 def _now(param: Any) -> nn.Parameter:
     """The sharded parameter that stands for one of the model before."""
-    name_and_param = param[1] if isinstance(param, tuple) else param
-    found: nn.Parameter = vars(name_and_param).get("moved_to", name_and_param)
+    own = param[1] if isinstance(param, tuple) else param  # of named_parameters()
+    found: nn.Parameter = vars(own).get("moved_to", own)
     return found
 
 
