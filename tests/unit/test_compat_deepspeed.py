@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +447,11 @@ def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
     assert (config.train.lr, config.train.weight_decay) == (0.02, 0.3)
     assert (config.shard.strategy, config.shard.replicas) == ("hybrid_shard_optim", 2)
     assert config.shard.precision == "bf16"
+    assert config.shard.offload() == Offload()
+    rests = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/s"}, "offload_param": {"device": "cpu"}}
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(params="host", optimizer="disk:/s")
+    words = ["--shard.offload_optimizer", "host"]
+    assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload() == Offload(optimizer="host")
 
 
 def test_what_the_file_leaves_out_is_as_deepspeed_has_it_or_as_a_flag_says(tmp_path: Path) -> None:
@@ -469,6 +475,11 @@ CONFLICTS = [
     ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch=8"], "train.micro_batch is 8, and"),
     ({"zero_optimization": {"stage": 2}}, ["--shard.strategy", "full_shard"], "shard_grad_op"),
     ({"bf16": {"enabled": True}}, ["--shard.precision", "fp32"], "mean"),
+    (
+        {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+        ["--shard.offload_optimizer=disk:/s"],
+        "shard.offload_optimizer is disk:/s, and zero_optimization.cpu_offload in",
+    ),
     ({"gradient_clipping": 0.5}, ["--train.clip", "1.0"], "train.clip is 1.0, and gradient_clipping in"),
     ({"optimizer": {"type": "AdamW"}}, ["--train.lr", "0.5"], "optimizer.type"),
     ({"scheduler": {"type": "WarmupLR"}}, ["--train.warmup", "7"], "1000"),
@@ -512,11 +523,18 @@ def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
     assert command.read(["--deepspeed=a.json"]).train.deepspeed == "a.json"
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Stands for what ranks start from."""
+
+    expected: Any = None
+
+
 def test_the_command_starts_ranks_with_what_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(command, "prepare", lambda config, *rest: config)
+    monkeypatch.setattr(command, "prepare", lambda *given: Prepared())
     monkeypatch.setattr(command.launch, "start", lambda entry, args, world: started.append((args[0], world)) or 0)
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')

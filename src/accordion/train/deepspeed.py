@@ -95,6 +95,11 @@ def _meanings(config: Config, settings: Settings, num_ranks: int) -> Iterator[Me
     if settings.group_ranks is not None:
         yield Means("shard.replicas", settings.replicas(num_ranks), groups)
     yield Means("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
+    z = "zero_optimization."
+    optimizer = (f"{z}offload_optimizer.device", f"{z}cpu_offload")
+    yield Means("shard.offload_optimizer", settings.offload.optimizer, optimizer)
+    params = tuple(z + name for name in ("offload_param.device", "cpu_offload_params", "cpu_offload_param"))
+    yield Means("shard.offload_params", settings.offload.params, params)
     said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
     batch = replace(settings, said=said).batch(num_ranks)
     yield Means("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))

@@ -144,7 +144,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
-        offload=theirs.offload if theirs else shard.offload(),
+        offload=shard.offload(),
         reduce_op=theirs.reduce_op if theirs else "mean",
     )
     fill(model, config.model, options.seed)
