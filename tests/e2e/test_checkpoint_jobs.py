@@ -42,7 +42,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
+@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), pytest.param("stop", 1, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_cannot_be_written(
     place: Path, capfd: pytest.CaptureFixture[str], on_error: str, code: int
 ) -> None:
@@ -80,18 +80,8 @@ def workers_of(agent: int) -> list[int]:
 
 
 def torchrun(run_dir: str, *flags: str) -> list[str]:
-    words = [
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "3",
-        "--monitor-interval",
-        "0.2",
-        "-m",
-        "accordion",
-        "train",
-    ]
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.2"]
+    words += ["-m", "accordion", "train"]
     return [sys.executable, "-m", "torch.distributed.run", *words, *TINY, "--run.dir", run_dir, *flags]
 
 
