@@ -294,7 +294,8 @@ def with_tiers(
 ) -> Wiring:
     """The wiring whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
 
-    `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises `UsageError` on every rank where one has not enough.
+    `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
+    `UsageError` on every rank where one has not enough.
     """
     if not any(own.offloads for own in offloads):
         return wiring

@@ -360,10 +360,9 @@ def _offload(o: OffloadOptions) -> Page:
             stack.enter_context(Team(kind, world, offload.OffloadLoop, (kind, setting, folder)))
             for kind in offload.KINDS
         ]
-        hidden = interleaved(teams, o.rounds, "turn", 1, o.steps, False)
-        shown = interleaved(teams, o.rounds, "turn", 1, o.steps, True)
+        asked = interleaved(teams, o.rounds, "turns", 1, o.steps)
         held = {team.name: team.ask("bytes")[0] for team in teams}
-    found = {name: offload.measured(hidden[name], shown[name], held[name]) for name in held}
+    found = {name: offload.measured(asked[name], held[name]) for name in held}
     offload.check(found)
     what = (
         f"{o.model}, batch {setting.batch} x {setting.seq}, {'bf16 over fp32' if setting.bf16 else 'fp32'}, fused AdamW, "

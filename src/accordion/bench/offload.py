@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -53,7 +55,11 @@ class OffloadLoop:
         precision = Precision(params=torch.bfloat16) if self._setting.bf16 else Precision()
         return shard(model, mesh_of(self._seat), precision=precision, offload=offload)
 
-    def turn(self, warm: int, count: int, waits: bool) -> list[dict[str, float]]:
+    def turns(self, warm: int, count: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+        """Steps that end behind the next forward, and close to them in time steps that end before it."""
+        return self.turn(warm, count, waits=False), self.turn(warm, count, waits=True)
+
+    def turn(self, warm: int, count: int, *, waits: bool) -> list[dict[str, float]]:
         """Seconds of each step and of what of it the optimizer took, from one call of it to the next; the loss."""
         found = []
         for _ in range(warm + count):
@@ -109,8 +115,12 @@ def _peer(model: nn.Module, seat: Seat, bf16: bool, kind: str) -> nn.Module:
 
 
 def own_bytes() -> int:
-    """Resident bytes of this process that no file backs (Linux; 0 elsewhere)."""
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    """Resident bytes of this process that no file backs, once what is free is given back (Linux; 0 elsewhere)."""
+    if not STATUS.exists():
+        return 0
+    with contextlib.suppress(OSError, AttributeError):  # of another C library
+        ctypes.CDLL(None).malloc_trim(0)
+    lines = STATUS.read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
@@ -156,9 +166,10 @@ class Measured:
 
 
 def measured(
-    deferred: list[list[list[dict[str, float]]]], waiting: list[list[list[dict[str, float]]]], held: Mapping[str, int]
+    asked: list[list[tuple[list[dict[str, float]], list[dict[str, float]]]]], held: Mapping[str, int]
 ) -> Measured:
-    """`deferred`, `waiting`: by round, rank and step."""
+    """`asked`: what `turns` gave, by round and rank."""
+    deferred, waiting = ([[rank[i] for rank in one] for one in asked] for i in range(2))
     steps, waits, optimizer = (
         [[max(rank[key] for rank in step) for step in zip(*one, strict=True)] for one in rounds]
         for rounds, key in ((deferred, "step"), (waiting, "step"), (waiting, "optimizer"))
@@ -168,7 +179,7 @@ def measured(
         step=quartiles(flat(steps)),
         waiting=quartiles(flat(waits)),
         optimizer=quartiles(flat(optimizer)),
-        hidden=extremes(shares),
+        hidden=extremes(shares) if held["arena"] else None,
         bytes=held,
         losses=[step["loss"] for one in deferred for step in one[0]],
     )
