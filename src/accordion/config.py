@@ -146,16 +146,27 @@ class Offload:
     That needs `wrap_optimizer`. `checksums`: what comes back from the disk is compared with what went there.
     `params`: the rows that are gathered, in the dtype in which they are: "device" keeps a copy of them where the model
     computes, "host" brings them at each use. `grads`: where gradients rest; None: where the optimizer steps, which is the
-    only place that it can be. `overrides`: class or name of a unit -> its own places.
+    only place that it can be. `device_bytes`, of this rank: units stay on the device all the same, from the first on, as long
+    as shards, gradients and two states of each element fit there. `host_bytes`: the same for states on the host, beside all
+    that must be there, in place of the disk. `overrides`: class or name of a unit -> its own places.
     """
 
     params: str = DEVICE
     grads: str | None = None
     optimizer: str = DEVICE
     checksums: bool = False
+    device_bytes: int | None = None
+    host_bytes: int | None = None
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for key in ("device_bytes", "host_bytes"):
+            num = getattr(self, key)
+            if num is not None and (num < 0 or self.optimizer == DEVICE):
+                raise UsageError(
+                    f"Offload({key}={num!r}) says how much of what is offloaded may stay nearer; it takes bytes, 0 or more, "
+                    "beside optimizer='host' or 'disk:/path'."
+                )
         for key in ("params", "grads", "optimizer"):
             place = getattr(self, key)
             if key == "optimizer" and isinstance(place, str) and len(place) > len(DISK) and place.startswith(DISK):

@@ -36,8 +36,9 @@ from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
+from accordion.memory.budget import Shape, within
 from accordion.memory.step import own_parameters
-from accordion.memory.tiers import Shape, Tiers
+from accordion.memory.tiers import Tiers
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, UnitChoice, choose_units, other_units_read, owned_parameters
 
@@ -91,7 +92,7 @@ def shard(
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
-        wiring = with_tiers(wiring, offloads, planned)
+        wiring = with_tiers(wiring, offloads, planned, offload)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
             engine.finite = Finite([wiring.shard.gather, wiring.replicate.gather], wiring.device)
@@ -285,14 +286,21 @@ def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
     return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
 
 
-def with_tiers(wiring: Wiring, offloads: Sequence[Offload], planned: Sequence[Sequence[Planned]]) -> Wiring:
+def with_tiers(
+    wiring: Wiring,
+    offloads: Sequence[Offload],
+    planned: Sequence[Sequence[Planned]],
+    policy: Offload | None = None,
+) -> Wiring:
     """The wiring whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
 
-    Allocates host memory. Raises `UsageError` on every rank where one has not enough.
+    `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
+    `UsageError` on every rank where one has not enough.
     """
     if not any(own.offloads for own in offloads):
         return wiring
     shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
+    offloads = offloads if policy is None else within(policy, offloads, shapes)
     return dataclasses.replace(wiring, home=on_every_rank(partial(Tiers, offloads, shapes, wiring), wiring))
 
 
@@ -308,7 +316,8 @@ def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Pla
 
 def _shape(group: Planned, wiring: Wiring) -> Shape:
     params, gathered, _ = group
-    return Shape(messages(wiring, [p.cut for p in params], gathered)[1], [p.dtype for p in params], gathered)
+    lies = messages(wiring, [p.cut for p in params], gathered)[1]
+    return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], gathered)
 
 
 def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]:

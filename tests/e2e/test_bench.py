@@ -203,8 +203,16 @@ def test_a_unit_of_the_host_benchmark_has_nine_parameters():
     assert len(list(NineBlock(64, 8).parameters())) == 9
 
 
-@pytest.mark.parametrize(("name", "more"), [("optimizer", ["--steps", "2"]), ("memory", ["--device", "cpu"])])
-def test_subcommands_write_what_they_found(tmp_path, capsys, name, more):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("optimizer", ["--steps", "2"]),
+        ("memory", ["--device", "cpu"]),
+        pytest.param("offload", ["--steps", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_subcommands_write_what_they_found(tmp_path, capsys, monkeypatch, name, more):
+    monkeypatch.chdir(tmp_path)
     words = [name, "--model", "gpt-tiny", "--rounds", "2", "--dir", str(tmp_path), *more]
     assert cli.main(["bench", *words]) == 0
     data = json.loads((tmp_path / f"{name}.json").read_text())
@@ -212,6 +220,11 @@ def test_subcommands_write_what_they_found(tmp_path, capsys, name, more):
     if name == "memory":
         assert all(r["allocated"] > r["rest"] > 0 for rounds in data["bytes"].values() for r in rounds)
         assert set(data["bytes"]) == {"accordion", "fsdp2"}
+    elif name == "offload":
+        held = {kind: found["bytes"] for kind, found in data["found"].items()}
+        assert {kind for kind, found in held.items() if found["disk"]} == {"accordion disk"}
+        assert {kind for kind, found in held.items() if found["arena"]} == {"accordion host", "accordion disk"}
+        assert held["accordion disk"]["moved"] > held["accordion disk"]["states"]
     else:
         for turns in (data["wall"], data["cpu"]):
             assert set(turns) == {"accordion", "local", "dtensor"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from accordion import cli
-from accordion.bench import contenders, report
+from accordion.bench import contenders, offload, report
 from accordion.bench.compare import step_flops
 from accordion.bench.contenders import Setting, chosen
 from accordion.bench.host import HostTime, ratio_of, summary
 from accordion.bench.machine import describe, known_peak_flops
 from accordion.bench.model import GPT, SHAPES, batch_of, shape_of
 from accordion.bench.page import Chart, Page, Table, as_text, plain_data
+from accordion.bench.ranks import BenchError
 from accordion.bench.scale import Network
 from accordion.bench.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.bench.still import StillGroup
@@ -196,3 +198,23 @@ def test_the_shapes_of_the_gpu_script_are_those_of_the_textbook():
         built = sum(p.numel() for p in SHAPES["llama-1b"].make().parameters())
     assert gpu.params_of(case.preset) == built
     assert gpu.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
+
+
+def test_what_of_the_optimizer_a_step_hides():
+    def steps(step: float, optimizer: float) -> list[dict[str, float]]:
+        return [{"step": step, "optimizer": optimizer, "loss": 1.0}] * 3
+
+    held = {"arena": 1}
+    asked = [[(steps(5.0, 0.1), steps(8.0, 4.0)), (steps(6.0, 0.1), steps(7.0, 4.0))]] * 2  # by round and rank
+    found = offload.measured(asked, held)
+    assert found.step.median == 6.0, "of the slowest rank"
+    assert found.waiting.median == 8.0
+    assert found.hidden is not None
+    assert found.hidden.median == 0.5
+    assert found.losses == [1.0] * 6
+    offload.check({offload.OURS: found, offload.DISK: found})
+    other = dataclasses.replace(found, losses=[1.0] * 5 + [1.0 + 1e-7])
+    offload.check({offload.OURS: found, offload.PEER: other})
+    with pytest.raises(BenchError, match="losses of accordion disk are not those of accordion"):
+        offload.check({offload.OURS: found, offload.DISK: other})
+    assert offload.measured(asked, {"arena": 0}).hidden is None

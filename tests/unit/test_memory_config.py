@@ -16,6 +16,8 @@ import accordion as acc
         ({"optimizer": "gpu"}, r"optimizer='gpu'\) is no place; valid: device, host, disk:/path"),
         ({"optimizer": "disk:"}, r"optimizer='disk:'\) is no place"),
         ({"params": "disk:/tmp", "optimizer": "host"}, r"params='disk:/tmp'\) is no place; valid: device, host"),
+        ({"device_bytes": 7}, r"Offload\(device_bytes=7\) says how much"),
+        ({"host_bytes": -1, "optimizer": "host"}, r"Offload\(host_bytes=-1\) says how much"),
         ({"params": "host"}, "pass optimizer='host' too"),
         ({"grads": "host"}, "leave out grads, or name one place for both"),
         ({"grads": "device", "optimizer": "host"}, "leave out grads, or name one place for both"),

@@ -124,7 +124,7 @@ def places(mesh) -> None:
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
     arena = units_of(model)[0].engine.wiring.home.arena
-    assert any(f"offload: {arena.num_bytes} bytes of ordinary host memory for 2 of 3 units" in m for m in messages)
+    assert any(f"offload: {arena.num_bytes} bytes of ordinary host memory for 2 of 3 units, the" in m for m in messages)
     low, high = arena._memory.data_ptr(), arena._memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
     first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
@@ -140,6 +140,34 @@ def places(mesh) -> None:
     again = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
     assert again["head.weight"] != first["head.weight"]
     assert again["norm.weight"] == first["norm.weight"]
+
+
+def budgets(mesh, path: Path) -> None:
+    """From the first unit on: on the device, then with states on the host, then on disk; and no bit differs."""
+    found = []
+    for offload in (None, disk(path, device_bytes=50_000, host_bytes=140_000)):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        for step in range(2):
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(acc.full_state_dict(model, rank0_only=False))
+    assert_equal(found[0], found[1])
+    tiers = units_of(model)[0].engine.wiring.home
+    places = [(o.offloads, o.folder is not None) for o in tiers._offloads]
+    assert places == [(False, False), (True, False), (True, False), (True, True)], places
+    assert tiers.arena.num_bytes < 140_000
+    for options, message in (
+        ({"host_bytes": 1000}, "host_bytes=1000 is less than the"),
+        ({"device_bytes": 5, "overrides": {"blocks.0": acc.Offload()}}, "device_bytes=5 is less than the"),
+    ):
+        with pytest.raises(acc.UsageError, match=message):
+            acc.shard(models.plain(), mesh=mesh, offload=disk(path, **options))
+
+
+def test_budgets_are_kept(world, tmp_path):
+    world.run(2, budgets, tmp_path)
 
 
 # -- what callers do

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
-from accordion.bench import checkpoint, host, pages, scale
+from accordion.bench import checkpoint, host, offload, pages, scale
 from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
 from accordion.bench.checkpoint import CheckpointLoop
 from accordion.bench.compare import compare
@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "scale": "growth of host time, memory and simulated wire time over 8 to 4096 ranks",
     "optimizer": "clip and step on shards, beside the same optimizer on plain tensors",
     "checkpoint": "save, background save and load beside torch DCP, torch.save and the disk's own speed",
+    "offload": "states on the host and on disk: time, memory, traffic, and how much of the step is hidden",
     "memory": "peak bytes of one of 8 simulated ranks, bf16 over fp32 parameters",
 }
 SAME_NORM = 1e-4
@@ -175,6 +176,35 @@ class CheckpointOptions:
     dir: str = "runs/bench"
 
 
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions:
+    """Measure training with the states on the host and on disk, beside none of that and beside FSDP2's offload, on CPU.
+
+    Args:
+        model: as of accordion bench
+        nproc: ranks, on CPU
+        batch: sequences of one rank in a step; 0: what suits the model
+        seq: tokens in a sequence; 0: what suits the model
+        threads: of each rank; 0: the cores, shared out
+        precision: fp32, or bf16 over fp32 parameters
+        swap: folder for the states on disk
+        rounds: turns of each, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    model: str = "gpt-30m"
+    nproc: int = 1
+    batch: int = 0
+    seq: int = 0
+    threads: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    swap: str = "runs/bench/swap"
+    rounds: int = 5
+    steps: int = 5
+    dir: str = "runs/bench"
+
+
 def run(words: list[str]) -> int:
     """The subcommand in `words`, or the comparison of contenders where there is none. Returns the exit code."""
     name = words[0] if words and not words[0].startswith("-") else ""
@@ -228,7 +258,7 @@ def world_of(nproc: int, device: str) -> World:
     return World(num_ranks=num_ranks, device_type=device, threads=max(1, num_cores() // num_ranks))
 
 
-def setting_of(o: CompareOptions | MemoryOptions, bf16: bool) -> Setting:
+def setting_of(o: CompareOptions | MemoryOptions | OffloadOptions, bf16: bool) -> Setting:
     shape = shape_of(o.model)
     return Setting(model=o.model, batch=o.batch or shape.batch, seq=o.seq or shape.seq, bf16=bf16)
 
@@ -321,11 +351,32 @@ def _checkpoint(o: CheckpointOptions) -> Page:
     return checkpoint.page_of(asked, what, describe(world.device_type))
 
 
+def _offload(o: OffloadOptions) -> Page:
+    world, setting, folder = world_of(o.nproc, "cpu"), setting_of(o, o.precision == "bf16"), offload.folder_of(o.swap)
+    world = replace(world, threads=o.threads or world.threads)
+    disk = offload.sequential(folder)
+    with ExitStack() as stack:
+        teams = [
+            stack.enter_context(Team(kind, world, offload.OffloadLoop, (kind, setting, folder)))
+            for kind in offload.KINDS
+        ]
+        asked = interleaved(teams, o.rounds, "turns", 1, o.steps)
+        held = {team.name: team.ask("bytes")[0] for team in teams}
+    found = {name: offload.measured(asked[name], held[name]) for name in held}
+    offload.check(found)
+    what = (
+        f"{o.model}, batch {setting.batch} x {setting.seq}, {'bf16 over fp32' if setting.bf16 else 'fp32'}, fused AdamW, "
+        f"{world.num_ranks} ranks on CPU with {world.threads} threads each; {o.rounds} interleaved rounds"
+    )
+    return pages.of_offload(found, disk, what, describe("cpu"))
+
+
 JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Page]]] = {
     "": (CompareOptions, _compare),
     "host": (HostOptions, _host),
     "scale": (ScaleOptions, _scale),
     "optimizer": (OptimizerOptions, _optimizer),
+    "offload": (OffloadOptions, _offload),
     "memory": (MemoryOptions, _memory),
     "checkpoint": (CheckpointOptions, _checkpoint),
 }

@@ -8,6 +8,7 @@ from typing import Any
 from accordion.bench.compare import PARTS, Comparison
 from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
+from accordion.bench.offload import Measured, Sequential
 from accordion.bench.page import Chart, Page, Table, mebi, plain_data, spread
 from accordion.bench.scale import Network, Point
 from accordion.bench.stats import extremes, flat, quartiles, ratio
@@ -212,4 +213,63 @@ def of_memory(found: Mapping[str, list[dict[str, int]]], what: str, machine: dic
         ],
         charts=[Chart(title="bytes of a rank", unit="MiB", kind="stacked", series=series)],
         data=plain_data({"machine": machine, "bytes": found}),
+    )
+
+
+def of_offload(found: Mapping[str, Measured], disk: Sequential, what: str, machine: Mapping[str, str]) -> Page:
+    times = [
+        [
+            name,
+            *(spread(s, 1e3) for s in (m.step, m.waiting, m.optimizer)),
+            "" if m.hidden is None else spread(m.hidden, 100, 0),
+        ]
+        for name, m in found.items()
+    ]
+    sizes = []
+    for name, m in found.items():
+        b = m.bytes
+        per_step = b["moved"] / max(1, b["steps"])
+        rate = per_step / m.optimizer.median
+        sequential = 2 * b["states"] / disk.seconds(b["states"])
+        cells = [mebi(b[key]) for key in ("own", "states", "disk", "arena", "buffers")]
+        moved = [mebi(per_step), f"{per_step / (2 * b['states']):.3f}", f"{rate / sequential:.2f}"]
+        sizes.append([name, *cells, *(moved if b["disk"] else ["", "", ""])])
+    return Page(
+        name="offload",
+        title="States on the host and on disk",
+        notes=[
+            what,
+            "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
+            "begins; optimizer: its part of that; hidden: the share of the optimizer which the step does not show, of rounds",
+            "own: resident bytes of the first rank that no file backs; states: two of each element; disk rate: of what one "
+            f"thread reaches in blocks of 8 MiB there ({disk.read / 1e6:,.0f} MB/s read, {disk.written / 1e6:,.0f} written)",
+            "the first of all steps reads no states, so that the traffic over the floor is a little under 1",
+        ],
+        tables=[
+            Table(
+                title="time",
+                columns=["states", "step ms", "waiting ms", "optimizer ms", "hidden %"],
+                rows=times,
+            ),
+            Table(
+                title="bytes of a rank, MiB",
+                columns=[
+                    *("states", "own", "of states", "on disk", "arena", "buffers"),
+                    *("moved in a step", "of the floor", "disk rate"),
+                ],
+                rows=sizes,
+            ),
+        ],
+        charts=[
+            Chart(
+                title="a step",
+                unit="ms",
+                kind="grouped",
+                series={
+                    "step": {name: m.step.median * 1e3 for name, m in found.items()},
+                    "waiting": {name: m.waiting.median * 1e3 for name, m in found.items()},
+                },
+            )
+        ],
+        data=plain_data({"machine": machine, "found": found, "disk": disk}),
     )

@@ -130,6 +130,10 @@ class Engine:
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.order.end(Phase.FORWARD)
             self.let_go()
+            if (
+                not torch.is_grad_enabled()
+            ):  # no backward follows in which the host waits: a step may, that writes what is read
+                self.synchronize()
             if isinstance(error, DivergenceError):
                 return  # every rank knows
             if error is not None:

@@ -159,7 +159,8 @@ class Group:
         own = over.rank if wiring.relay else rank
         self.home = wiring.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
         tagged = self._relay if wiring.relay else self.home
-        self._tag = tagged.tag.fill_(self.tag)
+        tagged.tag.fill_(self.tag)
+        self._tag = torch.full_like(tagged.tag, self.tag, device=wiring.device)
         self.alias = (
             wiring.shard.num_ranks == 1
             and not wiring.relay

@@ -33,8 +33,8 @@ def total_norm(parts: Sequence[Part], norm_type: float, device: torch.device) ->
     found: dict[tuple[int, ...], tuple[Sequence[Link], Tensor]] = {}
     for part in parts:
         key = tuple(id(link.group) for link in part.links)
-        norms = [n.to(device) for n in _norms(part.tensors, norm_type)] if part.tensors else [zero]
-        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        norms = _norms(part.tensors, norm_type, device) if part.tensors else [zero.view(1)]
+        mine = torch.linalg.vector_norm(torch.cat(norms), norm_type)
         mine = mine.to(torch.float32) if is_max else mine.to(torch.float32).pow(norm_type)
         held = found.get(key, (part.links, zero))[1]
         found[key] = part.links, torch.maximum(held, mine) if is_max else held + mine
@@ -43,12 +43,13 @@ def total_norm(parts: Sequence[Part], norm_type: float, device: torch.device) ->
     return powers.max() if is_max else powers.sum().pow(1.0 / norm_type)
 
 
-def _norms(tensors: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> list[Tensor]:
+    """One or more 1-D tensors on `device`: the norms of the tensors on each of theirs, brought there together."""
     filled = [t for t in tensors if t.numel()]
     if not filled:
-        return [torch.zeros((), dtype=torch.float32, device=tensors[0].device)]
-    norms = [n for same in _by_device(filled) for n in _torch.foreach_norm(same, norm_type, dtype=torch.float32)]
-    return [n.to(torch.float32) for n in norms]
+        return [torch.zeros(1, dtype=torch.float32, device=device)]
+    norms = [torch.stack(_torch.foreach_norm(same, norm_type, dtype=torch.float32)) for same in _by_device(filled)]
+    return [n.to(device=device, dtype=torch.float32) for n in norms]
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

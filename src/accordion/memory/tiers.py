@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -19,20 +18,12 @@ from accordion.engine.home import Home, on_device
 from accordion.engine.layout import Message
 from accordion.engine.streams import Lane
 from accordion.memory.arena import Arena
+from accordion.memory.budget import Shape, arena_bytes
 from accordion.memory.disk import check_folder
-from accordion.memory.host import HostHome, home_bytes, landing_bytes
+from accordion.memory.host import HostHome, landing_bytes
 from accordion.memory.states import NUM_BUFFERS, DiskStates
 
 log = logging.getLogger("accordion")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The shards of one group: how they lie, their dtypes, and the one in which they are gathered."""
-
-    msg: Message
-    dtypes: Sequence[torch.dtype]
-    gathered: torch.dtype
 
 
 class Tiers:
@@ -48,15 +39,15 @@ class Tiers:
         self.states: WeakKeyDictionary[Optimizer, DiskStates] = WeakKeyDictionary()
         for folder in {offload.folder for offload in offloads if offload.folder is not None}:
             check_folder(folder)
-        chosen = [mine for offload, mine in zip(offloads, shapes, strict=True) if offload.offloads]
-        homes = sum(home_bytes(s.msg, s.dtypes, s.gathered) for mine in chosen for s in mine)
-        landing = max((sum(landing_bytes(s.msg, s.dtypes) for s in mine) for mine in chosen), default=0)
+        homes, landing = arena_bytes(offloads, shapes)
         self.arena = Arena(homes + landing, wiring.device)
         self._landing = self.arena.take(landing, torch.uint8)
         self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
+        kind = "pinned" if wiring.device.type != "cpu" else "ordinary"
+        counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
         log.info(
-            "offload: %d bytes of %s host memory for %d of %d units",
-            homes + landing, "pinned" if wiring.device.type != "cpu" else "ordinary", len(chosen), len(offloads),
+            "offload: %d bytes of %s host memory for %d of %d units, the optimizer's states of %d on disk",
+            homes + landing, kind, counts[0], len(offloads), counts[1],
         )  # fmt: skip
 
     def folder_of(self, unit: int) -> Path | None:
