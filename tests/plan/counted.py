@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import tempfile
 from contextlib import nullcontext
@@ -43,25 +44,21 @@ def counted_peak(mesh: Any, architecture: str, case: str) -> int:
 
 
 def peak_in(events: list[dict[str, Any]]) -> int:
-    """The least of all counted steps: threads of gloo now and then drop the last reference to a message, unseen by the profiler.
-
-    An address that is taken again was given back unseen. What is there between steps is what was there before the first.
+    """The least of all counted steps: threads of gloo now and then drop the last reference to a message, unseen by the profiler,
+    which only adds to what seems to be live, until its address is taken again.
     """
     starts = sorted(e["ts"] for e in events if e.get("name") == MARK and e.get("ph") == "X")
     assert len(starts) == COUNTED
     live: dict[int, int] = {}
-    total, step = 0, -1
-    before, most = [0] * COUNTED, [0] * COUNTED
+    total, most = 0, [0] * COUNTED
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        while step + 1 < COUNTED and event["ts"] >= starts[step + 1]:
-            step += 1
-            before[step] = total
         address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
         if num_bytes > 0:
             total += num_bytes - live.get(address, 0)
             live[address] = num_bytes
         else:
             total -= live.pop(address, 0)
+        step = bisect.bisect_right(starts, event["ts"]) - 1
         if step >= 0:
             most[step] = max(most[step], total)
-    return before[0] + min(m - b for m, b in zip(most, before, strict=True))
+    return min(most)
