@@ -33,27 +33,23 @@ class _Pool:
     """Owns the free blocks of one stream and kind, by (size, start)."""
 
     small: bool
-    blocks: list[_Block] = field(default_factory=list)
+    blocks: list[tuple[int, int, _Block]] = field(default_factory=list)
     top: int = 0
     end: _Block | None = None  # the last block of an expandable segment
 
     def add(self, block: _Block) -> None:
         block.free = True
-        bisect.insort(self.blocks, block, key=_key)
+        bisect.insort(self.blocks, (block.size, block.start, block))  # no two start alike
 
     def remove(self, block: _Block) -> None:
-        del self.blocks[bisect.bisect_left(self.blocks, _key(block), key=_key)]
+        del self.blocks[bisect.bisect_left(self.blocks, (block.size, block.start))]
 
     def fitting(self, size: int, last: _Block | None) -> _Block | None:
         """The smallest free block that is large enough; `last` only where there is no other."""
-        i = bisect.bisect_left(self.blocks, (size, -1), key=_key)
-        if i < len(self.blocks) and self.blocks[i] is last and i + 1 < len(self.blocks):
+        i = bisect.bisect_left(self.blocks, (size, -1))
+        if i + 1 < len(self.blocks) and self.blocks[i][2] is last:
             i += 1
-        return self.blocks[i] if i < len(self.blocks) else None
-
-
-def _key(block: _Block) -> tuple[int, int]:
-    return block.size, block.start
+        return self.blocks[i][2] if i < len(self.blocks) else None
 
 
 class Allocator:

@@ -80,12 +80,16 @@ def _num_elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def memory_of(log: Log) -> Memory:
+def memory_of(log: Log, enough_bytes: int | None = None) -> Memory:
+    """`enough_bytes`: where what is allocated is more already, the allocator is not asked."""
+    peak = peak_of(log)
+    if enough_bytes is not None and peak.num_bytes > enough_bytes:
+        return Memory(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
     reserved = {
         "expandable_segments": reserved_bytes(log, expandable=True),
         "classic": reserved_bytes(log, expandable=False),
     }
-    return Memory(peak=peak_of(log), reserved_bytes=reserved)
+    return Memory(peak=peak, reserved_bytes=reserved)
 
 
 def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:

@@ -156,7 +156,7 @@ def _candidate(choice: Choice, space: Space, cluster: Cluster, num_params: int, 
     if least > cluster.card_bytes:
         return Candidate(choice=choice, fits=False, least_bytes=least)
     log = logs.of(choice)
-    memory = memory_of(log)
+    memory = memory_of(log, cluster.card_bytes)
     steps = steps_of(log, space.run_of(choice, cluster), cluster)
     return Candidate(choice=choice, fits=memory.fits(cluster), least_bytes=least, memory=memory, steps=steps)
 
@@ -236,7 +236,8 @@ def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cl
     if candidate.memory is None:
         return f"parameters and optimizer state alone take {candidate.least_bytes / GIB:,.0f} of {card:.0f} GiB"
     if not candidate.fits:
-        return f"needs {candidate.needed_bytes / GIB:,.1f} of {card:.1f} GiB"
+        least = " at least" if "at_least" in candidate.memory.reserved_bytes else ""
+        return f"needs{least} {candidate.needed_bytes / GIB:,.1f} of {card:.1f} GiB"
     if best is None or best.steps is None:
         return ""
     if candidate.choice.gpus < best.choice.gpus:

@@ -73,7 +73,8 @@ def _started_rank(place: launch.Place, store: Store, config: Config, named: froz
     config = translated(config, named, world)
     if config.train.plan != "none":
         raise UsageError(
-            "train.plan works where accordion train starts the ranks; under another launcher, ask `accordion plan` and pass its choice."
+            "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "
+            "pass its choice."
         )
     say = Screen(speaks=place.rank == 0).note
     prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say))

@@ -15,6 +15,7 @@ from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.models import language_model, language_subject
 from accordion.plan.search import CHECKPOINTING, STRATEGIES, Candidate, Space, search
+from accordion.plan.trace import Subject
 from accordion.train.config import Config, parse_units
 from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics
@@ -61,8 +62,8 @@ def planned(
     best = search(subject_for, space, cluster, num_params).best
     if best is None or best.memory is None or best.steps is None:
         raise UsageError(
-            f"train.plan: nothing fits {num_ranks} x {cluster.gpu.memory_gib:.0f} GiB with micro_batch {config.train.micro_batch} and "
-            f"seq_len {config.data.seq_len}; lower train.micro_batch, or ask `accordion plan` what would."
+            f"train.plan: nothing fits {num_ranks} x {cluster.gpu.memory_gib:.0f} GiB with micro_batch "
+            f"{config.train.micro_batch} and seq_len {config.data.seq_len}; lower train.micro_batch, or ask `accordion plan`."
         )
     expected = _expected(best)
     say(f"plan: {expected.choice}")
@@ -70,7 +71,7 @@ def planned(
     return replace(config, shard=chosen), expected
 
 
-def _subject(config: object, where: str, seq: int, micro_batch: int):  # type: ignore[no-untyped-def]
+def _subject(config: object, where: str, seq: int, micro_batch: int) -> Subject:
     return language_subject(config, where, micro_batch, seq)
 
 
@@ -99,8 +100,15 @@ def card_of(device: Device, num_ranks: int) -> Gpu:
     if device == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / GIB
         return Gpu(
-            name="cpu", memory_gib=memory, tflops=0.1, fp32_tflops=0.1, bandwidth_gbps=10, link="memory", link_gbps=2, source="a guess",
-        )  # fmt: skip
+            name="cpu",
+            memory_gib=memory,
+            tflops=0.1,
+            fp32_tflops=0.1,
+            bandwidth_gbps=10,
+            link="memory",
+            link_gbps=2,
+            source="a guess",
+        )
     properties = torch.cuda.get_device_properties(0)
     name, memory = properties.name.lower().replace(" ", ""), properties.total_memory / GIB
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
