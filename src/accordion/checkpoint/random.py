@@ -25,7 +25,7 @@ class RandomState:
             "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
             "torch": torch.get_rng_state(),
         }
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         if device is not None:
             found["device"] = torch.get_device_module(device).get_rng_state()
         return found
@@ -37,7 +37,7 @@ class RandomState:
         kind, keys, position, has_gauss, gauss = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
         torch.set_rng_state(state["torch"])
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         if device is not None and "device" in state:
             torch.get_device_module(device).set_rng_state(state["device"])
 

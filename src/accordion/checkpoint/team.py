@@ -91,7 +91,7 @@ class Team:
 
 def _default_device() -> torch.device:
     """Where tensors must lie for the default group's collectives."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator and dist.get_backend() == dist.get_default_backend_for_device(accelerator.type):
         return accelerator
     return torch.device("cpu")
