@@ -317,6 +317,33 @@ def test_a_step_behind_the_next_forward_changes_no_bit(world, kind, tmp_path):
     world.run(2, deferred, kind, tmp_path)
 
 
+def scaled(mesh, path: Path) -> None:
+    """A fused optimizer is told of the scale and of overflows by attributes that are gone when its units are stepped."""
+    results = []
+    for offload in (None, HOST, disk(path)):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload, precision=acc.Precision(params=torch.float16))
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        losses = []
+        for step in range(5):
+            loss = one_loss(model, step) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+        results.append((losses, scaler.get_scale(), acc.full_state_dict(model, rank0_only=False)))
+    for losses, scale, params in results[1:]:
+        assert (losses, scale) == results[0][:2]
+        assert_equal(params, results[0][2])
+
+
+def test_a_gradient_scaler_is_exact_behind_the_next_forward(world, tmp_path):
+    world.run(2, scaled, tmp_path)
+
+
 @contextmanager
 def pieces_of(numel: int) -> Iterator[None]:
     """States go through buffers of so many elements: most tensors are larger."""
