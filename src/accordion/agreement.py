@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,13 +19,15 @@ from accordion.units import Owned
 Made = TypeVar("Made")
 
 
-def same_structure(owned: list[Owned], chosen: list[tuple[str, nn.Module]], strategy: Strategy, wiring: Wiring) -> None:
-    """Raise on every rank where ranks hold other names, shapes, dtypes, units or settings."""
+def same_structure(
+    owned: list[Owned], chosen: list[tuple[str, nn.Module]], strategy: Strategy, wiring: Wiring, settings: Any = None
+) -> None:
+    """Raise on every rank where ranks hold other names, shapes, dtypes, units or settings (JSON)."""
     links = _links(wiring)
     if not links:
         return
     facts = [[o.names, list(o.original.shape), str(o.original.dtype), o.original.is_meta, o.owner] for o in owned]
-    text = json.dumps([strategy.name, [name for name, _ in chosen], facts])
+    text = json.dumps([strategy.name, settings, [name for name, _ in chosen], facts])
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(wiring.device)
     low, high = extremes(digest, links)
     if not torch.equal(low, high):

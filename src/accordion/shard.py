@@ -9,7 +9,6 @@ import socket
 import weakref
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
-from functools import partial
 from typing import Literal, NoReturn, TypeVar
 
 import torch
@@ -88,7 +87,8 @@ def shard(
         _check_hooks(owned)
         precisions = _by_unit(chosen, precision, "Precision")
         offloads = _by_unit(chosen, offload or Offload(), "Offload")
-        same_structure(owned, chosen, strategy, wiring)
+        settings = [_facts_of(*pair) for pair in zip(precisions, offloads, strict=True)]
+        same_structure(owned, chosen, strategy, wiring, [settings, _budgets(offload)])
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
@@ -286,6 +286,17 @@ def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
     return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
 
 
+def _facts_of(precision: Precision, offload: Offload) -> list[str]:
+    """What ranks must agree on of a unit's settings; folders of a tier may be each rank's own."""
+    dtypes = [str(d) for d in (precision.params, precision.reduce, precision.master)]
+    return [*dtypes, offload.params.partition(":")[0], offload.optimizer.partition(":")[0]]
+
+
+def _budgets(offload: Offload | None) -> bool:
+    """Whether bytes decide what is offloaded: how many may differ, as memories do."""
+    return offload is not None and (offload.device_bytes, offload.host_bytes) != (None, None)
+
+
 def with_tiers(
     wiring: Wiring,
     offloads: Sequence[Offload],
@@ -300,8 +311,11 @@ def with_tiers(
     if not any(own.offloads for own in offloads):
         return wiring
     shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
-    offloads = offloads if policy is None else within(policy, offloads, shapes)
-    return dataclasses.replace(wiring, home=on_every_rank(partial(Tiers, offloads, shapes, wiring), wiring))
+
+    def make() -> Tiers:
+        return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, wiring)
+
+    return dataclasses.replace(wiring, home=on_every_rank(make, wiring))
 
 
 def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Planned]:
