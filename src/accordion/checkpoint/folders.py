@@ -28,6 +28,9 @@ class Reader(Protocol):
     def read_into(self, into: memoryview, at: int) -> None:
         """Fill `into` with the bytes from `at` on. Raises `OSError` where the file is shorter."""
 
+    def expect(self, at: int, length: int) -> None:
+        """These bytes are asked for soon: the disk may begin."""
+
     def close(self) -> None: ...
 
 
@@ -201,6 +204,10 @@ class _LocalReader:
                 raise OSError(f"it ends at byte {at}")
             into, at = into[count:], at + count
 
+    def expect(self, at: int, length: int) -> None:
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self._file.fileno(), at, length, os.POSIX_FADV_WILLNEED)
+
     def close(self) -> None:
         self._file.close()
 
@@ -300,6 +307,9 @@ class _RemoteReader:
             part = self._part(at, at + len(into))[: len(into)]
             into[: len(part)] = part
             into, at = into[len(part) :], at + len(part)
+
+    def expect(self, at: int, length: int) -> None:
+        """It comes when it is asked for."""
 
     def close(self) -> None:
         self._held, self._starts = {}, []

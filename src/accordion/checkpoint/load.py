@@ -55,6 +55,7 @@ def load(
                 "load does not work inside full_params, where the parameters are no shards; leave it first."
             )
         engine.recover()
+        engine.synchronize()
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
     with closing(team.agree(lambda: _files(path))) as files:

@@ -19,6 +19,7 @@ from accordion.errors import CheckpointError
 LARGEST_MANIFEST = 2**30
 SMALL_MANIFEST = 2**26  # of any checkpoint; beyond it a manifest is no larger than the tensors that it describes
 SHOWN = 3  # tensors of a file that a message names
+AHEAD = 8  # pieces that the disk reads while one is summed
 STAGE_BYTES = 2**26  # read at once where a tensor cannot be read in place
 
 
@@ -122,8 +123,12 @@ class Files:
                 wanted[where] = read.name, chunk.sums[i]
                 sizes[where] = min(size, length - i * size)
         found: dict[str, None] = {}
-        for (file, at), (name, text) in sorted(wanted.items()):
+        order = sorted(wanted.items())
+        ahead = iter([*order[AHEAD:], *[None] * AHEAD])
+        for (file, at), (name, text) in order:
             try:
+                if (soon := next(ahead)) is not None and soon[0][0] in self._open:
+                    self._open[soon[0][0]].expect(soon[0][1], sizes[soon[0]])
                 if self._sum_of(self._bytes(self.opened(file), at, sizes[file, at])) != text:
                     found[f"{name} is damaged in bytes {at} to {at + sizes[file, at] - 1} of {file}"] = None
             except CheckpointError as error:

@@ -78,6 +78,7 @@ def save(
                 "save does not work inside full_params, where the parameters are no shards; leave it first."
             )
         engine.recover()
+        engine.synchronize()
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())

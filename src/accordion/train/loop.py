@@ -88,6 +88,7 @@ class Run:
     rate: Callable[[int], float]  # the learning rate of step 1, 2, ...
     loader: StatefulDataLoader
     sums_locally: bool
+    saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
 def _join(place: Place, store: Store, kind: Device) -> torch.device:
@@ -137,6 +138,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
     if strategy.hybrid:
         sizes = {"replicate": prepared.replicas, **sizes}
     units = parse_units(shard.units)
+    offload = shard.offload()
     model = acc.shard(
         on_meta(configuration(config.model, config.data), config.model.path or config.model.preset),
         init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
@@ -144,7 +146,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
-        offload=shard.offload(),
+        offload=offload,
         reduce_op=theirs.reduce_op if theirs else "mean",
     )
     fill(model, config.model, options.seed)
@@ -161,6 +163,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         rate=partial(lr_at, options=options, schedule=theirs.scheduler if theirs else None),
         loader=make_loader(prepared.tokens.read("train"), config.data.seq_len, share, options.seed),
         sums_locally=strategy.grads is Lies.REPLICATE,
+        saves_behind=config.checkpoint.background and offload.optimizer in ("device", "host"),
     )
 
 
@@ -263,8 +266,8 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool) -> None:
     path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
     state = {"random": RandomState()}
     try:
-        in_background = options.background and not last
-        save(path, run.model, run.optimizer, extra=extra, state=state, background=in_background, keep=options.keep)
+        behind = run.saves_behind and not last
+        save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=options.keep)
     except acc.CheckpointError as error:
         _not_written(run, error, screen)
 
