@@ -20,7 +20,7 @@ from accordion import _torch
 from accordion.config import FULL_SHARD, Strategy
 from accordion.config import Place as Lies
 from accordion.engine.autograd import engine_of
-from accordion.engine.collectives import Link, Pending
+from accordion.engine.collectives import SENDING_RANKS, Link, Pending
 from accordion.errors import UsageError
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import Category, Log, Phase
@@ -166,6 +166,18 @@ def _fake_mesh(run: Run) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+_make = Link.__init__
+
+
+def _made_to_send(link: Link, group: Any, device: torch.device) -> None:
+    _make(link, group, device)
+    link.sends = 2 <= link.num_ranks <= SENDING_RANKS
+
+
+def _sends(link: Link, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
+    return [_Done() for _ in messages]
+
+
 class _Done:
     """Work of a backend that does not order by streams; done at once."""
 
@@ -194,12 +206,14 @@ def _silent_links(tracker: Tracker, stream_ordered: bool) -> Iterator[None]:
     def axis_of(link: Link) -> str:
         return tracker.axes.get(id(link), "shard")
 
-    stand_ins = {
+    stand_ins: dict[str, Callable[..., Any]] = {
         "gather": said("gather", lambda fulls, shards: fulls),
         "exchange": said("exchange", lambda sends: [sent for _, sent, _, _ in sends]),
         "scatter_sum": said("scatter_sum", lambda outs, inputs: inputs),
         "sum": said("sum", lambda tensors: tensors),
     }
+    if not stream_ordered:  # gloo's ranks, which send each other what is large
+        stand_ins |= {"__init__": _made_to_send, "send_each": _sends}
     before = {name: getattr(Link, name) for name in stand_ins}
     for name, stand_in in stand_ins.items():
         setattr(Link, name, stand_in)
