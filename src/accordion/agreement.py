@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from accordion.config import Strategy
+from accordion.config import Offload, Precision, Strategy
 from accordion.engine.collectives import Link, broadcast, extremes, reduced
 from accordion.engine.group import Wiring
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
@@ -35,6 +35,17 @@ def same_structure(
             f"ranks hold different models or settings: this rank has {len(owned)} parameters in {len(chosen)} units under "
             f"{strategy.name}; build the same model with the same arguments on every rank."
         )
+
+
+def settings_of(precisions: Sequence[Precision], offloads: Sequence[Offload]) -> list[list[str]]:
+    """What ranks must agree on of each unit's settings. Folders of a tier and bytes of budgets may be each rank's own."""
+
+    def facts(precision: Precision, offload: Offload) -> list[str]:
+        dtypes = [str(d) for d in (precision.params, precision.reduce, precision.master)]
+        has_budget = (offload.device_bytes, offload.host_bytes) != (None, None)
+        return [*dtypes, offload.params.partition(":")[0], offload.optimizer.partition(":")[0], str(has_budget)]
+
+    return [facts(*pair) for pair in zip(precisions, offloads, strict=True)]
 
 
 def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:

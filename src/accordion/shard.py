@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
 from accordion.activations import checkpoint_forward
-from accordion.agreement import on_every_rank, same_structure, same_values
+from accordion.agreement import on_every_rank, same_structure, same_values, settings_of
 from accordion.config import FULL_SHARD, Offload, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
@@ -87,8 +87,7 @@ def shard(
         _check_hooks(owned)
         precisions = _by_unit(chosen, precision, "Precision")
         offloads = _by_unit(chosen, offload or Offload(), "Offload")
-        settings = [_facts_of(*pair) for pair in zip(precisions, offloads, strict=True)]
-        same_structure(owned, chosen, strategy, wiring, [settings, _budgets(offload)])
+        same_structure(owned, chosen, strategy, wiring, settings_of(precisions, offloads))
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
@@ -284,17 +283,6 @@ def _by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str)
 def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
     itemsize = precision.compute_dtype(o.original.dtype).itemsize
     return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
-
-
-def _facts_of(precision: Precision, offload: Offload) -> list[str]:
-    """What ranks must agree on of a unit's settings; folders of a tier may be each rank's own."""
-    dtypes = [str(d) for d in (precision.params, precision.reduce, precision.master)]
-    return [*dtypes, offload.params.partition(":")[0], offload.optimizer.partition(":")[0]]
-
-
-def _budgets(offload: Offload | None) -> bool:
-    """Whether bytes decide what is offloaded: how many may differ, as memories do."""
-    return offload is not None and (offload.device_bytes, offload.host_bytes) != (None, None)
 
 
 def with_tiers(

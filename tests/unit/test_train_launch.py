@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch
 
 from accordion.errors import UsageError
+from accordion.train import launch
 from accordion.train.config import LaunchConfig
 from accordion.train.launch import Place, choose, first_host, place_of
 
@@ -99,3 +103,15 @@ def test_device_and_ranks(choice: LaunchConfig, place: Place | None, gpus: int, 
 def test_what_cannot_be_started_is_named(choice: LaunchConfig, place: Place | None, gpus: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose(choice, place, gpus)
+
+
+def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
+    """Also where a rank of the earlier start had left its word and nobody answered."""
+    store = torch.distributed.HashStore()
+    store.set("accordion/start/1", "left by a rank that is gone")
+    for start in ("first", "second"):
+        with ThreadPoolExecutor(3) as pool:
+            stores = list(pool.map(lambda rank: launch.of_this_start(store, rank, 3), range(3)))
+        assert not any(own.check(["where"]) for own in stores)
+        stores[2].set("where", start)
+        assert [own.get("where").decode() for own in stores] == [start] * 3

@@ -523,7 +523,7 @@ def ranks_differ(mesh) -> None:
     with pytest.raises(acc.DivergenceError, match="different models or settings"):
         acc.shard(models.plain(), mesh=mesh, offload=offload)
     tight = acc.Offload(optimizer="host", host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
-    with pytest.raises(acc.UsageError, match="host_bytes=10 is less|other ranks"):
+    with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
         acc.shard(models.plain(), mesh=mesh, offload=tight)
 
 

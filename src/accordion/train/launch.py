@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import os
 import re
+import secrets
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
@@ -29,9 +30,9 @@ from accordion.train.config import LaunchConfig as Choice
 
 CPU_RANKS = 2  # without GPUs and without launch.nproc: the least that shards
 LONG = timedelta(days=2)  # the wait of other ranks while one reads the data
-ECHO_S = (
-    1.0  # a failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first
-)
+# A failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first.
+ECHO_S = 1.0
+START_S = 600  # in which all ranks of a start must have come to the store
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
 Device = Literal["cpu", "cuda"]
 Entry = Callable[..., None]
@@ -170,7 +171,7 @@ def guarded(entry: Entry, *args: Any) -> None:
     assert place is not None, "ranks are started by a launcher"
     if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
         torch.set_num_threads(max(1, num_cores() // place.local_world))
-    store: Store = next(iter(rendezvous(place.url, place.rank, place.world)))[0]
+    store = of_this_start(next(iter(rendezvous(place.url, place.rank, place.world)))[0], place.rank, place.world)
     try:
         entry(place, store, *args)
     except KeyboardInterrupt:
@@ -181,6 +182,33 @@ def guarded(entry: Entry, *args: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not sys.exit: that waits for collectives in flight
+
+
+def of_this_start(store: Store, rank: int, world: int) -> Store:
+    """The job's store, with keys of this start alone. Every rank calls it.
+
+    torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of one that is gone connects to
+    nobody. Counts of restarts do not tell starts apart: machines count their own. So each rank leaves a word that nobody had
+    before, and the first rank answers each such word until all have heard.
+    """
+    token = secrets.token_hex(8)
+    if rank != 0:
+        store.set(f"accordion/start/{rank}", token)
+        token = store.get(f"accordion/start/{token}").decode()
+        store.add(f"accordion/start/{token}/heard", 1)
+        return PrefixStore(token, store)
+    answered: set[str] = set()
+    deadline = time.monotonic() + START_S
+    while store.add(f"accordion/start/{token}/heard", 0) < world - 1:
+        for key in [f"accordion/start/{r}" for r in range(1, world)]:
+            word = store.get(key).decode() if store.check([key]) else ""
+            if word and word not in answered:
+                answered.add(word)
+                store.set(f"accordion/start/{word}", token)
+        if time.monotonic() > deadline:
+            raise torch.distributed.DistStoreError(f"not all of {world} ranks have started within {START_S} s.")
+        time.sleep(0.01)
+    return PrefixStore(token, store)
 
 
 def num_cores() -> int:
