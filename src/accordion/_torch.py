@@ -334,3 +334,10 @@ def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any
         return kwargs.get(name)
     at = names.index(name)
     return args[at] if at < len(args) else func._schema.arguments[at].default_value
+
+
+WITHOUT_KERNEL = (
+    *("aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift"),
+    *("aten._unsafe_view", "aten.set_"),
+)
+"""How the names of operators begin that move no numbers; one of them has no public name."""

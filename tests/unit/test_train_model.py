@@ -14,10 +14,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import accordion as acc
+from accordion.plan.language import language_model
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.evaluate import token_losses
-from accordion.train.model import check_folder, configuration, fill, on_meta
+from accordion.train.model import check_folder, configuration, fill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
@@ -33,7 +34,7 @@ def filled(mesh: DeviceMesh, choices: list[tuple[ModelConfig, int]]) -> list[dic
     """The weights of a run on one rank for each choice and seed."""
     found = []
     for choice, seed in choices:
-        model = acc.shard(on_meta(configuration(choice, DataConfig()), "a test"), mesh)
+        model = acc.shard(language_model(configuration(choice, DataConfig()), "a test"), mesh)
         fill(model, choice, seed)
         assert model.training
         found.append(acc.full_state_dict(model))
@@ -41,14 +42,14 @@ def filled(mesh: DeviceMesh, choices: list[tuple[ModelConfig, int]]) -> list[dic
 
 
 def test_the_default_has_about_ten_million_parameters() -> None:
-    model = on_meta(configuration(ModelConfig(), DataConfig()), "preset")
+    model = language_model(configuration(ModelConfig(), DataConfig()), "preset")
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(10e6, rel=0.03)
 
 
 def test_presets_can_be_built() -> None:
     for name in PRESETS:
         assert next(
-            on_meta(configuration(ModelConfig(preset=name), DataConfig(seq_len=8192)), name).parameters()
+            language_model(configuration(ModelConfig(preset=name), DataConfig(seq_len=8192)), name).parameters()
         ).is_meta
 
 

@@ -154,11 +154,12 @@ def shape_of(name: str) -> Shape:
         return SHAPES[name]
     if not Path(name).is_dir():
         raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, SHAPES)}")
-    from accordion.train.model import check_folder, configuration, on_meta
+    from accordion.plan.language import language_model
+    from accordion.train.model import check_folder, configuration
 
     check_folder(name)
     config = configuration(ModelConfig(path=name), DataConfig())
-    on_meta(config, f"model {name!r}")
+    language_model(config, f"model {name!r}")
     return Shape(make=partial(_fresh, config), vocab=config.vocab_size, batch=2, seq=128)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accordion import _torch
-from accordion.checkpoint.team import Team, joined, told
+from accordion.checkpoint.team import Team, agreed, told
 from accordion.checkpoint.writing import HostBuffer, Layout
 from accordion.errors import CheckpointError
 
@@ -123,16 +123,7 @@ class StoreAgreement:
         return cls(store, f"accordion/save/{name}", team)
 
     def __call__(self, action: Callable[[], T], /) -> T:
-        failure: Exception | None = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        text = "" if failure is None else told(failure)
-        heard = self._shared(text)
-        if any(heard):
-            raise CheckpointError(joined(heard, self._team.index, text)) from failure
-        return result
+        return agreed(action, self._shared, self._team.index)
 
     def _shared(self, text: str) -> list[str]:
         """The texts of all ranks: rank 0 collects them and tells the others."""

@@ -61,16 +61,7 @@ class Team:
 
     def agree(self, action: Callable[[], T]) -> T:
         """Do `action` on this rank and wait for the others; where one of them failed, all raise `CheckpointError`."""
-        failure: Exception | None = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        text = "" if failure is None else told(failure)
-        heard = self.shared(text)
-        if any(heard):
-            raise CheckpointError(joined(heard, self.index, text)) from failure
-        return result
+        return agreed(action, self.shared, self.index)
 
     def shared(self, text: str) -> list[str]:
         """What each rank says, in their order. A collective."""
@@ -87,6 +78,22 @@ class Team:
             dist.all_gather(parts, rows, group=group)
             rows = torch.cat(parts)
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.tolist()]
+
+
+def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: int) -> T:
+    """Do `action`, and raise `CheckpointError` on all ranks where it failed on one. `shared`: the texts of all, of which
+    `index` is this rank's.
+    """
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    text = "" if failure is None else told(failure)
+    heard = shared(text)
+    if any(heard):
+        raise CheckpointError(joined(heard, index, text)) from failure
+    return result
 
 
 def _default_device() -> torch.device:

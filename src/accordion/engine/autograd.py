@@ -154,27 +154,26 @@ class Stage(torch.autograd.Function):
             engine.land_gradients()
         if not accumulates:
             return None, None, *grads
-        return None, None, *[accumulated(engine, p, g) for p, g in zip(params, grads, strict=True)]
+        for heard, param, grad in zip(listens, params, grads, strict=True):
+            if grad is not None and not heard:
+                _write(engine, param, grad)
+        return None, None, *[grad if heard else None for heard, grad in zip(listens, grads, strict=True)]
 
 
 def _listens(param: nn.Parameter) -> bool:
     return _torch.has_hooks(param) or not (param.grad is None or isinstance(param.grad, DTensor))
 
 
-def accumulated(engine: Engine, param: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-    """Add a gradient to `param.grad` and return None, or what autograd must accumulate because somebody listens.
+def _write(engine: Engine, param: nn.Parameter, grad: Tensor) -> None:
+    """Add a gradient to `param.grad`, to which nobody listens.
 
     Autograd's own accumulation detaches each gradient, for a DTensor a dispatch through Python: 12 us in 85 of a parameter's
     host time, with collectives that do nothing.
     """
-    held = param.grad
-    if grad is None or _listens(param):
-        return grad
-    if held is None:
+    if param.grad is None:
         param.grad = grad
     else:
-        engine.add(_torch.local_of(held), _torch.local_of(grad))
-    return None
+        engine.add(_torch.local_of(param.grad), _torch.local_of(grad))
 
 
 class Gather(torch.autograd.Function):

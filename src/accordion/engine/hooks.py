@@ -31,7 +31,7 @@ class Hooks:
         self.unit, self.engine = unit, unit.engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
         self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
-        self._guards: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
+        self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._handles: list[RemovableHandle] = []
         self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
         self._last_hooks: dict[int, int] = {}  # by id of the module
@@ -119,9 +119,9 @@ class Hooks:
 
     def forget(self) -> None:
         self._calls.clear()
-        for guard in self._guards.values():  # an interrupt: torch ran no hooks
-            self._end_guard(guard)
-        self._guards.clear()
+        for watch in self._watches.values():  # an interrupt: torch ran no hooks
+            self._end_watch(watch)
+        self._watches.clear()
         self._staged = None
 
     def _key(self) -> tuple[int, bool]:
@@ -167,7 +167,7 @@ class Hooks:
         self._calls.append((call, fulls))
         unit.window.show(fulls)
         if call.reached is not None and unit.begins_at_reads is not False:
-            self._guard_reads(call, fulls)
+            self._watch_reads(call, fulls)
         if engine.finite is not None:
             engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
         done: dict[int, Tensor] = {}
@@ -203,7 +203,7 @@ class Hooks:
             fulls[i] = full
         return call, unit.window.around(fulls)
 
-    def _guard_reads(self, call: Call, fulls: Sequence[Tensor]) -> None:
+    def _watch_reads(self, call: Call, fulls: Sequence[Tensor]) -> None:
         """Let a backward begin this call where it reads a full parameter, if nothing else has begun it.
 
         So a loss that left the unit through a global or an object can be walked back alone. Each saved tensor costs two calls of
@@ -216,16 +216,16 @@ class Hooks:
 
         def pack(tensor: Tensor) -> Any:
             if unit.holds(tensor):
-                return Guarded(begin, tensor)
+                return Saved(begin, tensor)
             return tensor if outer is None else outer(tensor)
 
-        guard = self._guards[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, read)
+        watch = self._watches[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, read)
         self.engine.saving.append(pack)
-        guard.__enter__()
+        watch.__enter__()
 
-    def _end_guard(self, guard: torch.autograd.graph.saved_tensors_hooks) -> None:
+    def _end_watch(self, watch: torch.autograd.graph.saved_tensors_hooks) -> None:
         self.engine.saving.pop()
-        guard.__exit__()
+        watch.__exit__()
 
     def _input(self, call: Call, done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Cast an input and watch for its gradient: through a view, whose gradient is what this call contributes.
@@ -254,9 +254,9 @@ class Hooks:
             return None
         call, fulls = entry
         engine, unit = self.engine, self.unit
-        guard = self._guards.pop(id(call), None)
-        if guard is not None:
-            self._end_guard(guard)
+        watch_of_reads = self._watches.pop(id(call), None)
+        if watch_of_reads is not None:
+            self._end_watch(watch_of_reads)
         unit.window.hide(fulls)
         if unit.writes() != call.writes:
             unit.release()
@@ -328,7 +328,7 @@ class Hooks:
         return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_last(self.unit)
 
 
-class Guarded(NamedTuple):
+class Saved(NamedTuple):
     """A full parameter that autograd saves, and what must be done before it is read."""
 
     begin: Callable[[], None]
@@ -336,7 +336,7 @@ class Guarded(NamedTuple):
 
 
 def read(saved: Any) -> Tensor:
-    if isinstance(saved, Guarded):
+    if isinstance(saved, Saved):
         saved.begin()
         return saved.tensor
     return cast(Tensor, saved)

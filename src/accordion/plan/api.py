@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from accordion.config import Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, gpu_named
-from accordion.plan.models import configuration, language_model, language_subject
+from accordion.plan.language import language_model
+from accordion.plan.models import configuration, language_subject
 from accordion.plan.result import Plan
 from accordion.plan.search import CHECKPOINTING, MICRO_BATCHES, STRATEGIES, Space, search
 from accordion.plan.trace import OPTIMIZERS, Subject

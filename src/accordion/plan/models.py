@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accordion.config import nearest
 from accordion.errors import UsageError
+from accordion.plan.language import brief, language_model
 from accordion.plan.trace import Subject
 from accordion.units import UnitChoice, choose_units
 
@@ -71,7 +72,7 @@ def configuration(model: str, seq: int) -> Any:
     try:
         config = AutoConfig.for_model(**described)
     except Exception as error:  # transformers checks its configurations with errors of many kinds
-        raise UsageError(f"model {model!r}: {_brief(error)}") from None
+        raise UsageError(f"model {model!r}: {brief(error)}") from None
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and seq > longest:
         raise UsageError(
@@ -95,22 +96,6 @@ def _llama(shape: Shape, seq: int) -> Any:
         bos_token_id=None,
         eos_token_id=0,
     )
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."
-
-
-def language_model(config: Any, where: str) -> nn.Module:
-    """The causal language model of a configuration on the meta device, in float32. Raises `UsageError`."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
-        raise UsageError(f"{where} is no causal language model that transformers can build: {_brief(error)}") from None
-    return model.train()
 
 
 def language_subject(config: Any, where: str, micro_batch: int, seq: int) -> Subject:

@@ -23,15 +23,6 @@ READS_FEW_ROWS = (
     "aten.gather.default",
     "aten.nll_loss_forward.default",
 )
-NO_KERNEL = (
-    "aten.detach",
-    "aten.empty",
-    "aten.new_empty",
-    "aten.as_strided",
-    "aten.lift",
-    "aten._unsafe_view",
-    "aten.set_",
-)
 BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
 
 
@@ -185,7 +176,7 @@ class Tracker(_Mode):  # type: ignore[misc]
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = str(func)
-        if getattr(func, "is_view", False) or name.startswith(NO_KERNEL):
+        if getattr(func, "is_view", False) or name.startswith(_torch.WITHOUT_KERNEL):
             return
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]

@@ -18,7 +18,8 @@ from accordion.config import Precision, nearest
 from accordion.errors import UsageError
 from accordion.plan.api import plan
 from accordion.plan.hardware import GPUS, NETWORK_GBPS, gpu_named
-from accordion.plan.models import PRESETS, configuration, language_model, language_subject
+from accordion.plan.language import language_model
+from accordion.plan.models import PRESETS, configuration, language_subject
 from accordion.plan.result import Plan
 from accordion.plan.search import smallest_change
 from accordion.planner.pages import of_plan, of_table

@@ -24,6 +24,7 @@ from accordion.checkpoint import RandomState, load, save
 from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import Place as Lies
 from accordion.config import strategy_named
+from accordion.plan.language import language_model
 from accordion.train import checkpoints
 from accordion.train.config import Config, TrainConfig, as_yaml, flat, parse_units
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
@@ -31,7 +32,7 @@ from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import Device, Place
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
-from accordion.train.model import configuration, fill, on_meta
+from accordion.train.model import configuration, fill
 from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
@@ -140,7 +141,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
     units = parse_units(shard.units)
     offload = shard.offload()
     model = acc.shard(
-        on_meta(configuration(config.model, config.data), config.model.path or config.model.preset),
+        language_model(configuration(config.model, config.data), config.model.path or config.model.preset),
         init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
         units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
         strategy=strategy,

@@ -11,6 +11,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.errors import UsageError
+from accordion.plan.language import brief
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
     except Exception as error:  # transformers checks its configurations with errors of many kinds
-        raise UsageError(f"model.path {model.path!r} is no model: {_brief(error)}") from None
+        raise UsageError(f"model.path {model.path!r} is no model: {brief(error)}") from None
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and data.seq_len > longest:
         raise UsageError(f"data.seq_len {data.seq_len} is longer than the {longest} positions of {model.path!r}.")
@@ -62,23 +63,6 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
     return config
-
-
-def _brief(error: Exception) -> str:
-    """The first sentence: transformers lists every model it knows."""
-    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."
-
-
-def on_meta(config: PretrainedConfig, where: str) -> nn.Module:
-    """The model without storage: its names, shapes and classes. Raises `UsageError` where it is no language model."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
-        raise UsageError(f"{where} is no causal language model that transformers can build: {_brief(error)}") from None
-    return model.train()
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:

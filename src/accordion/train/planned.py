@@ -13,7 +13,8 @@ import torch
 from accordion.config import Precision
 from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
-from accordion.plan.models import language_model, language_subject
+from accordion.plan.language import language_model
+from accordion.plan.models import language_subject
 from accordion.plan.search import CHECKPOINTING, STRATEGIES, Candidate, Space, search
 from accordion.plan.trace import Subject
 from accordion.train.config import Config, parse_units

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
+from accordion.plan.language import language_model
 from accordion.train import checkpoints
 from accordion.train.config import PRESETS, Config, UnitChoice, parse_units
 from accordion.train.data import check_enough
-from accordion.train.model import check_folder, configuration, on_meta
+from accordion.train.model import check_folder, configuration
 from accordion.train.planned import Expected
 from accordion.train.sources import Source, find
 from accordion.train.tokens import (
@@ -141,7 +142,7 @@ def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None
     from accordion.pretrained import check_pretrained
     from accordion.units import choose_units
 
-    model = on_meta(configuration(config.model, config.data), config.model.path or config.model.preset)
+    model = language_model(configuration(config.model, config.data), config.model.path or config.model.preset)
     if units.classes:
         choose_units(model, units.classes)
     if config.model.path is not None and config.model.init == "pretrained":

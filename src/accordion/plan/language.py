@@ -1,0 +1,27 @@
+"""Causal language models of transformers, built without memory: for the planner and for the main job alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accordion.errors import UsageError
+
+
+def language_model(config: Any, where: str) -> nn.Module:
+    """The causal language model of a configuration on the meta device, in float32. Raises `UsageError` where it is none."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
+        raise UsageError(f"{where} is no causal language model that transformers can build: {brief(error)}") from None
+    return model.train()
+
+
+def brief(error: Exception) -> str:
+    """The first sentence: transformers lists every model it knows."""
+    return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."
