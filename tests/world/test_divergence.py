@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,54 +32,45 @@ def impatient() -> Iterator[None]:
         watch.PATIENCE_S, watch.POLL_S = before
 
 
-class Branches(nn.Module):
-    """Blocks of one shape or of several, some of which a rank may leave out, take in another order, or wait before."""
-
-    def __init__(self, hidden: Iterable[int]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(models.Block(32, size) for size in hidden)
-
-    def forward(self, x: Tensor, order: Iterable[int]) -> Tensor:
-        for i in order:
-            x = self.blocks[i](x)
-        return x.square().mean()
-
-
-EQUAL, UNEQUAL = (64, 64, 64), (64, 80, 96)
-# What rank 1 does where the others call blocks 0, 1, 2.
-ELSEWHERE: dict[str, tuple[int, ...]] = {
-    "leaves_one_out": (0, 2),
-    "leaves_the_last_out": (0, 1),
-    "swaps": (1, 0, 2),
-    "again": (0, 1, 2, 2),
+# What rank 1 does where the others train, and what its message or theirs names.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "calls_a_block": ("unit 2 (blocks.1) in its forward", "unit 0 (root)"),
+    "trains_less": ("training 0 of 6", "training 6 of "),
+    "forwards_again": ("rank 1 begins a forward", "rank 0 "),
 }
 
 
-def branches(hidden: tuple[int, ...]) -> Branches:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Branches(hidden)
+def goes(model: nn.Module, how: str, step: int) -> None:
+    if how == "calls_a_block":
+        model.blocks[1](torch.ones(2, 3, 32, requires_grad=True)).sum().backward()
+        return
+    if how == "trains_less":
+        model.blocks[1].requires_grad_(False)
+    loss = one_loss(model, step)
+    if how == "forwards_again":
+        loss = one_loss(model, step)
+    loss.backward()
 
 
-def apart(
-    mesh, strategy: acc.Strategy, hidden: tuple[int, ...], order: tuple[int, ...], steps: int, **options: Any
-) -> str:
+def apart(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
     """The message of this rank after `steps` good steps."""
-    model = acc.shard(branches(hidden), mesh=mesh, strategy=strategy, units={models.Block}, **options)
-    x = torch.ones(2, 3, 32)
-    for _ in range(steps):
-        model(x, (0, 1, 2)).backward()
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
+    for step in range(steps):
+        one_loss(model, step).backward()
     start = time.monotonic()
     with impatient(), pytest.raises(acc.DivergenceError) as caught:
-        go_on(model, x, order if dist.get_rank() == 1 else (0, 1, 2))
+        go_on(model, how)
     assert time.monotonic() - start < SOON_S
     return str(caught.value)
 
 
-def go_on(model: Branches, x: Tensor, order: tuple[int, ...]) -> None:
+def go_on(model: nn.Module, how: str) -> None:
     """Where the first step after does not show it, ranks wait for each other in the next."""
-    for _ in range(3):
-        model(x, order).backward()
+    for step in range(3):
+        if dist.get_rank() == 1:
+            goes(model, how, step)
+        else:
+            one_loss(model, step).backward()
 
 
 @pytest.fixture
@@ -89,41 +80,33 @@ def alone(world):
     world.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+def named(texts: list[str], how: str) -> bool:
+    return all("rank" in text for text in texts) and any(all(part in t for part in ELSEWHERE[how]) for t in texts)
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [(how, 2 + i % 2) for i, how in enumerate(ELSEWHERE)])
+def test_in_the_first_step_every_rank_names_the_units(alone, how, num_ranks):
+    """Ranks come to each step of it together, so both values and ranks are in the message."""
+    texts = alone.run(num_ranks, apart, acc.FULL_SHARD, how, 0)
+    assert named(texts, how), texts
+
+
 @pytest.mark.parametrize("how", ELSEWHERE)
-def test_in_the_first_step_every_rank_names_the_units(world, how, num_ranks):
-    """Each collective of the first step is announced, so both values and ranks are in the message."""
-    for name in ("full_shard", "shard_optim"):
-        for hidden in (EQUAL, UNEQUAL):
-            texts = world.run(num_ranks, apart, STRATEGIES[name], hidden, ELSEWHERE[how], 0)
-            assert all("rank 0" in text and "rank 1" in text and "unit" in text for text in texts), texts
-            assert all("inside one unit" in text for text in texts), texts
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_in_the_first_step_of_every_strategy(alone, strategy):
-    strategy = STRATEGIES[strategy]
-    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, EQUAL, (0, 2), 0)
-    assert all("unit" in text for text in texts), texts
-
-
-@pytest.mark.parametrize("hidden", [EQUAL, UNEQUAL], ids=["equal_blocks", "unequal_blocks"])
-@pytest.mark.parametrize("how", ELSEWHERE)
-def test_in_a_later_step(alone, how, hidden):
-    """Tags tell where messages fit each other, the store where ranks wait in different places."""
-    texts = alone.run(2, apart, acc.FULL_SHARD, hidden, ELSEWHERE[how], 2)
-    assert all("unit" in text for text in texts), texts
+def test_in_a_later_step(alone, how):
+    texts = alone.run(2, apart, acc.FULL_SHARD, how, 2)
+    assert named(texts, how), texts
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_in_a_later_step_of_every_strategy(alone, strategy):
     strategy = STRATEGIES[strategy]
-    alone.run_mesh(*mesh_of(strategy), apart, strategy, EQUAL, (0, 2), 2)
+    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "calls_a_block", 2)
+    assert all("unit" in text for text in texts), texts
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_asked_for_it_is_named_in_any_step(alone, strategy):
-    texts = alone.run(2, apart, STRATEGIES[strategy], EQUAL, (0, 2), 2, debug="order")
+    texts = alone.run(2, apart, STRATEGIES[strategy], "forwards_again", 2, debug="order")
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 

@@ -81,7 +81,7 @@ class Call:
         except RuntimeError:  # autograd.grad does not say it of a leaf: then the lease ends with the backward
             self.waiting[task] = -1
         engine.join(task, self)
-        engine.comes(Phase.BACKWARD, self.unit)
+        engine.comes_back(self.unit)
         if not engine.take(self.kept):
             self.unit.acquire()
         self.refuse_newer_weights()

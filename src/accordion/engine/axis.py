@@ -32,6 +32,8 @@ class Axis:
         """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other: design 3.4."""
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
+        if self.reduce.is_gloo:
+            return True
         per_peer = sum(c.shard_numel for c in cuts) * itemsize
         return self.one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
 

@@ -42,12 +42,16 @@ class Link:
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
         self.is_fake = False
+        self.is_gloo = (
+            False  # its reduce-scatter is an all-reduce, twice the bytes, whose wait heeds no time-out (2.13)
+        )
         self.sends = False  # `send_each` works, and beats collectives
         if group is None:
             return
         backend = _torch.backend_of(group, device)
         self._async, self.is_fake = backend not in STREAM_ORDERED, backend == "fake"
-        self.sends = backend == "gloo" and device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
+        self.is_gloo = backend == "gloo"
+        self.sends = self.is_gloo and device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)

@@ -17,6 +17,7 @@ from accordion.engine.finite import Finite
 from accordion.engine.group import Reduced, Wiring
 from accordion.engine.schedule import Expected, Order, Phase
 from accordion.engine.streams import Flight
+from accordion.engine.together import Step, Together
 from accordion.engine.unit import Trained, Unit
 from accordion.errors import DivergenceError
 
@@ -56,6 +57,7 @@ class Engine:
         self.anchor = torch.zeros((), device=wiring.device, requires_grad=True)  # in place of a token under no_sync
         self.announced = Expected()
         self.announce = announce  # ranks agree on everything, and not only on what is new
+        self.together = Together(wiring.watch, self.announced, self.siblings, always=announce)
         self.finite: Finite | None = None  # looks for NaN and inf
         self.after_backward: Callable[[], None] | None = None
         self.sync = True
@@ -76,9 +78,8 @@ class Engine:
 
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
-        for parts in self.flying.values():
-            for part in parts:
-                part.finish()
+        for part in [part for parts in self.flying.values() for part in parts if self.wiring.watch.broken is None]:
+            part.finish()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
             call.parts.clear()
@@ -105,12 +106,12 @@ class Engine:
             if any(changed):
                 self.root_call += 1
             how = (torch.is_grad_enabled(), self.sync)
-            if not self.announced.begin(Phase.FORWARD, how) or self.announce:
-                self.wiring.watch.agree("begins a forward with gradients {}, communicating {}".format(*how))
+            self.together.begin(is_new=not self.announced.knows(how))
+            if not self.announced.begin(Phase.FORWARD, how) or self.together.always:
+                self.together.must("begins a forward with gradients {}, communicating {}".format(*how))
             if self.kept:
                 stale = not all(kept.unit.resident for kept in self.kept)
                 self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
-        self.depth += 1
 
     def collects(self) -> bool:
         """Whether calls made now are below the outermost call, and not in a backward that runs inside of it."""
@@ -124,11 +125,13 @@ class Engine:
         return marks
 
     def leave(self, error: BaseException | None) -> None:
+        self.together.close(0)
         self.depth -= 1
         if self.depth == 0:
             self.to_reach = []
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.order.end(Phase.FORWARD)
+            self.announced.end(Phase.FORWARD)
             self.let_go()
             if (
                 not torch.is_grad_enabled()
@@ -139,21 +142,36 @@ class Engine:
             if error is not None:
                 self.wiring.watch.tell(f"{type(error).__name__}: {error}")
             else:
-                self._ends(Phase.FORWARD)
                 self.report_non_finite()
 
-    def comes(self, phase: Phase, unit: Unit) -> None:
-        """`unit` is about to be entered. Where the last pass was another one, ranks agree first: no collective is out of step."""
-        event = (unit.index, torch.is_grad_enabled(), tuple(unit.trained.indices))
-        if not self.announced.comes(phase, event) or self.announce:
-            doing = f"training {len(event[2])} of {len(unit.params)} parameters" if event[1] else "without gradients"
-            self.wiring.watch.agree(
-                f"enters unit {unit.index} ({unit.name or 'root'}) in its {phase.name.lower()}, {doing}"
+    def enters(self, unit: Unit, differentiable: bool) -> None:
+        """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
+        step = Step(unit.index, differentiable, self.depth - len(self.together.standing), tuple(unit.trained.indices))
+        if not (self.together.calm and self.announced.comes(Phase.FORWARD, step)):
+            doing = (
+                f"training {len(step.trained)} of {len(unit.params)} parameters"
+                if differentiable
+                else "without gradients"
             )
+            self.together.come(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
-    def _ends(self, phase: Phase) -> None:
-        if not self.announced.end(phase) or self.announce:
-            self.wiring.watch.agree(f"ends its {phase.name.lower()}")
+    def leaves(self, unit: Unit) -> None:
+        """The call of `unit` outside a backward is about to end, and others may be about to enter units inside of it."""
+        if not self.together.has_inner(unit.index):
+            return
+        step = Step(unit.index, False, self.depth - len(self.together.standing), (), leaves=True)
+        following: Any = self.announced.following(Phase.FORWARD)
+        if not self.together.calm or (following is not None and following.depth >= step.depth):
+            self.together.come(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
+
+    def comes_back(self, unit: Unit) -> None:
+        """`unit` is needed in a backward. Where it was not in the last one, ranks agree first: no collective is out of step."""
+        event = (unit.index, tuple(unit.trained.indices))
+        if not self.announced.comes(Phase.BACKWARD, event):
+            self.announced.note(Phase.BACKWARD, event)
+        elif not self.announce:
+            return
+        self.together.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
     def report_non_finite(self) -> None:
         if self.finite is not None:
@@ -186,6 +204,7 @@ class Engine:
         """After a forward that was interrupted (torch runs no hooks then): nothing is under way."""
         for hooks in self.siblings.values():
             hooks.forget()
+        self.together.forget()
         self.recover()
         self.kept.clear()
         self.depth = 0
@@ -228,7 +247,7 @@ class Engine:
         if not self._tasks:
             self.order.begin(Phase.BACKWARD)
             if not self.announced.begin(Phase.BACKWARD, "backward") or self.announce:
-                self.wiring.watch.agree("begins a backward")
+                self.together.must("begins a backward")
         self._tasks[task] = []
         _torch.queue_callback(partial(self._end_of, task))
 
@@ -279,7 +298,8 @@ class Engine:
         self.drop_kept(lambda kept: kept.root == IN_BACKWARD or kept.root in self._walked)
         self._walked.clear()
         self.order.end(Phase.BACKWARD)
-        self._ends(Phase.BACKWARD)
+        if not self.announced.end(Phase.BACKWARD) or self.announce:
+            self.together.must("ends its backward")
         # Autograd lets the caller's stream wait for those on which it accumulated itself.
         self.wiring.reduce_lane.join(self._wrote_on)
         self._wrote_on.clear()

@@ -159,8 +159,14 @@ class Hooks:
         if last is not None and next(reversed(hooks)) != last:  # hooks set since then see full parameters too
             hooks.move_to_end(last)
         engine.enter()
+        differentiable = torch.is_grad_enabled() and self._is_differentiable(args, kwargs)
+        if _torch.current_graph_task() == -1:
+            engine.enters(unit, differentiable)
+        elif not unit.leases:  # else it stands, and is not gathered
+            engine.comes_back(unit)
+        engine.depth += 1
         try:
-            call, fulls = self._open(torch.is_grad_enabled() and self._is_differentiable(args, kwargs))
+            call, fulls = self._open(differentiable)
         except BaseException:
             engine.depth -= 1  # torch runs `after` now, and it finds no call
             raise
@@ -187,7 +193,6 @@ class Hooks:
         outside = _torch.current_graph_task() == -1
         unit.window.check_registry()
         unit.stays = False
-        engine.comes(Phase.FORWARD if outside else Phase.BACKWARD, unit)
         unit.acquire()
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
@@ -254,6 +259,13 @@ class Hooks:
             return None
         call, fulls = entry
         engine, unit = self.engine, self.unit
+        error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
+        inside, failed = _torch.current_graph_task() != -1, None
+        if not inside and error is None:
+            try:
+                engine.leaves(unit)
+            except BaseException as caught:
+                error = failed = caught
         watch_of_reads = self._watches.pop(id(call), None)
         if watch_of_reads is not None:
             self._end_watch(watch_of_reads)
@@ -265,11 +277,9 @@ class Hooks:
                 f"unit {unit.name or 'root'!r} wrote into a parameter in its forward, and the shards would not follow; "
                 "write into parameters under full_params(model, write=True)."
             )
-        inside = _torch.current_graph_task() != -1
         if inside:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
         given = out
-        error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
         if error is None:
             if engine.finite is not None:
                 engine.finite.look(unit.index, Moment.FORWARD, tensors_of(out))
@@ -277,12 +287,10 @@ class Hooks:
                 out = self._watch_outputs(call, fulls, map_tensors(self._own_memory, out), (args, kwargs))
             else:
                 out = map_tensors(self._own_memory, out)
-        if call.reached is not None and error is None and self._keeps_lease(inside):
-            call.kept = engine.keep(unit, call.root)
-        else:
-            unit.release()
-        call.reached = None
+        self._end_lease(call, keep=error is None and self._keeps_lease(inside))
         engine.leave(error)
+        if failed is not None:
+            raise failed
         dtype = unit.outputs
         if dtype is not None:
             out = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, out)
@@ -300,10 +308,7 @@ class Hooks:
         backwards that do not come through the outermost call's outputs or want no gradients of parameters.
         """
         engine, begin = self.engine, partial(call.begin, fulls)
-        if call.reached is not None and engine.collects():
-            mark = call.reached.view(())  # a node without a kernel
-            mark.register_hook(begin)
-            engine.to_reach.append(mark)
+        self._mark(call, begin)
         found = list({id(t): t for t in tensors_of(out) if t.requires_grad}.values())
         to_reach = engine.take_marks()
         replaced: dict[int, Tensor] = {}
@@ -317,6 +322,33 @@ class Hooks:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(begin)
         return out
+
+    def _mark(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
+        if call.reached is not None and self.engine.collects():
+            mark = call.reached.view(())  # a node without a kernel
+            mark.register_hook(begin)
+            self.engine.to_reach.append(mark)
+
+    def _end_lease(self, call: Call, *, keep: bool) -> None:
+        """A call's forward has ended: its lease waits for the backward, or ends too."""
+        if call.reached is not None and keep:
+            call.kept = self.engine.keep(self.unit, call.root)
+        else:
+            self.unit.release()
+        call.reached = None
+
+    # -- a call for others, whose output nobody uses
+
+    def open_for_others(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
+        self.engine.depth += 1
+        with torch.set_grad_enabled(differentiable):
+            return self._open(differentiable)
+
+    def close_for_others(self, call: Call, fulls: Sequence[Tensor]) -> None:
+        with torch.enable_grad():
+            self._mark(call, partial(call.begin, fulls))
+        self._end_lease(call, keep=self._keeps_lease(inside=False))
+        self.engine.depth -= 1
 
     def _keeps_lease(self, inside: bool) -> bool:
         """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""

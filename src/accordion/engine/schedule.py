@@ -17,7 +17,7 @@ START, END = -1, -2
 class Expected:
     """Owns what came in the last pass of each kind (a forward, a backward), event by event, and which kind followed which.
 
-    Each method is told what comes and says whether it was expected. After a surprise a pass is followed from where it fits.
+    `begin`, `comes` and `end` say whether what comes was expected. After a surprise a pass is followed from where it fits.
     """
 
     def __init__(self) -> None:
@@ -34,17 +34,44 @@ class Expected:
         return known
 
     def comes(self, phase: Phase, event: Hashable) -> bool:
+        """Whether `event` was expected; where it was, it is noted."""
         if phase not in self._open:
             return False
         kind, now, at = self._open[phase]
+        then = self._passes.get(kind, ())
+        if at[0] >= len(then) or then[at[0]] != event:
+            return False
+        now.append(event)
+        at[0] += 1
+        return True
+
+    def note(self, phase: Phase, event: Hashable) -> None:
+        """`event` comes, expected or not."""
+        if self.comes(phase, event) or phase not in self._open:
+            return
+        kind, now, at = self._open[phase]
         now.append(event)
         then = self._passes.get(kind, [])
-        known = at[0] < len(then) and then[at[0]] == event
-        if known:
-            at[0] += 1
-        elif event in then[at[0] :]:
+        if event in then[at[0] :]:
             at[0] = then.index(event, at[0]) + 1
-        return known
+
+    def following(self, phase: Phase) -> Hashable:
+        """What is expected next; None at the end."""
+        kind, _, at = self._open[phase]
+        then = self._passes.get(kind, ())
+        return then[at[0]] if at[0] < len(then) else None
+
+    def num_done(self, phase: Phase) -> int | None:
+        """Events of the pass under way; None where none is."""
+        return len(self._open[phase][1]) if phase in self._open else None
+
+    def num_left(self, phase: Phase) -> int:
+        """Events that are still expected of the pass under way."""
+        kind, _, at = self._open[phase]
+        return len(self._passes.get(kind, ())) - at[0]
+
+    def knows(self, kind: Hashable) -> bool:
+        return kind in self._passes
 
     def end(self, phase: Phase) -> bool:
         if phase not in self._open:

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,17 +20,18 @@ from accordion.errors import DivergenceError
 
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
+NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
 POLLS = 3  # in all of which the ranks must be found apart: one may just be leaving
-ADVICE = "a unit must be called by all ranks or by none: put branches that ranks take apart inside one unit."
+ADVICE = "ranks may call different units only in a forward that all begin and walk back; put the rest inside one unit."
 
 
 class Watch:
     """Owns what this rank tells the others of where it is, through the job's store. Nothing is said in the common case.
 
-    `agree` is asked for where this rank leaves the order of the last pass: it goes on when every rank is there too, so no
-    two ranks are ever in different collectives. A rank that did not leave the order waits in its next collective meanwhile, and
-    after `PATIENCE_S` says so: when all wait and nobody can go on, ranks have drifted apart, and each says where all are.
-    On streams of NCCL the host does not wait, and those ranks say nothing; the ranks that left the order name themselves.
+    Ranks meet where one leaves the order of the last pass. A rank that did not leave it waits in its next collective
+    meanwhile, notices that others ask, and comes too; `Together` finds what each does. Where ranks wait for each other in
+    other ways, each says so after `PATIENCE_S`: when all wait and nobody can go on, each says where all are.
+    On streams of NCCL the host does not wait and notices nothing; the ranks that left the order name themselves.
     """
 
     def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
@@ -39,46 +40,50 @@ class Watch:
         self._ranks = sorted(ranks)
         self._store: Any = _torch.default_store() if links else None
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
+        self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = (
+            None  # what a rank does that waits, where others ask where it is
+        )
         self._posted = False
-        self._num_agreed = 0
-        self._passed: tuple[str, ...] = ()  # keys of the last agreement
+        self._num_met = 0
+        self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
         self._prefix, self._rank = f"accordion/{common_name(links)}", dist.get_rank() if links else 0
 
     def check(self) -> None:
         if self.broken is not None:
             raise DivergenceError(f"ranks of this model have drifted apart before, start the job anew: {self.broken}")
 
-    # -- before a step that was not expected
+    # -- before a step that needs a word
 
-    def agree(self, what: str) -> None:
-        """Wait until every rank is about to do `what`; raise `DivergenceError` where one is not."""
+    def meet(self, said: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
+        """Wait until every rank has come here; give what each `said`, by rank, or None where all said the same.
+
+        `said`: JSON; `what` in it is for messages. Raises `DivergenceError` where ranks wait for each other elsewhere.
+        """
         if self._store is None:
-            return
-        here = f"{self._prefix}/agreed/{self._num_agreed}"
-        same, go, everyone = f"{here}/{zlib.crc32(what.encode()):x}", f"{here}/go", len(self._ranks)
+            return None
+        here, text = f"{self._prefix}/met/{self._num_met}", json.dumps(said)
+        same, go, everyone = f"{here}/{zlib.crc32(text.encode()):x}", f"{here}/go", len(self._ranks)
+        self._store.set(f"{here}/{self._rank}", text)
         self._store.add(same, 1)
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
         polls = 0
         while not self._is_there(go, POLL_S if polls else PATIENCE_S):
             polls += 1
-            self._look(self._ranks, what, polls)
+            self._look(self._ranks, said["what"], polls)
+        found = None
         if self._store.get(go) != same.encode():
-            self._apart(what)
+            found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
         self.forget()
-        self._num_agreed += 1
-        if self._rank == self._ranks[0]:  # every rank has passed the one before
-            for key in self._passed:
-                self._store.delete_key(key)
-            self._passed = (same, go, f"{here}/all")
+        self._num_met += 1
+        for key in self._passed:  # every rank has passed the one before
+            self._store.delete_key(key)
+        self._passed = (f"{here}/{self._rank}", *([same, go, f"{here}/all"] if self._rank == self._ranks[0] else []))
+        return found
 
-    def _apart(self, what: str) -> NoReturn:
-        """All ranks have come to the same agreement, and say different things."""
-        self._post({"ranks": self._ranks, "what": what})
-        deadline = time.monotonic() + PATIENCE_S
-        while len(posts := self._posts()) < len(self._ranks) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._break(f"ranks are not at the same place: {_each(posts)}; {ADVICE}")
+    def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
+        """What all ranks have said does not go together."""
+        self.fail(f"ranks are not at the same place: {_each(said)}; {ADVICE}")
 
     def _is_there(self, key: str, timeout_s: float) -> bool:
         """Whether a key appears in time. Asked again and again: a wait in the store warns of its time-out on stderr."""
@@ -95,10 +100,18 @@ class Watch:
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
         for work in pending.works:
-            polls = 0
-            while not self._done(work, POLL_S if polls else PATIENCE_S, what):
-                polls += 1
-                self._look(pending.link.ranks, what, polls)
+            polls, waited_s, next_s = 0, 0.0, NOTICE_S
+            while not self._done(work, next_s, what):
+                waited_s += next_s
+                next_s = min(2 * next_s, POLL_S)
+                if self._store is not None and self._store.check([f"{self._prefix}/met/{self._num_met}/all"]):
+                    assert self.noticed is not None, "who meets others can be asked by them"
+                    said = self.noticed(what)
+                    if waited_s > POLLS * PATIENCE_S:  # was asked before, and is where it was
+                        self.apart(said)
+                elif waited_s >= PATIENCE_S:
+                    polls += 1
+                    self._look(pending.link.ranks, what, polls)
         for work in pending.sends:
             self._done(work, None, what)
         self.forget()
@@ -172,7 +185,7 @@ class Watch:
             self.fail(text(rows.tolist()))
 
 
-def _each(posts: dict[int, dict[str, Any]]) -> str:
+def _each(posts: Mapping[int, Mapping[str, Any]]) -> str:
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 

@@ -171,6 +171,7 @@ _make = Link.__init__
 
 def _made_to_send(link: Link, group: Any, device: torch.device) -> None:
     _make(link, group, device)
+    link.is_gloo = True
     link.sends = 2 <= link.num_ranks <= SENDING_RANKS
 
 

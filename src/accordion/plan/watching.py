@@ -11,7 +11,6 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
-from accordion.engine.schedule import Phase as Pass
 from accordion.engine.streams import Flight, Lane, Steps
 from accordion.engine.unit import Unit
 from accordion.plan.events import Category, Land, Launch, Phase
@@ -24,13 +23,8 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     tracker.axes = {id(wiring.replicate.gather): "replicate", id(wiring.replicate.reduce): "replicate"}
     for name, lane in (("gather", wiring.gather_lane), ("reduce", wiring.reduce_lane)):
         vars(lane).update(start=partial(_start, lane, name, tracker), entered=partial(tracker.on, name))
-    comes = engine.comes
-
-    def entered(phase: Pass, unit: Unit) -> None:
-        tracker.enter(Phase.FORWARD if phase is Pass.FORWARD else Phase.BACKWARD, unit.index)
-        comes(phase, unit)
-
-    vars(engine)["comes"] = entered
+    for name, phase in (("enters", Phase.FORWARD), ("comes_back", Phase.BACKWARD)):
+        vars(engine)[name] = partial(_entering, getattr(engine, name), tracker, phase)
     for unit in engine.units:
         for name, category in (
             ("launch", Category.GATHERED),
@@ -39,6 +33,11 @@ def watch(engine: Engine, tracker: Tracker) -> None:
             ("add_up", Category.GRADIENTS),
         ):
             vars(unit)[name] = _taking(getattr(unit, name), tracker, category)
+
+
+def _entering(method: Callable[..., None], tracker: Tracker, phase: Phase, unit: Unit, *args: Any) -> None:
+    tracker.enter(phase, unit.index)
+    method(unit, *args)
 
 
 def _taking(method: Callable[..., Any], tracker: Tracker, category: Category) -> Callable[..., Any]:

@@ -1,0 +1,201 @@
+"""Ranks that take different ways through one forward: who does not call a unit stands in for it, and its collectives pair up.
+
+What stands in is a call whose output nobody uses: it gathers with the others and leaves a mark for the backward, which reduces
+with them, without gradients of its own. The common case pays nothing: where a forward goes as the last one of its kind did,
+nobody asks. The first one is gone through together, step by step, and so is every one after ranks were found apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from accordion.engine.schedule import Expected, Phase
+from accordion.engine.watch import ADVICE, Watch
+
+if TYPE_CHECKING:
+    from accordion.engine.autograd import Call
+    from accordion.engine.hooks import Hooks
+
+logger = logging.getLogger("accordion")
+
+
+class Step(NamedTuple):
+    """A unit is entered, or left by a rank that may have called others inside of it. `depth`: calls under way around the step.
+
+    `differentiable`: whether a backward may come through the call.
+    """
+
+    unit: int
+    differentiable: bool
+    depth: int
+    trained: tuple[int, ...]
+    leaves: bool = False
+
+
+class Follow(NamedTuple):
+    """Some ranks have gone on as in the last forward, and wait or ask further on: the others follow so many of its steps."""
+
+    root: int
+    num_done: int | None  # None: to the end
+
+    def is_for(self, said: Mapping[str, Any]) -> bool:
+        """Whether a rank that `said` where it is has steps to follow."""
+        here = said["num_done"] if said["root"] == self.root else None
+        return here is not None and (self.num_done is None or here < self.num_done)
+
+
+def choose(said: Iterable[Mapping[str, Any]]) -> Step | Follow | None:
+    """What all ranks do next, from what each of them said; None where nothing can be done.
+
+    What is inside of a call comes before what is after it, and of several units that which comes first in the model.
+    """
+    said = list(said)
+    at = [s for s in said if s["step"] is not None]
+    if not at:
+        return None if all("must" in s for s in said) else Follow(0, 0)  # who waits may come here yet
+    root = min(s["root"] for s in at)
+    if any("must" in s and s["root"] == root and s["num_done"] is not None for s in said):
+        return None
+    # Who is in a later forward has ended this one; who is in an earlier one will come.
+    done: list[Any] = [s["num_done"] if s["root"] == root else None for s in said if s["root"] >= root]
+    furthest = None if None in done else max(done)
+    if len(at) < len(said) or any(here != furthest for here in done) or furthest is None:
+        return Follow(root, furthest)
+    steps = [step_of(s["step"]) for s in at]
+    depth = max(step.depth for step in steps)
+    steps = [step for step in steps if step.depth == depth]
+    best = min(steps, key=lambda step: (step.leaves, step.unit, not step.differentiable))
+    same = [step for step in steps if step[:3] == best[:3] and step.leaves == best.leaves]
+    return None if depth == 0 or any(step != best for step in same) else best
+
+
+def step_of(listed: Sequence[Any]) -> Step:
+    """A step that came through JSON."""
+    unit, differentiable, depth, trained, leaves = listed
+    return Step(unit, differentiable, depth, tuple(trained), leaves)
+
+
+class Together:
+    """Owns how ranks come to each step of a forward, and the calls in which this rank stands in for what others call."""
+
+    def __init__(self, watch: Watch, expected: Expected, siblings: Mapping[int, Hooks], *, always: bool) -> None:
+        """`always`: each step is agreed on, whether it was expected or not."""
+        self._watch, self._expected, self._siblings = watch, expected, siblings
+        self.always = always
+        self._is_new = False  # no forward of this kind was seen yet
+        self._num_to_follow = 0  # steps of the last forward that others have done already
+        self._is_late = False  # others have ended this forward
+        self._root = 0  # number of the forward
+        self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # calls for others, with their depth
+        self._outer: set[int] | None = None
+        watch.noticed = self.noticed
+
+    def begin(self, *, is_new: bool) -> None:
+        """A forward begins; `is_new`: no last one tells what is expected."""
+        self._root += 1
+        self._is_new, self._is_late, self._num_to_follow = is_new, False, 0
+        self.standing.clear()
+
+    @property
+    def calm(self) -> bool:
+        """Whether what is expected needs no word."""
+        return not (self.always or self._is_new or self._num_to_follow)
+
+    def has_inner(self, unit: int) -> bool:
+        """Whether other units lie inside a unit."""
+        if self._outer is None:
+            names = {i: hooks.unit.name for i, hooks in self._siblings.items()}
+            inside = {i: f"{name}." if name else "" for i, name in names.items()}
+            self._outer = {i for i in names if any(j != i and names[j].startswith(inside[i]) for j in names)}
+        return unit in self._outer
+
+    def come(self, step: Step, what: str) -> None:
+        """Do what others do first, and come back when all do `step`. Raises `DivergenceError` where that cannot be."""
+        while (chosen := self._next(step, what)) != step:
+            self.close(chosen.depth - chosen.leaves)
+            if not chosen.leaves:
+                self._stand_in(chosen, what)
+        self.close(step.depth)
+        if not step.leaves:
+            self._expected.note(Phase.FORWARD, step)
+
+    def _next(self, step: Step, what: str) -> Step:
+        while True:
+            following: Any = self._expected.following(Phase.FORWARD)
+            if self._num_to_follow and following is not None:
+                if step.leaves and following.depth < step.depth:
+                    return step
+                self._num_to_follow -= 1
+                return Step(*following)
+            if self._is_late and step.leaves:
+                return step
+            if self._is_late:
+                self._watch.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
+            said = self._watch.meet({"what": what, "step": step, **self._place()})
+            if said is None:
+                return step
+            outcome = self._outcome(said)
+            if isinstance(outcome, Step):
+                return outcome
+            self._follow(outcome)
+
+    def must(self, what: str) -> None:
+        """Come back when all ranks are about to do `what`, which none can do in another's place."""
+        while (said := self._watch.meet({"what": what, "step": None, "must": what, **self._place()})) is not None:
+            self._outcome(said)
+
+    def noticed(self, what: str) -> dict[int, dict[str, Any]]:
+        """This rank waits in a collective, and another one asks where all are. Gives what each said."""
+        said = self._watch.meet({"what": what, "step": None, **self._place()}) or {}
+        outcome = self._outcome(said) if said else None
+        if isinstance(outcome, Follow):
+            self._follow(outcome)
+        return said
+
+    def _place(self) -> dict[str, Any]:
+        return {"root": self._root, "num_done": self._expected.num_done(Phase.FORWARD)}
+
+    def _outcome(self, said: Mapping[int, Mapping[str, Any]]) -> Step | Follow:
+        outcome = choose(said.values())
+        if outcome is None:
+            self._watch.apart(said)
+        if isinstance(outcome, Follow) and not any(outcome.is_for(s) for s in said.values()):
+            return outcome  # some are late, or slow, and that may be all
+        if not self.always:
+            logger.warning(
+                "ranks take different ways through the model: from now on they agree on each unit before it runs."
+            )
+        self.always = True
+        return outcome
+
+    def _follow(self, outcome: Follow) -> None:
+        here = self._place()
+        if not outcome.is_for(here):
+            return
+        if outcome.num_done is None:
+            self._is_late, self._num_to_follow = True, self._expected.num_left(Phase.FORWARD)
+        else:
+            self._num_to_follow = outcome.num_done - here["num_done"]
+
+    # -- calls in the place of others
+
+    def _stand_in(self, step: Step, what: str) -> None:
+        hooks = self._siblings[step.unit]
+        if step.depth == 0 or step.depth != hooks.engine.depth or step.trained != tuple(hooks.unit.trained.indices):
+            of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
+            self._watch.fail(f"this rank {what}, and others call {of}, for which it cannot stand in; {ADVICE}")
+        self._expected.note(Phase.FORWARD, step)
+        self.standing.append((step.depth, hooks, *hooks.open_for_others(step.differentiable)))
+
+    def close(self, depth: int) -> None:
+        """End the calls for others that lie at `depth` or deeper."""
+        while self.standing and self.standing[-1][0] >= depth:
+            _, hooks, call, fulls = self.standing.pop()
+            hooks.close_for_others(call, fulls)
+
+    def forget(self) -> None:
+        self.standing.clear()
