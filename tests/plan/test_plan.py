@@ -22,9 +22,10 @@ from accordion.plan.hardware import GPUS, MARGIN, OUTSIDE_BYTES, REACHED, Cluste
 from accordion.plan.memory import curve_of, peak_of
 from accordion.plan.predict import log_of
 from accordion.plan.result import explanation
+from accordion.plan.rig import Run, Subject
 from accordion.plan.scale import Family
 from accordion.plan.simulate import simulate
-from accordion.plan.trace import Run, Subject, trace
+from accordion.plan.trace import trace
 
 MIB = 1 << 20
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -288,6 +289,8 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
         (["--gpuss", "8"], "did you mean '--gpus'"),
         (["--seq", "many"], "seq"),
         (["--optimizer", "adam"], "adamw"),
+        (["--engine", "fsdp3"], "fsdp2"),
+        (["--engine", "fsdp2", "--strategy", "no_shard"], "shard_grad_op"),
         (["--gpu-tflops", "-1"], "positive"),
     ],
 )

@@ -93,13 +93,29 @@ class Land:
 
 
 @dataclass(slots=True)
+class Mark:
+    """An event is recorded on a stream: it ends with all that is on the stream so far. Numbered as flights are."""
+
+    flight: int
+    stream: str
+
+
+@dataclass(slots=True)
+class Wait:
+    """What comes later on a stream runs after a mark."""
+
+    flight: int
+    stream: str
+
+
+@dataclass(slots=True)
 class Enter:
     """What follows belongs to `place`."""
 
     place: Place
 
 
-Event = Alloc | Free | Op | Collective | Launch | Land | Enter
+Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accordion.config import nearest
 from accordion.errors import UsageError
 from accordion.plan.language import brief, language_model
-from accordion.plan.trace import Subject
+from accordion.plan.rig import Subject
 from accordion.units import UnitChoice, choose_units
 
 

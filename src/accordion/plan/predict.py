@@ -16,8 +16,9 @@ from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.memory import Peak, peak_of
 from accordion.plan.models import Run as Blocks
 from accordion.plan.models import longest_run, shortened
+from accordion.plan.rig import Run, Subject
 from accordion.plan.simulate import Step, simulate
-from accordion.plan.trace import Run, Subject, trace
+from accordion.plan.trace import trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,7 @@ class Plan:
             "accumulate": self.space.accumulate,
             "gpus": c.choice.gpus,
             "optimizer": self.space.optimizer,
+            "engine": self.space.engine,
         }
 
     def _peak(self, c: Candidate) -> dict[str, Any] | None:

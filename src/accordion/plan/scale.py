@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, Log, Op
+from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, Log, Mark, Op, Wait
 
 
 class UnlikeError(Exception):
@@ -52,7 +52,7 @@ def _renumbered(log: Log) -> Log:
     def again(event: Any) -> Any:
         if isinstance(event, (Alloc, Free)):
             return replace(event, number=numbers.setdefault(event.number, len(numbers)))
-        if isinstance(event, (Launch, Land)):
+        if isinstance(event, (Launch, Land, Mark, Wait)):
             return replace(event, flight=flights.setdefault(event.flight, len(flights)))
         return event
 

@@ -11,9 +11,9 @@ from accordion.errors import UsageError
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.predict import Memory, log_of, memory_of, steps_of
+from accordion.plan.rig import Run, Subject
 from accordion.plan.scale import Family, UnlikeError
 from accordion.plan.simulate import Step
-from accordion.plan.trace import Run, Subject
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "shard_optim", "no_shard")
 CHECKPOINTING = ("none", "selective", "every:2", "full")
@@ -44,6 +44,7 @@ class Space:
     gpus: Sequence[int] = (8,)
     accumulate: int = 1
     optimizer: str = "adamw"
+    engine: str = "accordion"
     precision: Precision = field(default_factory=Precision)
     tokens: int = 1
     device: Literal["cuda", "cpu"] = "cuda"
@@ -58,6 +59,7 @@ class Space:
             "checkpoint_activations": choice.checkpoint_activations,
         }
         return Run(
+            engine=self.engine,
             ranks=choice.gpus,
             node=cluster.node,
             accumulate=self.accumulate,

@@ -15,14 +15,22 @@ from torch.utils.flop_counter import flop_registry
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
+from accordion.plan.traffic import num_bytes, traffic_of
 
 _Mode: Any = _torch.DispatchMode
-READS_FEW_ROWS = (
-    "aten.embedding.default",
-    "aten.index_select.default",
-    "aten.gather.default",
-    "aten.nll_loss_forward.default",
-)
+MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
+    "_allgather_base_": ("gather", 0),
+    "allreduce_": ("sum", 0),
+    "_reduce_scatter_base_": ("scatter_sum", 1),
+    "all_reduce": ("sum", 0),
+    "all_gather_into_tensor": ("gather", None),
+    "reduce_scatter_tensor": ("scatter_sum", 0),
+}
+BELONGS = {  # arguments of torch's FSDP2 that tell what memory is for
+    "fsdp.all_gather_copy_in.default": Category.GATHERED,
+    "fsdp.chunk_cat.default": Category.GRADIENTS,
+    "c10d._reduce_scatter_base_.default": Category.GRADIENTS,
+}
 BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
 
 
@@ -33,6 +41,7 @@ class Tracker(_Mode):  # type: ignore[misc]
         super().__init__()
         self.events: list[Event] = []
         self.phase, self.stream = Phase.BUILD, COMPUTE
+        self.place = Place(Phase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by key of the storage
         self._deaths: dict[int, weakref.ref[Any]] = {}
@@ -42,13 +51,14 @@ class Tracker(_Mode):  # type: ignore[misc]
         self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
         self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
+        self.sum_axis = "shard"  # over which torch's own all-reduce goes
         self._flights = 0
 
     # -- what the driver says
 
     def enter(self, phase: Phase, unit: int = -1) -> None:
-        self.phase = phase
-        self.events.append(Enter(Place(phase, unit)))
+        self.phase, self.place = phase, Place(phase, unit)
+        self.events.append(Enter(self.place))
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -114,7 +124,12 @@ class Tracker(_Mode):  # type: ignore[misc]
             self._meet(storage)
         if self._operator in self.workspaces:
             self.workspace(self.workspaces[self._operator](args))
-        self._record(func, args, kwargs, out)
+        if self._operator in BELONGS:
+            self.belongs((args, kwargs), BELONGS[self._operator])
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._message(func, args, out)
+        else:
+            self._record(func, args, kwargs, out)
         return out
 
     def __enter__(self) -> Tracker:
@@ -186,17 +201,18 @@ class Tracker(_Mode):  # type: ignore[misc]
         flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
         if flops and "attention" in name and _torch.argument_of(func, "is_causal", args, kwargs):
             flops /= 2  # torch counts it whole
-        written = sum(map(_num_bytes, made))
-        read = written if name in READS_FEW_ROWS else sum(map(_num_bytes, given))
+        moved = traffic_of(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
         self.events.append(
-            Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream, self._recomputes())
+            Op(name, flops, moved, str(floating).removeprefix("torch."), self.stream, self._recomputes())
         )
 
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Of the memory behind a tensor: what is expanded is read once."""
-    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+    def _message(self, func: Any, args: Any, out: Any) -> None:
+        kind, which = MESSAGES.get(func.__name__.partition(".")[0], ("", None))
+        if kind:
+            full = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, Tensor)]
+            axis = self.sum_axis if kind == "sum" else "shard"
+            self.collective(kind, sum(map(num_bytes, full)), axis)
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:

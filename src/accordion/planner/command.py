@@ -41,6 +41,7 @@ class Options:
         seq: tokens of a sequence
         micro_batch: sequences of one rank at a time; 0: look for it
         accumulate: micro-batches of a step
+        engine: accordion, or fsdp2: PyTorch's own in its place
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
         strategy: of accordion.shard; auto: look for it
@@ -64,6 +65,7 @@ class Options:
     seq: int = 4096
     micro_batch: int = 0
     accumulate: int = 1
+    engine: str = "accordion"
     optimizer: str = "adamw"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     strategy: str = "auto"
@@ -104,6 +106,7 @@ def run(words: list[str]) -> int:
         micro_batch=o.micro_batch or None,
         seq=o.seq,
         accumulate=o.accumulate,
+        engine=o.engine,
         optimizer=o.optimizer,
         precision=Precision(params=DTYPES[o.precision]),
         say=say,
