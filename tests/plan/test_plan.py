@@ -172,7 +172,7 @@ def test_freed_neighbours_are_joined():
 
 def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
     costs = costs_of(Cluster(gpu=GPUS["h100"]), REACHED["middle"], 8, hybrid=False)
-    product = Op("aten.mm.default", 989e12 * 0.55, 0, "bfloat16", "compute")  # one second
+    product = Op("aten.mm.default", 989e12 * 0.803 * 0.9, 0, "bfloat16", "compute")  # one second
     gather = Collective("gather", int(0.5 * 450e9 * 0.73 * 8 / 7), "shard", "gather")  # half a second
     start = [Enter(Place(Phase.FORWARD, -1)), Launch(1, "gather"), gather]
     hidden = simulate(log(*start, product, Land(1)), costs)

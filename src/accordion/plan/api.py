@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from accordion.config import Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan import fsdp2
+from accordion.plan.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import configuration, language_subject
@@ -46,6 +47,8 @@ def plan(
     accumulate: int = 1,
     optimizer: str = "adamw",
     engine: str = "accordion",
+    measured_step_s: float | None = None,
+    measured_at: str = "",
     precision: Precision | None = None,
     say: Callable[[str], None] = quiet,
     **sharding: Any,
@@ -56,7 +59,9 @@ def plan(
     the name of a preset, a transformers folder or a config.json. `gpu`: of the table, or a description. `gpus`: in all, the last
     of several is what is asked for. `node`: GPUs of one machine. `strategy`, `checkpoint_activations`, `micro_batch`: fixed
     where given, else looked for. `seq`: tokens of a sequence. `engine`: "fsdp2" traces PyTorch's own
-    in this one's place. `sharding`: more keyword arguments of `shard`, such as `units`.
+    in this one's place. `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration
+    `measured_at` ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is.
+    `sharding`: more keyword arguments of `shard`, such as `units`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
     cluster = Cluster(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu, node=node, network_gbps=network_gbps)
@@ -95,8 +100,19 @@ def plan(
         sharding=sharding,
     )
     num_params = sum(p.numel() for p in whole.parameters())
+    measured = ""
+    if measured_step_s is not None or measured_at:
+        at = choice_of(measured_at) if measured_at else only_choice(space)
+        if measured_step_s is None:
+            raise UsageError(
+                f"measured_at {measured_at!r} says what was measured; pass measured_step_s, its seconds, too."
+            )
+        cluster = calibrated(cluster, subject_for, space, at, measured_step_s)
+        measured = f"{measured_step_s:g} s of {at}"
     found = search(subject_for, space, cluster, num_params, say)
-    made = Plan(model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params)
+    made = Plan(
+        model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
+    )
     return replace(made, log=found.logs.get(made.chosen.choice))
 
 

@@ -95,7 +95,11 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> Memory:
 
 def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:
     """A step at each of the assumed rates."""
-    return {name: simulate(log, costs_of(cluster, r, run.ranks, run.strategy.hybrid)) for name, r in REACHED.items()}
+    hybrid, scales = run.strategy.hybrid, cluster.scales
+    return {
+        name: simulate(log, costs_of(cluster, r, run.ranks, hybrid, scales.get(name, 1.0)))
+        for name, r in REACHED.items()
+    }
 
 
 def predict(subject: Subject, run: Run, cluster: Cluster, *, quick: bool = True) -> Prediction:

@@ -18,7 +18,6 @@ from accordion.plan.simulate import Step
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "shard_optim", "no_shard")
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
-TELLABLE = 0.10  # two times that differ by less are not told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +244,7 @@ def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cl
     if candidate.choice.gpus < best.choice.gpus:
         return "fits, on fewer GPUs than asked for"
     ratio = best.tokens_per_s(space.tokens, space.accumulate) / candidate.tokens_per_s(space.tokens, space.accumulate)
-    if ratio < 1 + TELLABLE:
+    if ratio < 1 + cluster.tellable:
         return f"too close to tell apart ({(ratio - 1) * 100:+.0f} %)"
     return f"{(1 - 1 / ratio) * 100:.0f} % slower"
 

@@ -51,6 +51,8 @@ class Options:
         gpu_bandwidth_gbps: GB/s of its memory
         link_gbps: GB/s that one card sends to another in its node
         network_gbps: GB/s that one card sends to other nodes
+        measured_step_s: seconds of one measured step on such cards, which calibrates all times; 0: none
+        measured_at: its configuration: strategy,checkpointing,micro-batch,GPUs; empty: the one that the other options fix
         gpus_table: show the table of cards with their sources, and end
         explain: show the arithmetic by hand beside what was traced
         json: print JSON alone
@@ -75,6 +77,8 @@ class Options:
     gpu_bandwidth_gbps: float = 0.0
     link_gbps: float = 0.0
     network_gbps: float = NETWORK_GBPS
+    measured_step_s: float = 0.0
+    measured_at: str = ""
     gpus_table: bool = False
     explain: bool = False
     json: bool = False
@@ -109,6 +113,8 @@ def run(words: list[str]) -> int:
         engine=o.engine,
         optimizer=o.optimizer,
         precision=Precision(params=DTYPES[o.precision]),
+        measured_step_s=o.measured_step_s or None,
+        measured_at=o.measured_at,
         say=say,
     )
     change = "" if made.fits else _change(o, made, say)
