@@ -44,7 +44,9 @@ class Costs:
         far = self.spans_nodes[c.axis]
         gbps = self.cluster.network_gbps if far else self.cluster.gpu.link_gbps
         sent = c.num_bytes * (num - 1) / num * (2 if c.kind == "sum" else 1)
-        return (sent / (gbps * GB * self.rates.link) + LATENCY_S["network" if far else "node"]) * self.scale
+        return (
+            sent / (gbps * GB * self.rates.link) + (LATENCY_S["network"] if far else self.cluster.gpu.latency_s)
+        ) * self.scale
 
 
 def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, scale: float = 1.0) -> Costs:

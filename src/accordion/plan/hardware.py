@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 from accordion.errors import UsageError
 
@@ -20,6 +22,7 @@ class Gpu:
     """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
     to others in its node. `fp32_tflops`: products of float32 as torch does them by default, without TF32. `products`: share of
     the peak that the best product of matrices reaches; `attention`: that of FlashAttention-2's forward on long sequences.
+    `latency_s`: of one collective in a node, beside its bytes.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Gpu:
     source: str
     products: float = 0.80
     attention: float = 0.35
+    latency_s: float = LATENCY_S["node"]
 
 
 def _gpu(
@@ -163,6 +167,21 @@ class Cluster:
         return int(self.gpu.memory_gib * GIB)
 
 
+def gpu_from(path: Path) -> Gpu:
+    """The card in a file of `accordion plan --measure`. Raises `UsageError`."""
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))["card"]
+        made = Gpu(**card)
+    except FileNotFoundError:
+        raise UsageError(f"no measured card at {path}; `accordion plan --measure` writes one.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} holds no measured card ({error}); `accordion plan --measure` writes one.") from None
+    numbers = [made.memory_gib, made.tflops, made.fp32_tflops, made.bandwidth_gbps, made.link_gbps, made.attention]
+    if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
+        raise UsageError(f"{path} holds a card whose rates are not all positive; measure it again.")
+    return made
+
+
 def gpu_named(
     name: str,
     memory_gib: float | None = None,
@@ -170,12 +189,17 @@ def gpu_named(
     bandwidth_gbps: float | None = None,
     link_gbps: float | None = None,
 ) -> Gpu:
-    """The card of that name, corrected by what is given; all four describe one that is not in the table. Raises `UsageError`."""
+    """The card of that name, or in that .json file, corrected by what is given; all four describe one that is in neither.
+
+    Raises `UsageError`.
+    """
     given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth_gbps": bandwidth_gbps, "link_gbps": link_gbps}
     told = {key: value for key, value in given.items() if value is not None}
     for key, value in told.items():
         if not 0 < value < 1e6:
             raise UsageError(f"{key} is {value:g}; it takes a positive number.")
+    if name.endswith(".json"):
+        return replace(gpu_from(Path(name)), **told)  # type: ignore[arg-type]
     key = name.lower().replace("_", "-").replace(" ", "")
     if key in GPUS:
         return replace(GPUS[key], **told)  # type: ignore[arg-type]

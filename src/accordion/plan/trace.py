@@ -19,6 +19,7 @@ from accordion.config import Place as Lies
 from accordion.errors import UsageError
 from accordion.plan import fsdp2, ours
 from accordion.plan.events import Category, Log, Phase
+from accordion.plan.language import without_collections
 from accordion.plan.rig import Rig, Run, Subject
 from accordion.plan.substitute import CUDA_WORKSPACES, Substitutes
 from accordion.plan.tracker import Tracker
@@ -65,16 +66,14 @@ def _steps(
 ) -> Log:
     kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
     tracker.belongs(kept, Category.OTHER)
-    _step(subject, run, model, rig, tracker)
-    gc.collect()
-    owners = rig.owners()
-    held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
-    start = len(tracker.events)
-    gc.disable()  # what cycles hold counts as held: when a collection runs is not known
-    try:
+    with without_collections():  # what cycles hold counts as held: when a collection runs is not known
+        with tracker.only_memory():
+            _step(subject, run, model, rig, tracker)
+        gc.collect()
+        owners = rig.owners()
+        held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
+        start = len(tracker.events)
         _step(subject, run, model, rig, tracker)
-    finally:
-        gc.enable()
     return Log(
         held=held,
         events=tracker.events[start:],

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
-from accordion.plan.traffic import num_bytes, traffic_of
+from accordion.plan.traffic import num_bytes, tensors_of, traffic_of
 
 _Mode: Any = _torch.DispatchMode
 MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
@@ -48,6 +46,7 @@ class Tracker(_Mode):  # type: ignore[misc]
         self._operator = ""
         self._count = 0
         self._paused = 0
+        self._only_memory = False
         self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
         self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
@@ -85,6 +84,15 @@ class Tracker(_Mode):  # type: ignore[misc]
             yield
         finally:
             self._paused -= 1
+
+    @contextmanager
+    def only_memory(self) -> Iterator[None]:
+        """What is done meanwhile is wanted for the memory that it leaves behind alone."""
+        self._only_memory = True
+        try:
+            yield
+        finally:
+            self._only_memory = False
 
     def belongs(self, tensors: Any, category: Category) -> None:
         """The memory of these tensors turns out to be of a category."""
@@ -126,6 +134,8 @@ class Tracker(_Mode):  # type: ignore[misc]
             self.workspace(self.workspaces[self._operator](args))
         if self._operator in BELONGS:
             self.belongs((args, kwargs), BELONGS[self._operator])
+        if self._only_memory:
+            return out
         if func.namespace in ("c10d", "_c10d_functional"):
             self._message(func, args, out)
         else:
@@ -193,8 +203,7 @@ class Tracker(_Mode):  # type: ignore[misc]
         name = str(func)
         if getattr(func, "is_view", False) or name.startswith(_torch.WITHOUT_KERNEL):
             return
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        given, made = tensors_of((args, kwargs)), tensors_of(out)
         if not given and not made:
             return
         count = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -210,13 +219,12 @@ class Tracker(_Mode):  # type: ignore[misc]
     def _message(self, func: Any, args: Any, out: Any) -> None:
         kind, which = MESSAGES.get(func.__name__.partition(".")[0], ("", None))
         if kind:
-            full = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, Tensor)]
+            full = tensors_of(out if which is None else args[which])
             axis = self.sum_axis if kind == "sum" else "shard"
             self.collective(kind, sum(map(num_bytes, full)), axis)
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
     """Storages of the tensors in a tree that are not on the meta device."""
-    found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in found]
+    local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]

