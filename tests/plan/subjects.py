@@ -110,6 +110,8 @@ CASES = {
     "accumulate": Case(accumulate=3, sharding={"strategy": acc.SHARD_OPTIM}),
     "tied": Case(change=tied),
     "frozen": Case(change=frozen),
+    "offload": Case(sharding={"offload": acc.Offload(optimizer="host")}),
+    "offload all, bf16": Case(sharding={"offload": acc.Offload(params="host", optimizer="host"), "precision": BF16}),
     "lora": Case(change=adapted, ranks=4),
 }
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}

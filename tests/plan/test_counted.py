@@ -8,7 +8,7 @@ from accordion.plan.memory import peak_of
 from accordion.plan.trace import trace
 from tests.plan import counted, subjects
 
-SAMPLE = [("gpt", "full_shard"), ("llama", "checkpoint every:2, bf16"), ("vision", "no_shard")]
+SAMPLE = [("gpt", "full_shard"), ("gpt", "offload"), ("llama", "checkpoint every:2, bf16"), ("vision", "no_shard")]
 RUNS = 4
 FSDP2 = [
     ("gpt", "full_shard"),

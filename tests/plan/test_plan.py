@@ -341,3 +341,16 @@ def test_fits_leaves_the_margin():
         assert memory.fits(Cluster(gpu=gpu_named("h100", memory_gib=gib * factor))) is fits
     assert replace(made.cluster, node=4).node == 4
     assert extend(made.log, 0, 1, 1, 1, 1.0) is made.log
+
+
+def test_what_rests_on_the_host_is_none_of_the_cards():
+    on_device, on_host = (
+        trace(gpt(3), run_of(4, **options))
+        for options in ({}, {"offload": acc.Offload(params="host", optimizer="host")})
+    )
+    params = sum(p.numel() for p in gpt(3).make().parameters()) / 4
+    assert on_device.host_bytes == 0
+    assert on_host.host_bytes >= (2 + 4 + 4 + 8) * params  # rows that travel, masters, gradients, two states
+    assert peak_of(on_host).held_bytes < peak_of(on_device).held_bytes - 12 * params * 0.95
+    assert not any(getattr(event, "stream", "") == "host" for event in on_host.events)
+    assert "offload" in on_host.unmodelled

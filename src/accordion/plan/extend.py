@@ -82,7 +82,8 @@ class _Extension:
             events.append(Enter(place))
             for event in segment.events:
                 events.extend(self._again(event, segment, copy))
-        return replace(self._log, held=self._held(), events=events, units=self._units())
+        host_bytes = round(self._log.host_bytes * self._scale)
+        return replace(self._log, held=self._held(), events=events, units=self._units(), host_bytes=host_bytes)
 
     # -- segments
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion.engine.autograd import engine_of
 from accordion.engine.collectives import SENDING_RANKS, Link, Pending
+from accordion.memory.arena import Arena
+from accordion.memory.step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.rig import OPTIMIZERS, Rig, Run
 from accordion.plan.tracker import Tracker
 from accordion.plan.watching import owners_of, watch
@@ -30,6 +35,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
         engine.wiring.shard.one_node = run.strategy.hybrid or run.ranks <= run.node
         engine.wiring.replicate.one_node = run.ranks <= run.node
     watch(engine, tracker)
+    if run.sharding.get("offload") is not None:
+        vars(tiers_of(engine))["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     return Rig(
         optimizer=optimizer,
@@ -38,6 +45,19 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
         no_sync=partial(no_sync, model),
         owners=partial(owners_of, engine, optimizer),
     )
+
+
+class AtOnce:
+    """In place of the thread that steps what rests on the host: the mode that sees memory is one of this thread."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._around = around
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._around():
+            future.set_result(work())
+        return future
 
 
 _make = Link.__init__
@@ -89,11 +109,23 @@ def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
     }
     if not stream_ordered:  # gloo's ranks, which send each other what is large
         stand_ins |= {"__init__": _made_to_send, "send_each": _sends}
-    before = {name: getattr(Link, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(Link, name, stand_in)
-    try:
+    with ExitStack() as stack:
+        for owner, named in ((Link, stand_ins), (Arena, {"__init__": _on(_rests_on(run), Arena.__init__, tracker)})):
+            for name, stand_in in named.items():
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, stand_in)
         yield
-    finally:
-        for name, method in before.items():
-            setattr(Link, name, method)
+
+
+def _rests_on(run: Run) -> str:
+    """Memory of the host is the card's own where the CPU is the card."""
+    return HOST if run.device == "cuda" else COMPUTE
+
+
+def _on(stream: str, make: Callable[..., None], tracker: Tracker) -> Callable[..., None]:
+    def made(arena: Any, *args: Any, **kwargs: Any) -> None:
+        with tracker.on(stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the arena asks for its address, which a fake tensor has not
+            make(arena, *args, **kwargs)
+
+    return made

@@ -41,7 +41,10 @@ class Family:
         events: list[Event] = [
             _between(a, b, c, along, across) for a, b, c in zip(log.events, more.events, fewer.events, strict=True)
         ]
-        return replace(log, held=held, events=events)
+        host = (
+            log.host_bytes + along * (more.host_bytes - log.host_bytes) + across * (fewer.host_bytes - log.host_bytes)
+        )
+        return replace(log, held=held, events=events, host_bytes=round(host))
 
 
 def _renumbered(log: Log) -> Log:

@@ -18,7 +18,7 @@ from accordion import _torch
 from accordion.config import Place as Lies
 from accordion.errors import UsageError
 from accordion.plan import fsdp2, ours
-from accordion.plan.events import Category, Log, Phase
+from accordion.plan.events import Category, Log, Phase, without_host
 from accordion.plan.language import without_collections
 from accordion.plan.rig import Rig, Run, Subject
 from accordion.plan.substitute import CUDA_WORKSPACES, Substitutes
@@ -74,13 +74,14 @@ def _steps(
         held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
         start = len(tracker.events)
         _step(subject, run, model, rig, tracker)
-    return Log(
+    log = Log(
         held=held,
         events=tracker.events[start:],
         units=rig.units,
         substituted=dict(stand_ins.substituted) if stand_ins else {},
         unmodelled=dict(stand_ins.unmodelled) if stand_ins else {},
     )
+    return without_host(log)
 
 
 def _step(subject: Subject, run: Run, model: nn.Module, rig: Rig, tracker: Tracker) -> None:

@@ -98,7 +98,7 @@ def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -
     with Team("measure", World(num_ranks=num_ranks, device_type=device, threads=threads), Meter, [sizes]) as team:
 
         def slowest(method: str, *args: Any) -> float:
-            return max(team.ask(method, *args))
+            return float(max(team.ask(method, *args)))
 
         rates = {
             str(dtype).removeprefix("torch."): {
