@@ -1,7 +1,8 @@
 """What an accelerator shows: `python bench/gpu.py`, one GPU, under ten minutes, torch and this repository.
 
 Parts: (a) one rank, a Llama of 1 B in bf16, beside no sharding and FSDP2; (b) one of 8 to 64 simulated ranks, memory and
-time of 8 B and 70 B; (c) stream safety; (d) gathers and exchanges beside flat ones with copies; (e) compiled blocks. Writes
+time of 8 B and 70 B; (c) stream safety; (d) gathers and exchanges beside flat ones with copies; (e) compiled blocks; (f) what
+`accordion plan` says of three sizes beside what is measured, with and without one measured step given. Writes
 `bench/results/<gpu>-<date>.json` and prints a table a part. A part that fails is told of and the others still run.
 `--tiny --device cpu` runs every part with small shapes: it checks this script and measures nothing.
 """
@@ -24,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
+from gpu_planned import planned  # noqa: E402
 from gpu_programs import Case, SafeRuns, Wires, shape_trainer  # noqa: E402
 
 from accordion.bench.contenders import OURS  # noqa: E402
@@ -52,6 +54,7 @@ class Sizes:
     safe: Preset
     unit_bytes: tuple[int, ...]
     compiler: str
+    planned: tuple[Case, ...]
 
 
 def full_sizes() -> Sizes:
@@ -67,6 +70,10 @@ def full_sizes() -> Sizes:
         safe=SMALL,
         unit_bytes=tuple(mb * 10**6 for mb in (25, 50, 100, 225, 450, 900)),
         compiler="inductor",
+        planned=tuple(
+            Case(preset=replace(PRESETS["llama-1b"], layers=layers), batch=batch, seq=2048, masters=True)
+            for layers, batch in ((4, 4), (8, 4), (16, 2))
+        ),
     )
 
 
@@ -80,6 +87,7 @@ def tiny_sizes() -> Sizes:
         safe=preset,
         unit_bytes=(10**5,),
         compiler="aot_eager",
+        planned=tuple(Case(preset=replace(preset, layers=n), batch=1, seq=16, masters=True) for n in (1, 2, 3)),
     )
 
 
@@ -266,6 +274,7 @@ PARTS: dict[str, Callable[[Sizes, str], tuple[Any, list[Table]]]] = {
     "c": safety,
     "d": wires,
     "e": compiled,
+    "f": lambda sizes, device: planned(sizes.planned, device, sizes.steps),
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -341,3 +342,41 @@ WITHOUT_KERNEL = (
     *("aten._unsafe_view", "aten.set_"),
 )
 """How the names of operators begin that move no numbers; one of them has no public name."""
+
+
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What an operator, as a dispatch mode sees it, was given, each with the name in its schema."""
+    given = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
+    return given + list(kwargs.items())
+
+
+def mutated_arguments(func: Any) -> list[str]:
+    """Names of the arguments into which an operator writes."""
+    return [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+@contextmanager
+def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter `inside` wherever DTensor works out shapes by running an operator on tensors of the full shapes.
+
+    Those are no part of a rank's step; torch's own FSDPMemTracker counts them (2.13). No public name (2.11 to 2.13).
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    owner, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    plain = getattr(owner, name)
+
+    def propagate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with inside():
+            return plain(self, *args, **kwargs)
+
+    setattr(owner, name, propagate)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def fake_collectives() -> None:
+    """Let torch's own collectives run on fake tensors; importing this module is what registers them (all versions)."""
+    import torch.distributed._tools.fake_collectives  # noqa: F401

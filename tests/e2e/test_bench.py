@@ -276,11 +276,14 @@ def test_the_gpu_script_runs_every_part_on_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*.json")
     parts = json.loads(path.read_text())["parts"]
-    assert list(parts) == list("abcde")
+    assert list(parts) == list("abcdef")
     safe = parts["c"]["data"]
     assert safe["2 ranks"]["wrong"] == safe["4 ranks"]["wrong"] == []
     assert len(safe["4 ranks"]["losses"]) == 7
-    for letter, titles in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 1}.items():
+    for letter, titles in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}.items():
         assert len(parts[letter]["tables"]) == titles
     assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
     assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())
+    sizes = parts["f"]["data"]["sizes"]
+    assert [bool(one["calibrated_s"]) for one in sizes] == [False, True, True]
+    assert all(one["planned_allocated"] > 0 and one["seconds"] > 0 for one in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,32 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import accordion as acc
 from accordion.config import Place
-from accordion.plan.trace import OPTIMIZERS
+from accordion.engine.autograd import engine_of
+from accordion.memory.step import tiers_of
+from accordion.plan import fsdp2
+from accordion.plan.ours import AtOnce
+from accordion.plan.rig import OPTIMIZERS
 from tests.plan import subjects
 
 MARK = "the step that is counted"
 
 
-def counted_peak(mesh: Any, architecture: str, case: str) -> int:
+def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion") -> int:
     """On one rank: train two steps; the most bytes that were taken and not given back at any time in the second."""
-    run = subjects.run_of(architecture, case)
+    run = subjects.run_of(architecture, case, name)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(0)
-        model = acc.shard(subjects.made(architecture, case, "cpu"), mesh, **run.sharding)
-        optimizer = acc.wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
+        model = subjects.made(architecture, case, "cpu")
+        clip: Callable[[Any, float], object]
+        if name == "fsdp2":
+            fsdp2.apply(model, mesh, **run.sharding)
+            optimizer, clip = OPTIMIZERS[run.optimizer](model.parameters()), fsdp2.clip
+        else:
+            acc.shard(model, mesh, **run.sharding)
+            engine = engine_of(model)
+            if "offload" in run.sharding and engine is not None:  # the profiler follows no other thread
+                vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)
+            optimizer, clip = acc.wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters())), acc.clip_grad_norm_
         for step in range(2):
             with record_function(MARK) if step else nullcontext():
                 for i in range(run.accumulate):
@@ -33,7 +47,7 @@ def counted_peak(mesh: Any, architecture: str, case: str) -> int:
                     with acc.no_sync(model) if later else nullcontext():
                         loss = subjects.loss(architecture, model, subjects.batch_of(architecture))
                         loss.backward()
-                acc.clip_grad_norm_(model, 1.0)
+                clip(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.bench.model import GPT, loss_of
-from accordion.plan.trace import Run, Subject
+from accordion.plan.rig import Run, Subject
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
 
@@ -110,6 +110,8 @@ CASES = {
     "accumulate": Case(accumulate=3, sharding={"strategy": acc.SHARD_OPTIM}),
     "tied": Case(change=tied),
     "frozen": Case(change=frozen),
+    "offload": Case(sharding={"offload": acc.Offload(optimizer="host")}),
+    "offload all, bf16": Case(sharding={"offload": acc.Offload(params="host", optimizer="host"), "precision": BF16}),
     "lora": Case(change=adapted, ranks=4),
 }
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
@@ -145,8 +147,15 @@ def subject_of(architecture: str, case: str) -> Subject:
     )
 
 
-def run_of(architecture: str, case: str) -> Run:
+def run_of(architecture: str, case: str, engine: str = "accordion") -> Run:
     """On CPU ranks. oneDNN makes float32 copies inside of bf16 products, 3 % of the vision model's peak: not bf16 there."""
     c = CASES[case]
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
-    return Run(ranks=c.ranks, node=max(1, c.ranks // 2), accumulate=c.accumulate, sharding=sharding, device="cpu")
+    return Run(
+        engine=engine,
+        ranks=c.ranks,
+        node=max(1, c.ranks // 2),
+        accumulate=c.accumulate,
+        sharding=sharding,
+        device="cpu",
+    )

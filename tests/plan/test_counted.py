@@ -8,22 +8,37 @@ from accordion.plan.memory import peak_of
 from accordion.plan.trace import trace
 from tests.plan import counted, subjects
 
-SAMPLE = [("gpt", "full_shard"), ("llama", "checkpoint every:2, bf16"), ("vision", "no_shard")]
-RUNS = 2
+SAMPLE = [("gpt", "full_shard"), ("gpt", "offload"), ("llama", "checkpoint every:2, bf16"), ("vision", "no_shard")]
+RUNS = 4
+FSDP2 = [
+    ("gpt", "full_shard"),
+    ("gpt", "checkpoint selective"),
+    ("llama", "shard_grad_op"),
+    ("llama", "checkpoint every:2, bf16"),
+    ("llama", "hybrid_shard"),
+    ("vision", "full_shard"),
+    ("vision", "frozen"),
+]
 ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES]
 
 
-def assert_close(world, architecture, case):
-    predicted = peak_of(trace(subjects.subject_of(architecture, case), subjects.run_of(architecture, case))).num_bytes
-    run = subjects.run_of(architecture, case)
+def assert_close(world, architecture, case, engine="accordion"):
+    run = subjects.run_of(architecture, case, engine)
+    predicted = peak_of(trace(subjects.subject_of(architecture, case), run)).num_bytes
     shape, names = (run.ranks,), ("shard",)
     if run.strategy.hybrid:
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")
-    runs = [
-        world.run_mesh(shape, names, counted.counted_peak, architecture, case, timeout_s=300.0)[0] for _ in range(RUNS)
-    ]
-    least = min(runs)  # what the profiler misses only adds
-    print(f"{architecture:8} {case:26} predicted {predicted:>12,} counted {least:>12,} {predicted / least - 1:+.2%}")
+    least = 2 << 60
+    for _ in range(RUNS):  # what the profiler misses only adds
+        least = min(
+            least,
+            world.run_mesh(shape, names, counted.counted_peak, architecture, case, engine, timeout_s=300.0)[0],
+        )
+        if predicted == pytest.approx(least, rel=0.001):
+            break
+    print(
+        f"{engine:9} {architecture:8} {case:26} predicted {predicted:>12,} counted {least:>12,} {predicted / least - 1:+.2%}"
+    )
     assert predicted == pytest.approx(least, rel=0.02)
 
 
@@ -36,3 +51,13 @@ def test_peak_bytes_are_those_that_ranks_count(world, architecture, case):
 @pytest.mark.parametrize(("architecture", "case"), [pair for pair in ALL if pair not in SAMPLE])
 def test_peak_bytes_of_every_case_are_those_that_ranks_count(world, architecture, case):
     assert_close(world, architecture, case)
+
+
+def test_peak_bytes_of_fsdp2_are_those_that_its_ranks_count(world):
+    assert_close(world, *FSDP2[0], engine="fsdp2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "case"), FSDP2[1:])
+def test_peak_bytes_of_every_case_of_fsdp2_are_those_that_its_ranks_count(world, architecture, case):
+    assert_close(world, architecture, case, engine="fsdp2")

@@ -22,9 +22,10 @@ from accordion.plan.hardware import GPUS, MARGIN, OUTSIDE_BYTES, REACHED, Cluste
 from accordion.plan.memory import curve_of, peak_of
 from accordion.plan.predict import log_of
 from accordion.plan.result import explanation
+from accordion.plan.rig import Run, Subject
 from accordion.plan.scale import Family
 from accordion.plan.simulate import simulate
-from accordion.plan.trace import Run, Subject, trace
+from accordion.plan.trace import trace
 
 MIB = 1 << 20
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -171,7 +172,7 @@ def test_freed_neighbours_are_joined():
 
 def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
     costs = costs_of(Cluster(gpu=GPUS["h100"]), REACHED["middle"], 8, hybrid=False)
-    product = Op("aten.mm.default", 989e12 * 0.55, 0, "bfloat16", "compute")  # one second
+    product = Op("aten.mm.default", 989e12 * 0.803 * 0.9, 0, "bfloat16", "compute")  # one second
     gather = Collective("gather", int(0.5 * 450e9 * 0.73 * 8 / 7), "shard", "gather")  # half a second
     start = [Enter(Place(Phase.FORWARD, -1)), Launch(1, "gather"), gather]
     hidden = simulate(log(*start, product, Land(1)), costs)
@@ -288,6 +289,8 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
         (["--gpuss", "8"], "did you mean '--gpus'"),
         (["--seq", "many"], "seq"),
         (["--optimizer", "adam"], "adamw"),
+        (["--engine", "fsdp3"], "fsdp2"),
+        (["--engine", "fsdp2", "--strategy", "no_shard"], "shard_grad_op"),
         (["--gpu-tflops", "-1"], "positive"),
     ],
 )
@@ -338,3 +341,16 @@ def test_fits_leaves_the_margin():
         assert memory.fits(Cluster(gpu=gpu_named("h100", memory_gib=gib * factor))) is fits
     assert replace(made.cluster, node=4).node == 4
     assert extend(made.log, 0, 1, 1, 1, 1.0) is made.log
+
+
+def test_what_rests_on_the_host_is_none_of_the_cards():
+    on_device, on_host = (
+        trace(gpt(3), run_of(4, **options))
+        for options in ({}, {"offload": acc.Offload(params="host", optimizer="host")})
+    )
+    params = sum(p.numel() for p in gpt(3).make().parameters()) / 4
+    assert on_device.host_bytes == 0
+    assert on_host.host_bytes >= (2 + 4 + 4 + 8) * params  # rows that travel, masters, gradients, two states
+    assert peak_of(on_host).held_bytes < peak_of(on_device).held_bytes - 12 * params * 0.95
+    assert not any(getattr(event, "stream", "") == "host" for event in on_host.events)
+    assert "offload" in on_host.unmodelled

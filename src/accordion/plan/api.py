@@ -14,12 +14,17 @@ from torch.utils._pytree import tree_map_only
 
 from accordion.config import Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
+from accordion.plan import fsdp2
+from accordion.plan.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import configuration, language_subject
 from accordion.plan.result import Plan
+from accordion.plan.rig import OPTIMIZERS, Subject
 from accordion.plan.search import CHECKPOINTING, MICRO_BATCHES, STRATEGIES, Space, search
-from accordion.plan.trace import OPTIMIZERS, Subject
+
+ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
+"""Engines that can be traced, each with the strategies that it has."""
 
 
 def quiet(text: str) -> None:
@@ -41,6 +46,9 @@ def plan(
     seq: int = 4096,
     accumulate: int = 1,
     optimizer: str = "adamw",
+    engine: str = "accordion",
+    measured_step_s: float | None = None,
+    measured_at: str = "",
     precision: Precision | None = None,
     say: Callable[[str], None] = quiet,
     **sharding: Any,
@@ -50,14 +58,21 @@ def plan(
     `model`: a module, with `loss(model, batch)` (0-d) and an example `batch` of one rank, whose size is the micro-batch; or
     the name of a preset, a transformers folder or a config.json. `gpu`: of the table, or a description. `gpus`: in all, the last
     of several is what is asked for. `node`: GPUs of one machine. `strategy`, `checkpoint_activations`, `micro_batch`: fixed
-    where given, else looked for. `seq`: tokens of a sequence. `sharding`: more keyword arguments of `shard`, such as `units`.
+    where given, else looked for. `seq`: tokens of a sequence. `engine`: "fsdp2" traces PyTorch's own
+    in this one's place. `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration
+    `measured_at` ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is.
+    `sharding`: more keyword arguments of `shard`, such as `units`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
     cluster = Cluster(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu, node=node, network_gbps=network_gbps)
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
     _check(counts, node, micro_batch, seq, accumulate, optimizer)
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is not known to plan; {nearest(engine, ENGINES)}")
     if strategy is not None:
-        strategy_named(strategy)
+        named = strategy_named(strategy)
+        if engine == "fsdp2":
+            fsdp2.check(named)
     if checkpoint_activations is not None:
         checkpointing_named(checkpoint_activations)
     if isinstance(model, str):
@@ -73,19 +88,31 @@ def plan(
         subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
         subject_for, batches, tokens = (lambda size: subject), [1], 1
     space = Space(
-        strategies=STRATEGIES if strategy is None else [strategy],
+        strategies=ENGINES[engine] if strategy is None else [strategy],
         checkpointing=CHECKPOINTING if checkpoint_activations is None else [checkpoint_activations],
         micro_batches=batches,
         gpus=counts,
         accumulate=accumulate,
         optimizer=optimizer,
+        engine=engine,
         precision=precision or Precision(params=torch.bfloat16),
         tokens=tokens,
         sharding=sharding,
     )
     num_params = sum(p.numel() for p in whole.parameters())
+    measured = ""
+    if measured_step_s is not None or measured_at:
+        at = choice_of(measured_at) if measured_at else only_choice(space)
+        if measured_step_s is None:
+            raise UsageError(
+                f"measured_at {measured_at!r} says what was measured; pass measured_step_s, its seconds, too."
+            )
+        cluster = calibrated(cluster, subject_for, space, at, measured_step_s)
+        measured = f"{measured_step_s:g} s of {at}"
     found = search(subject_for, space, cluster, num_params, say)
-    made = Plan(model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params)
+    made = Plan(
+        model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
+    )
     return replace(made, log=found.logs.get(made.chosen.choice))
 
 

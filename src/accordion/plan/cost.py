@@ -10,15 +10,22 @@ from accordion.plan.hardware import GB, LATENCY_S, LAUNCH_S, Cluster, Rates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds on a cluster at assumed rates. `ranks`: by axis of the mesh. `spans_nodes`: which axes leave a node."""
+    """Seconds on a cluster at assumed rates. `ranks`: by axis of the mesh. `spans_nodes`: which axes leave a node.
+
+    `scale`: of all times.
+    """
 
     cluster: Cluster
     rates: Rates
     ranks: dict[str, int]
     spans_nodes: dict[str, bool]
+    scale: float = 1.0
 
     def of(self, op: Op) -> float:
         """Seconds of an operator on the device."""
+        return self._of(op) * self.scale
+
+    def _of(self, op: Op) -> float:
         gpu, rates = self.cluster.gpu, self.rates
         by_memory = op.num_bytes / (gpu.bandwidth_gbps * GB * rates.memory)
         if not op.flops:
@@ -26,8 +33,8 @@ class Costs:
         peak = (gpu.fp32_tflops if op.dtype in ("float32", "float64") else gpu.tflops) * 1e12
         if "attention" in op.name:
             reached = rates.attention_backward if "backward" in op.name else rates.attention
-            return max(op.flops / (peak * reached), LAUNCH_S)
-        return max(op.flops / (peak * rates.products), by_memory, LAUNCH_S)
+            return max(op.flops / (peak * gpu.attention * reached), LAUNCH_S)
+        return max(op.flops / (peak * gpu.products * rates.products), by_memory, LAUNCH_S)
 
     def of_collective(self, c: Collective) -> float:
         """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum."""
@@ -37,10 +44,12 @@ class Costs:
         far = self.spans_nodes[c.axis]
         gbps = self.cluster.network_gbps if far else self.cluster.gpu.link_gbps
         sent = c.num_bytes * (num - 1) / num * (2 if c.kind == "sum" else 1)
-        return sent / (gbps * GB * self.rates.link) + LATENCY_S["network" if far else "node"]
+        return (
+            sent / (gbps * GB * self.rates.link) + (LATENCY_S["network"] if far else self.cluster.gpu.latency_s)
+        ) * self.scale
 
 
-def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool) -> Costs:
+def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, scale: float = 1.0) -> Costs:
     """The costs of a rank of so many: one axis over all, or one inside nodes and one across."""
     if hybrid:
         inside = min(ranks, cluster.node)
@@ -48,4 +57,4 @@ def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool) -> Costs:
     else:
         sizes = {"shard": ranks, "replicate": ranks}
         far = dict.fromkeys(sizes, ranks > cluster.node)
-    return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far)
+    return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far, scale=scale)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 COMPUTE = "compute"  # the stream of forward and backward
+
+
+HOST = "host"  # where what is offloaded rests and is stepped: memory that is none of the card's
 
 
 class Category(Enum):
@@ -93,18 +96,35 @@ class Land:
 
 
 @dataclass(slots=True)
+class Mark:
+    """An event is recorded on a stream: it ends with all that is on the stream so far. Numbered as flights are."""
+
+    flight: int
+    stream: str
+
+
+@dataclass(slots=True)
+class Wait:
+    """What comes later on a stream runs after a mark."""
+
+    flight: int
+    stream: str
+
+
+@dataclass(slots=True)
 class Enter:
     """What follows belongs to `place`."""
 
     place: Place
 
 
-Event = Alloc | Free | Op | Collective | Launch | Land | Enter
+Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 
 @dataclass(slots=True, kw_only=True)
 class Log:
     """A step in its steady state. `held`: what is there before it, each with its unit (None: of no unit). `units`: names.
+    `host_bytes`: the most that rests in the host's memory, which is in none of the rest.
 
     `substituted`, `unmodelled`: operators that stood for those of the device, and those whose memory or time is not known.
     """
@@ -114,3 +134,28 @@ class Log:
     units: list[str]
     substituted: dict[str, str] = field(default_factory=dict)
     unmodelled: dict[str, str] = field(default_factory=dict)
+    host_bytes: int = 0
+
+
+def without_host(log: Log) -> Log:
+    """The same log with what happens in the host's memory as one figure."""
+    live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
+    if not live:
+        return log
+    events: list[Event] = []
+    total = best = sum(live.values())
+    for event in log.events:
+        if isinstance(event, Alloc) and event.stream == HOST:
+            live[event.number] = event.num_bytes
+            total += event.num_bytes
+            best = max(best, total)
+        elif isinstance(event, Free) and event.number in live:
+            total -= live.pop(event.number)
+        elif not (isinstance(event, Op) and event.stream == HOST):
+            events.append(event)
+    unmodelled = {
+        **log.unmodelled,
+        "offload": "copies to and from the host take the card's time, the step there takes none",
+    }
+    held = [(alloc, unit) for alloc, unit in log.held if alloc.stream != HOST]
+    return replace(log, held=held, events=events, unmodelled=unmodelled, host_bytes=best)

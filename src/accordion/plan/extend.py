@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, Phase, Place, Wait
 
 HEAD, TAIL = 1, 2  # blocks at either end that may differ from those between
 PERIODS = 3  # of which the middle one is repeated, once its neighbours are found equal
@@ -67,7 +67,7 @@ class _Extension:
         )
         self._numbers: dict[tuple[int, int], int] = {}  # (number, copy) -> its own
         self._next_flight = 1 + max(
-            [e.flight for s in self._segments for e in s.events if isinstance(e, Launch)], default=0
+            [e.flight for s in self._segments for e in s.events if isinstance(e, (Launch, Mark))], default=0
         )
         self._flight_numbers: dict[tuple[int, int], int] = {}
 
@@ -82,7 +82,8 @@ class _Extension:
             events.append(Enter(place))
             for event in segment.events:
                 events.extend(self._again(event, segment, copy))
-        return replace(self._log, held=self._held(), events=events, units=self._units())
+        host_bytes = round(self._log.host_bytes * self._scale)
+        return replace(self._log, held=self._held(), events=events, units=self._units(), host_bytes=host_bytes)
 
     # -- segments
 
@@ -113,7 +114,7 @@ class _Extension:
                 where = _Made(segment.place.phase, segment.block, visit, at)
                 if isinstance(event, Alloc):
                     made[event.number] = where
-                elif isinstance(event, Launch):
+                elif isinstance(event, (Launch, Mark)):
                     flights[event.flight] = where
         return made, flights
 
@@ -138,13 +139,14 @@ class _Extension:
         """What must be equal: numbers by where they were made, from here."""
         if isinstance(event, Alloc):
             return (Alloc, event.num_bytes, event.stream)
-        if isinstance(event, (Free, Land)):
+        if isinstance(event, (Launch, Mark)):
+            return (type(event), event.stream)
+        if isinstance(event, (Free, Land, Wait)):
             where = self._made.get(event.number) if isinstance(event, Free) else self._flights.get(event.flight)
+            kind = (type(event), event.stream if isinstance(event, Wait) else "")
             if where is None or where.block is None:
-                return (type(event), where)
-            return (type(event), where.phase, where.visit, where.block - block, where.at)
-        if isinstance(event, Launch):
-            return (Launch, event.stream)
+                return (*kind, where)
+            return (*kind, where.phase, where.visit, where.block - block, where.at)
         return event
 
     def _order(self) -> Iterator[tuple[_Segment, int]]:
@@ -175,14 +177,14 @@ class _Extension:
     def _again(self, event: Event, segment: _Segment, copy: int) -> Iterator[Event]:
         if isinstance(event, Alloc):
             yield replace(event, number=self._number(event.number, copy))
-        elif isinstance(event, Launch):
+        elif isinstance(event, (Launch, Mark)):
             yield replace(event, flight=self._flight(event.flight, copy))
         elif isinstance(event, Free):
             for c in self._copies_meant(self._made.get(event.number), segment, copy):
                 yield Free(self._number(event.number, c))
-        elif isinstance(event, Land):
+        elif isinstance(event, (Land, Wait)):
             for c in self._copies_meant(self._flights.get(event.flight), segment, copy):
-                yield Land(self._flight(event.flight, c))
+                yield replace(event, flight=self._flight(event.flight, c))
         elif isinstance(event, Op) and segment.place.phase is Phase.STEP:
             yield replace(event, num_bytes=int(event.num_bytes * self._scale), flops=event.flops * self._scale)
         else:

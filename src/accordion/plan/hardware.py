@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 from accordion.errors import UsageError
 
@@ -18,7 +20,9 @@ LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device w
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
-    to others in its node. `fp32_tflops`: products of float32 as torch does them by default, without TF32.
+    to others in its node. `fp32_tflops`: products of float32 as torch does them by default, without TF32. `products`: share of
+    the peak that the best product of matrices reaches; `attention`: that of FlashAttention-2's forward on long sequences.
+    `latency_s`: of one collective in a node, beside its bytes.
     """
 
     name: str
@@ -29,12 +33,26 @@ class Gpu:
     link: str
     link_gbps: float
     source: str
+    products: float = 0.80
+    attention: float = 0.35
+    latency_s: float = LATENCY_S["node"]
 
 
 def _gpu(
-    name: str, memory: float, tflops: float, fp32: float, bandwidth: float, link: str, link_gbps: float, source: str
+    name: str,
+    memory: float,
+    tflops: float,
+    fp32: float,
+    bandwidth: float,
+    link: str,
+    link_gbps: float,
+    source: str,
+    products: float = 0.80,
+    attention: float = 0.35,
 ) -> Gpu:
     return Gpu(
+        products=products,
+        attention=attention,
         name=name,
         memory_gib=memory,
         tflops=tflops,
@@ -46,13 +64,21 @@ def _gpu(
     )
 
 
-# Memory in GiB as the driver shows it, where known, else the data sheet's.
+def _at_power(share: float, watts: float, of_watts: float) -> float:
+    """A share of the peak at less power than the data sheet's: power grows with the cube of the clock (voltage follows it)."""
+    return share * float((watts / of_watts) ** (1 / 3))
+
+
+# Memory in GiB as the driver shows it, where known, else the data sheet's. `products`: the table of maximum achievable matmul
+# rates in S. Bekman's "Machine Learning Engineering" (bf16: A100 271.2 of 312, H100 794.5 of 989, B200 1745 of 2250, MI300X
+# 668.4 of 1300). `attention`: FlashAttention-2's paper for A100 (50 to 73 %), FlashAttention-3's for H100 (35 %). The rest:
+# guessed.
 GPUS: Mapping[str, Gpu] = {
     g.name: g
     for g in (
-        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB"),
-        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB"),
-        _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB"),
+        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", 0.869, 0.61),
+        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", 0.869, 0.61),
+        _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB", 0.803, 0.35),
         _gpu(
             "h100-96",
             94.5,
@@ -62,10 +88,23 @@ GPUS: Mapping[str, Gpu] = {
             "NVLink 4",
             450,
             "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs",
+            _at_power(0.803, 500, 700),
+            _at_power(0.35, 500, 700),
         ),
-        _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB"),
-        _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB"),
-        _gpu("mi300x", 191.5, 1307, 163, 5300, "Infinity Fabric", 448, "AMD Instinct MI300X data sheet, 192 GB"),
+        _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB", 0.803, 0.35),
+        _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB", 0.776, 0.20),
+        _gpu(
+            "mi300x",
+            191.5,
+            1307,
+            163,
+            5300,
+            "Infinity Fabric",
+            448,
+            "AMD Instinct MI300X data sheet, 192 GB",
+            0.514,
+            0.30,
+        ),
         _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB"),
         _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB"),
         _gpu(
@@ -85,7 +124,10 @@ NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What is reached, as a share of the peak: assumptions, to be replaced by a measured step."""
+    """What is reached: `products` and `attention` as a share of the card's best ones, memory and link of their peaks.
+
+    Assumptions, to be replaced by a measured step. `attention_backward`: of the forward's best.
+    """
 
     products: float
     attention: float
@@ -94,25 +136,50 @@ class Rates:
     link: float
 
 
-# Large products, FlashAttention-2 and element-wise kernels as published for A100 and H100; a guess for all others.
+# Products: 1 is the best shape; cuBLAS on 8192 x 8192 x 8192 on an H100 reaches 0.90 of that (716 TFLOP/s, P. Shankhdhar's
+# "Outperforming cuBLAS on H100"); the low end is a guess. Attention: FlashAttention-2's paper has backwards at 44 to 63 % of an
+# A100 where forwards are at 50 to 73, so 0.87. Memory: large copies reach 0.90 to 0.92. Links: NCCL's tests in nodes of 8.
 REACHED: Mapping[str, Rates] = {
-    "low": Rates(products=0.46, attention=0.30, attention_backward=0.23, memory=0.75, link=0.55),
-    "middle": Rates(products=0.55, attention=0.36, attention_backward=0.29, memory=0.85, link=0.73),
-    "high": Rates(products=0.65, attention=0.42, attention_backward=0.34, memory=0.92, link=0.89),
+    "low": Rates(products=0.75, attention=0.85, attention_backward=0.74, memory=0.75, link=0.55),
+    "middle": Rates(products=0.90, attention=1.00, attention_backward=0.87, memory=0.85, link=0.73),
+    "high": Rates(products=1.00, attention=1.15, attention_backward=1.00, memory=0.92, link=0.89),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes."""
+    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes. `scales`: by assumed rates, what one
+    measured step made of their times; empty where none was measured.
+    """
 
     gpu: Gpu
     node: int = 8
     network_gbps: float = NETWORK_GBPS
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tellable(self) -> float:
+        """Two times that differ by less are not told apart."""
+        return 0.05 if self.scales else 0.10
 
     @property
     def card_bytes(self) -> int:
         return int(self.gpu.memory_gib * GIB)
+
+
+def gpu_from(path: Path) -> Gpu:
+    """The card in a file of `accordion plan --measure`. Raises `UsageError`."""
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))["card"]
+        made = Gpu(**card)
+    except FileNotFoundError:
+        raise UsageError(f"no measured card at {path}; `accordion plan --measure` writes one.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} holds no measured card ({error}); `accordion plan --measure` writes one.") from None
+    numbers = [made.memory_gib, made.tflops, made.fp32_tflops, made.bandwidth_gbps, made.link_gbps, made.attention]
+    if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
+        raise UsageError(f"{path} holds a card whose rates are not all positive; measure it again.")
+    return made
 
 
 def gpu_named(
@@ -122,12 +189,17 @@ def gpu_named(
     bandwidth_gbps: float | None = None,
     link_gbps: float | None = None,
 ) -> Gpu:
-    """The card of that name, corrected by what is given; all four describe one that is not in the table. Raises `UsageError`."""
+    """The card of that name, or in that .json file, corrected by what is given; all four describe one that is in neither.
+
+    Raises `UsageError`.
+    """
     given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth_gbps": bandwidth_gbps, "link_gbps": link_gbps}
     told = {key: value for key, value in given.items() if value is not None}
     for key, value in told.items():
         if not 0 < value < 1e6:
             raise UsageError(f"{key} is {value:g}; it takes a positive number.")
+    if name.endswith(".json"):
+        return replace(gpu_from(Path(name)), **told)  # type: ignore[arg-type]
     key = name.lower().replace("_", "-").replace(" ", "")
     if key in GPUS:
         return replace(GPUS[key], **told)  # type: ignore[arg-type]

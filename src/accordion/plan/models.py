@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from accordion.config import nearest
 from accordion.errors import UsageError
-from accordion.plan.language import brief, language_model
-from accordion.plan.trace import Subject
+from accordion.plan.language import brief, language_model, without_collections
+from accordion.plan.rig import Subject
 from accordion.units import UnitChoice, choose_units
 
 
@@ -51,7 +51,8 @@ def configuration(model: str, seq: int) -> Any:
     if find_spec("transformers") is None:
         raise UsageError("a model by name or configuration needs transformers; pip install 'accordion[plan]'.")
     if model in PRESETS:
-        return _llama(PRESETS[model], seq)
+        with without_collections():
+            return _llama(PRESETS[model], seq)
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
@@ -14,10 +13,10 @@ from accordion.plan.events import Log
 from accordion.plan.extend import IrregularError, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.memory import Peak, peak_of
-from accordion.plan.models import Run as Blocks
 from accordion.plan.models import longest_run, shortened
+from accordion.plan.rig import Run, Subject
 from accordion.plan.simulate import Step, simulate
-from accordion.plan.trace import Run, Subject, trace
+from accordion.plan.trace import trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +62,14 @@ def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]
     if count == blocks.count:
         return trace(subject, run), "all blocks"
     whole = _num_elements(model)
-    short = replace(subject, make=partial(_short, subject, blocks, count))
+    short = shortened(model, blocks, count)
+    grows = whole / _num_elements(short)
     try:
-        log = trace(short, run)
-        extended = extend(log, blocks.first_unit, count, blocks.count, period, whole / _num_elements(short.make()))
+        log = trace(replace(subject, make=lambda: short), run)
+        extended = extend(log, blocks.first_unit, count, blocks.count, period, grows)
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
-
-
-def _short(subject: Subject, blocks: Blocks, count: int) -> nn.Module:
-    return shortened(subject.make(), blocks, count)
 
 
 def _num_elements(model: nn.Module) -> int:
@@ -94,7 +90,11 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> Memory:
 
 def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:
     """A step at each of the assumed rates."""
-    return {name: simulate(log, costs_of(cluster, r, run.ranks, run.strategy.hybrid)) for name, r in REACHED.items()}
+    hybrid, scales = run.strategy.hybrid, cluster.scales
+    return {
+        name: simulate(log, costs_of(cluster, r, run.ranks, hybrid, scales.get(name, 1.0)))
+        for name, r in REACHED.items()
+    }
 
 
 def predict(subject: Subject, run: Run, cluster: Cluster, *, quick: bool = True) -> Prediction:

@@ -22,7 +22,7 @@ NOT_KNOWN = (
 class Plan:
     """The answer. `found`: every candidate. `log`: of the best one, or of the one that comes closest. `num_params`: in all.
 
-    `measured_s`: time of a step that calibrates the rest, in seconds.
+    `measured`: which step, if any, was measured and calibrates the times.
     """
 
     model: str
@@ -31,6 +31,14 @@ class Plan:
     found: Found
     log: Log | None
     num_params: int
+    measured: str = ""
+
+    @property
+    def time_is(self) -> str:
+        """How far times are to be trusted."""
+        if self.measured:
+            return f"calibrated by one measured step: {self.measured}"
+        return "uncalibrated: rates assumed, no step measured"
 
     @property
     def chosen(self) -> Candidate:
@@ -97,6 +105,7 @@ class Plan:
             "accumulate": self.space.accumulate,
             "gpus": c.choice.gpus,
             "optimizer": self.space.optimizer,
+            "engine": self.space.engine,
         }
 
     def _peak(self, c: Candidate) -> dict[str, Any] | None:
@@ -120,7 +129,8 @@ class Plan:
         """What the figures rest on."""
         return {
             "torch": torch.__version__,
-            "time": "uncalibrated: rates assumed, no step measured",
+            "time": self.time_is,
+            "tellable": self.cluster.tellable,
             "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
             "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the card's memory",
             "optimizer": self.space.optimizer,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, Log, Op
+from accordion.plan.events import Alloc, Collective, Event, Free, Land, Launch, Log, Mark, Op, Wait
 
 
 class UnlikeError(Exception):
@@ -41,7 +41,10 @@ class Family:
         events: list[Event] = [
             _between(a, b, c, along, across) for a, b, c in zip(log.events, more.events, fewer.events, strict=True)
         ]
-        return replace(log, held=held, events=events)
+        host = (
+            log.host_bytes + along * (more.host_bytes - log.host_bytes) + across * (fewer.host_bytes - log.host_bytes)
+        )
+        return replace(log, held=held, events=events, host_bytes=round(host))
 
 
 def _renumbered(log: Log) -> Log:
@@ -52,7 +55,7 @@ def _renumbered(log: Log) -> Log:
     def again(event: Any) -> Any:
         if isinstance(event, (Alloc, Free)):
             return replace(event, number=numbers.setdefault(event.number, len(numbers)))
-        if isinstance(event, (Launch, Land)):
+        if isinstance(event, (Launch, Land, Mark, Wait)):
             return replace(event, flight=flights.setdefault(event.flight, len(flights)))
         return event
 

@@ -11,14 +11,13 @@ from accordion.errors import UsageError
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.predict import Memory, log_of, memory_of, steps_of
+from accordion.plan.rig import Run, Subject
 from accordion.plan.scale import Family, UnlikeError
 from accordion.plan.simulate import Step
-from accordion.plan.trace import Run, Subject
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "shard_optim", "no_shard")
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
-TELLABLE = 0.10  # two times that differ by less are not told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,7 @@ class Space:
     gpus: Sequence[int] = (8,)
     accumulate: int = 1
     optimizer: str = "adamw"
+    engine: str = "accordion"
     precision: Precision = field(default_factory=Precision)
     tokens: int = 1
     device: Literal["cuda", "cpu"] = "cuda"
@@ -58,6 +58,7 @@ class Space:
             "checkpoint_activations": choice.checkpoint_activations,
         }
         return Run(
+            engine=self.engine,
             ranks=choice.gpus,
             node=cluster.node,
             accumulate=self.accumulate,
@@ -243,7 +244,7 @@ def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cl
     if candidate.choice.gpus < best.choice.gpus:
         return "fits, on fewer GPUs than asked for"
     ratio = best.tokens_per_s(space.tokens, space.accumulate) / candidate.tokens_per_s(space.tokens, space.accumulate)
-    if ratio < 1 + TELLABLE:
+    if ratio < 1 + cluster.tellable:
         return f"too close to tell apart ({(ratio - 1) * 100:+.0f} %)"
     return f"{(1 - 1 / ratio) * 100:.0f} % slower"
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from accordion.plan.cost import Costs
-from accordion.plan.events import COMPUTE, Collective, Enter, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.events import COMPUTE, Collective, Enter, Land, Launch, Log, Mark, Op, Phase, Place, Wait
 from accordion.plan.memory import name_of
 
 
@@ -51,6 +51,12 @@ def simulate(log: Log, costs: Costs) -> Step:
             waited = max(0.0, ends.get(event.flight, 0.0) - now[COMPUTE])
             exposed += waited
             now[COMPUTE] += waited
+        elif isinstance(event, Mark):
+            ends[event.flight] = now[event.stream]
+        elif isinstance(event, Wait):
+            waited = max(0.0, ends.get(event.flight, 0.0) - now[event.stream])
+            exposed += waited if event.stream == COMPUTE else 0.0
+            now[event.stream] += waited
         elif isinstance(event, (Op, Collective)):
             kind = event.kind if isinstance(event, Collective) else kind_of(event)
             seconds = costs.of_collective(event) if isinstance(event, Collective) else costs.of(event)

@@ -8,21 +8,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
+from accordion.plan.traffic import num_bytes, tensors_of, traffic_of
 
 _Mode: Any = _torch.DispatchMode
-READS_FEW_ROWS = (
-    "aten.embedding.default",
-    "aten.index_select.default",
-    "aten.gather.default",
-    "aten.nll_loss_forward.default",
-)
+MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
+    "_allgather_base_": ("gather", 0),
+    "allreduce_": ("sum", 0),
+    "_reduce_scatter_base_": ("scatter_sum", 1),
+    "all_reduce": ("sum", 0),
+    "all_gather_into_tensor": ("gather", None),
+    "reduce_scatter_tensor": ("scatter_sum", 0),
+}
+BELONGS = {  # arguments of torch's FSDP2 that tell what memory is for
+    "fsdp.all_gather_copy_in.default": Category.GATHERED,
+    "fsdp.chunk_cat.default": Category.GRADIENTS,
+    "c10d._reduce_scatter_base_.default": Category.GRADIENTS,
+}
 BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
 
 
@@ -33,22 +39,25 @@ class Tracker(_Mode):  # type: ignore[misc]
         super().__init__()
         self.events: list[Event] = []
         self.phase, self.stream = Phase.BUILD, COMPUTE
+        self.place = Place(Phase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by key of the storage
         self._deaths: dict[int, weakref.ref[Any]] = {}
         self._operator = ""
         self._count = 0
         self._paused = 0
+        self._only_memory = False
         self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
         self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
+        self.sum_axis = "shard"  # over which torch's own all-reduce goes
         self._flights = 0
 
     # -- what the driver says
 
     def enter(self, phase: Phase, unit: int = -1) -> None:
-        self.phase = phase
-        self.events.append(Enter(Place(phase, unit)))
+        self.phase, self.place = phase, Place(phase, unit)
+        self.events.append(Enter(self.place))
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -75,6 +84,15 @@ class Tracker(_Mode):  # type: ignore[misc]
             yield
         finally:
             self._paused -= 1
+
+    @contextmanager
+    def only_memory(self) -> Iterator[None]:
+        """What is done meanwhile is wanted for the memory that it leaves behind alone."""
+        self._only_memory = True
+        try:
+            yield
+        finally:
+            self._only_memory = False
 
     def belongs(self, tensors: Any, category: Category) -> None:
         """The memory of these tensors turns out to be of a category."""
@@ -114,7 +132,14 @@ class Tracker(_Mode):  # type: ignore[misc]
             self._meet(storage)
         if self._operator in self.workspaces:
             self.workspace(self.workspaces[self._operator](args))
-        self._record(func, args, kwargs, out)
+        if self._operator in BELONGS:
+            self.belongs((args, kwargs), BELONGS[self._operator])
+        if self._only_memory:
+            return out
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._message(func, args, out)
+        else:
+            self._record(func, args, kwargs, out)
         return out
 
     def __enter__(self) -> Tracker:
@@ -178,29 +203,28 @@ class Tracker(_Mode):  # type: ignore[misc]
         name = str(func)
         if getattr(func, "is_view", False) or name.startswith(_torch.WITHOUT_KERNEL):
             return
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        given, made = tensors_of((args, kwargs)), tensors_of(out)
         if not given and not made:
             return
         count = flop_registry.get(getattr(func, "_overloadpacket", None))
         flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
         if flops and "attention" in name and _torch.argument_of(func, "is_causal", args, kwargs):
             flops /= 2  # torch counts it whole
-        written = sum(map(_num_bytes, made))
-        read = written if name in READS_FEW_ROWS else sum(map(_num_bytes, given))
+        moved = traffic_of(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
         self.events.append(
-            Op(name, flops, read + written, str(floating).removeprefix("torch."), self.stream, self._recomputes())
+            Op(name, flops, moved, str(floating).removeprefix("torch."), self.stream, self._recomputes())
         )
 
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Of the memory behind a tensor: what is expanded is read once."""
-    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+    def _message(self, func: Any, args: Any, out: Any) -> None:
+        kind, which = MESSAGES.get(func.__name__.partition(".")[0], ("", None))
+        if kind:
+            full = tensors_of(out if which is None else args[which])
+            axis = self.sum_axis if kind == "sum" else "shard"
+            self.collective(kind, sum(map(num_bytes, full)), axis)
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
     """Storages of the tensors in a tree that are not on the meta device."""
-    found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in found]
+    local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]

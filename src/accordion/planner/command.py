@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, fields
@@ -34,13 +35,14 @@ class Options:
 
     Args:
         model: a preset, a folder with a transformers config.json, or that file
-        gpu: a card of the table; --gpus-table shows it
+        gpu: a card of the table (--gpus-table shows it), measured: what --measure found here, or a file that it wrote
         gpus: GPUs in all; 0: as many as --nodes have
         nodes: machines; 0: as many as --gpus fill, eight to each
         fewer: look at smaller numbers of GPUs too, halving
         seq: tokens of a sequence
         micro_batch: sequences of one rank at a time; 0: look for it
         accumulate: micro-batches of a step
+        engine: accordion, or fsdp2: PyTorch's own in its place
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
         strategy: of accordion.shard; auto: look for it
@@ -50,6 +52,10 @@ class Options:
         gpu_bandwidth_gbps: GB/s of its memory
         link_gbps: GB/s that one card sends to another in its node
         network_gbps: GB/s that one card sends to other nodes
+        measured_step_s: seconds of one measured step on such cards, which calibrates all times; 0: none
+        measured_at: its configuration: strategy,checkpointing,micro-batch,GPUs; empty: the one that the other options fix
+        measure: measure this machine, store that, and end; all its GPUs, else two CPU ranks
+        measured_file: where that is stored; empty: in the user's cache folder
         gpus_table: show the table of cards with their sources, and end
         explain: show the arithmetic by hand beside what was traced
         json: print JSON alone
@@ -64,6 +70,7 @@ class Options:
     seq: int = 4096
     micro_batch: int = 0
     accumulate: int = 1
+    engine: str = "accordion"
     optimizer: str = "adamw"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     strategy: str = "auto"
@@ -73,13 +80,17 @@ class Options:
     gpu_bandwidth_gbps: float = 0.0
     link_gbps: float = 0.0
     network_gbps: float = NETWORK_GBPS
+    measured_step_s: float = 0.0
+    measured_at: str = ""
+    measure: bool = False
+    measured_file: str = ""
     gpus_table: bool = False
     explain: bool = False
     json: bool = False
     html: str = ""
 
 
-SWITCHES = ("fewer", "gpus_table", "explain", "json")
+SWITCHES = ("fewer", "measure", "gpus_table", "explain", "json")
 
 
 def run(words: list[str]) -> int:
@@ -88,9 +99,16 @@ def run(words: list[str]) -> int:
     if o.gpus_table:
         show(of_table())
         return 0
+    file = Path(o.measured_file) if o.measured_file else cache_folder() / "measured.json"
+    if o.measure:
+        return _measure(o, file)
     gpus, node = counts_of(o)
     card = gpu_named(
-        o.gpu, o.gpu_memory_gib or None, o.gpu_tflops or None, o.gpu_bandwidth_gbps or None, o.link_gbps or None
+        str(file) if o.gpu == "measured" else o.gpu,
+        o.gpu_memory_gib or None,
+        o.gpu_tflops or None,
+        o.gpu_bandwidth_gbps or None,
+        o.link_gbps or None,
     )
     say = partial(print, file=sys.stderr)
     made = plan(
@@ -104,8 +122,11 @@ def run(words: list[str]) -> int:
         micro_batch=o.micro_batch or None,
         seq=o.seq,
         accumulate=o.accumulate,
+        engine=o.engine,
         optimizer=o.optimizer,
         precision=Precision(params=DTYPES[o.precision]),
+        measured_step_s=o.measured_step_s or None,
+        measured_at=o.measured_at,
         say=say,
     )
     change = "" if made.fits else _change(o, made, say)
@@ -119,6 +140,23 @@ def run(words: list[str]) -> int:
         write(made, Path(o.html))
         say(f"written: {o.html}")
     return 0 if made.fits else NOT_FOUND
+
+
+def cache_folder() -> Path:
+    """Where what was measured on this machine is kept for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
+
+
+def _measure(o: Options, file: Path) -> int:
+    from accordion.planner.measure import measured, of_measured, write
+
+    found = measured(num_ranks=o.gpus)
+    write(found, file)
+    if o.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(of_measured(found, file))
+    return 0
 
 
 def _change(o: Options, made: Plan, say: Any) -> str:

@@ -44,7 +44,10 @@ def _verdict(plan: Plan) -> Table:
             ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
             ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, by how the allocator takes memory"],
             ["needed of the card", f"{gib(c.memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"],
-            ["step, uncalibrated", _range([s.seconds for s in c.steps.values()], "s")],
+            [
+                "step, calibrated" if plan.measured else "step, uncalibrated",
+                _range([s.seconds for s in c.steps.values()], "s"),
+            ],
             ["of it waiting for others", _range([s.exposed_s for s in c.steps.values()], "s")],
             [f"{unit}/s a GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
@@ -109,7 +112,7 @@ def _notes(plan: Plan, change: str) -> list[str]:
     notes += [
         f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) below the card's memory",
         f"torch {assumed['torch']}, {plan.space.optimizer}; card: {plan.cluster.gpu.source}",
-        "time is uncalibrated: a range over assumed rates; choices closer than 10 % are not told apart",
+        f"time is {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
     ]
     if plan.log is not None:
         notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]

@@ -15,8 +15,8 @@ from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
 from accordion.plan.models import language_subject
+from accordion.plan.rig import Subject
 from accordion.plan.search import CHECKPOINTING, STRATEGIES, Candidate, Space, search
-from accordion.plan.trace import Subject
 from accordion.train.config import Config, parse_units
 from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics

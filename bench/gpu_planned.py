@@ -1,0 +1,87 @@
+"""Part (f) of `gpu.py`: what the planner says of one rank, beside what the device then counts and the clock shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from gpu_programs import BF16, Case, shape_trainer
+from torch import nn
+
+import accordion as acc
+from accordion.bench.contenders import OURS
+from accordion.bench.model import Llama, batch_of, loss_of
+from accordion.bench.page import Table
+from accordion.bench.ranks import Team, World
+from accordion.bench.stats import quartiles
+from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
+from accordion.plan.predict import Memory, memory_of, steps_of
+from accordion.plan.rig import Run, Subject
+from accordion.plan.trace import trace
+from accordion.planner.measure import Sizes, measured
+
+TINY = Sizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02)
+
+
+def subject_of(case: Case) -> Subject:
+    """What `shape_trainer` trains, without memory."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return Llama(case.preset, recompute=case.recompute).train()
+
+    return Subject(
+        make=make,
+        batch=lambda: batch_of(0, 0, (case.batch, case.seq), case.preset.vocab),
+        loss=lambda model, batch: loss_of(model(batch[0]), batch[1]),
+    )
+
+
+def card_of(device: str) -> Gpu:
+    """The card of this machine as the planner's table has it; one that it has not, and a CPU, is measured."""
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        name, memory_gib = properties.name.lower().replace(" ", ""), properties.total_memory / GIB
+        known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
+        if known:
+            return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory_gib)), memory_gib=memory_gib)
+    return Gpu(**measured(device, 1, None if device == "cuda" else TINY)["card"])
+
+
+def planned(cases: Sequence[Case], device: str, steps: int) -> tuple[Any, list[Table]]:
+    """Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others."""
+    run = Run(ranks=1, node=1, sharding={"precision": acc.Precision(params=BF16)}, device=device)  # type: ignore[arg-type]
+    cluster, found, rows = Cluster(gpu=card_of(device), node=1), [], []
+    world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 8)
+    for case in cases:
+        log = trace(subject_of(case), run)
+        memory, times = memory_of(log), {n: s.seconds for n, s in steps_of(log, run, cluster).items()}
+        with Team(OURS, world, shape_trainer, (OURS, case)) as team:
+            team.ask("losses", 3)
+            turns = team.ask("turn", 2, steps)[0]
+            seen = team.ask("memory")[0]
+        seconds = quartiles([t["step"] for t in turns]).median
+        scale = found[0]["seconds"] / found[0]["planned_s"]["middle"] if found else 0.0
+        one = {"memory": seen, "seconds": seconds, "planned_s": times, "calibrated_s": scale * times["middle"]}
+        one |= {"planned_allocated": memory.peak.num_bytes, "planned_reserved": dict(memory.reserved_bytes)}
+        found.append(one)
+        rows.append(_row(case, memory, one))
+    columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
+    title = f"(f) planned and measured, one rank, {cluster.gpu.name} ({cluster.gpu.source})"
+    return {"card": cluster.gpu.name, "sizes": found}, [Table(title=title, columns=columns, rows=rows)]
+
+
+def _row(case: Case, memory: Memory, one: dict[str, Any]) -> list[str]:
+    seen, seconds = one["memory"], one["seconds"]
+    cells = [f"{case.preset.layers} layers of {case.preset.hidden}, {case.batch} x {case.seq}"]
+    for key, said in (("allocated", memory.peak.num_bytes), ("reserved", memory.largest_reserved)):
+        cells += [f"{seen[key] / GIB:.2f}", f"{said / GIB:.2f}", _off(said, seen[key])]
+    middle, after = one["planned_s"]["middle"], one["calibrated_s"]
+    cells += [f"{seconds * 1e3:.1f}", f"{middle * 1e3:.1f}", _off(middle, seconds)]
+    return [*cells, *([f"{after * 1e3:.1f}", _off(after, seconds)] if after else ["given", ""])]
+
+
+def _off(said: float, seen: float) -> str:
+    return f"{100 * (said / seen - 1):+.1f} %" if seen else ""

@@ -1,0 +1,68 @@
+"""What a trace is of: how a model is trained, and what an engine makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from accordion.config import FULL_SHARD, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is trained. `make`: the model on the meta device. `batch`: called for each micro-batch; what it
+    gives is handed to `loss`. `make` may be called many times. Tensors that `batch` makes need no values.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: the keyword arguments of `shard`.
+
+    `node`: ranks of one machine. `device`: "cuda" traces what a GPU would do; "cpu" the engine on CPU ranks, over gloo.
+    `optimizer`: adamw, adamw_foreach, sgd.
+    """
+
+    engine: str = "accordion"
+    ranks: int = 8
+    node: int = 8
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    sharding: Mapping[str, Any] = field(default_factory=dict)
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def strategy(self) -> Strategy:
+        strategy: Strategy = self.sharding.get("strategy", FULL_SHARD)
+        return strategy
+
+
+OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "adamw_foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rig:
+    """A model under an engine, ready for steps. `units`: their names. `clip`: the total norm of gradients to at most that.
+
+    `no_sync`: accumulates without communicating. `owners`: the unit of each storage that stays between steps, by its key.
+    """
+
+    optimizer: torch.optim.Optimizer
+    units: list[str]
+    clip: Callable[[float], object]
+    no_sync: Callable[[], AbstractContextManager[None]]
+    owners: Callable[[], dict[int, int]]

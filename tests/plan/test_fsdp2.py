@@ -1,0 +1,75 @@
+"""PyTorch's FSDP2 in the engine's place: its streams and copies, what it keeps, and what it cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import accordion as acc
+from accordion.plan.cost import costs_of
+from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Log, Op
+from accordion.plan.hardware import GPUS, REACHED, Cluster
+from accordion.plan.memory import peak_of
+from accordion.plan.predict import log_of
+from accordion.plan.simulate import simulate
+from accordion.plan.trace import trace
+from tests.plan.test_plan import gpt, run_of
+
+
+def traced(blocks: int = 3, **sharding: object) -> Log:
+    return trace(gpt(blocks), replace(run_of(**sharding), engine="fsdp2"))
+
+
+def collectives(log: Log) -> list[tuple[str, str]]:
+    return [(e.kind, e.stream) for e in log.events if isinstance(e, Collective)]
+
+
+def test_each_stream_of_fsdp2_has_its_own_work_and_memory():
+    log = traced()
+    said = collectives(log)
+    units = 4  # three blocks and the root, which FSDP2 keeps: it is gathered once
+    assert said.count(("gather", "gather")) == 2 * units - 1
+    assert said.count(("scatter_sum", "reduce")) == units
+    operators = [(e.name, e.stream) for e in log.events if isinstance(e, Op)]
+    assert operators.count(("fsdp.all_gather_copy_in.default", "copy in")) == 2 * units - 1
+    assert operators.count(("fsdp.split_with_sizes_copy.default", COMPUTE)) == 2 * units - 1
+    assert operators.count(("fsdp.chunk_cat.default", COMPUTE)) == units
+    taken = {(e.stream, e.category) for e in log.events if isinstance(e, Alloc)}
+    assert {("copy in", Category.GATHERED), ("reduce", Category.GRADIENTS)} <= taken
+    assert {unit for unit in log.units if unit} == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def test_what_is_kept_is_gathered_once():
+    assert collectives(traced(reshard_root=True)).count(("gather", "gather")) == 8
+    assert collectives(traced(reshard_last=False)).count(("gather", "gather")) == 6
+    assert collectives(traced(strategy=acc.SHARD_GRAD_OP)).count(("gather", "gather")) == 4
+
+
+def test_a_deep_model_under_fsdp2_is_that_of_some_blocks():
+    run, subject = replace(run_of(checkpoint_activations="full"), engine="fsdp2"), gpt(8)
+    whole = trace(subject, run)
+    quick, how = log_of(subject, run)
+    assert how == "6 of 8 equal blocks"
+    a, b = peak_of(whole), peak_of(quick)
+    assert (a.num_bytes, a.breakdown, a.unit, a.operator) == (b.num_bytes, b.breakdown, b.unit, b.operator)
+    costs = costs_of(Cluster(gpu=GPUS["h100"]), REACHED["middle"], 8, hybrid=False)
+    assert simulate(quick, costs).seconds == pytest.approx(simulate(whole, costs).seconds, rel=1e-3)
+
+
+def test_both_engines_are_planned_by_name():
+    plans = [
+        acc.plan(
+            gpt(2).make(),
+            gpt(2).loss,
+            gpt(2).batch(),
+            gpus=2,
+            strategy="full_shard",
+            checkpoint_activations="none",
+            engine=e,
+        )
+        for e in ("accordion", "fsdp2")
+    ]
+    assert [p.as_dict()["config"]["engine"] for p in plans] == ["accordion", "fsdp2"]
+    with pytest.raises(acc.UsageError, match="fsdp2 takes units, strategy"):
+        acc.plan(gpt(2).make(), gpt(2).loss, gpt(2).batch(), strategy="full_shard", engine="fsdp2", prefetch=None)
