@@ -155,6 +155,10 @@ class Engine:
         if not self.announced.end(phase) or self.announce:
             self.wiring.watch.agree(f"ends its {phase.name.lower()}")
 
+    def finder(self) -> Finite:
+        """A new one for `finite`."""
+        return Finite([self.wiring.shard.gather, self.wiring.replicate.gather], self.wiring.device)
+
     def report_non_finite(self) -> None:
         if self.finite is not None:
             self.finite.report([unit.name for unit in self.units])
