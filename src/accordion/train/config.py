@@ -138,15 +138,18 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The ranks, where accordion starts them itself (not under torchrun or srun).
+    """The ranks.
 
     Args:
-        nproc: ranks on this machine; 0: one for each GPU found, else 2
+        nproc: ranks on this machine where accordion starts them itself (not under torchrun or srun); 0: one for each GPU
+            found, else 2
         device: `auto` takes the GPUs where there are some
+        timeout_s: seconds after which a rank ends that waits for another one, or for the machine that keeps the job's store
     """
 
     nproc: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: int = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +173,7 @@ class Config:
         shard: how the model lies over the ranks
         train: the optimization
         checkpoint: checkpoints
-        launch: the ranks, where accordion starts them itself
+        launch: the ranks
         run: the record
     """
 
@@ -199,6 +202,7 @@ AT_LEAST = {
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
     "launch.nproc": 0,
+    "launch.timeout_s": 5,
 }
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 

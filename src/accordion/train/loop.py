@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
     """Train as `config` says: the whole of one rank."""
-    device = _join(place, store, kind)
+    device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
     _agree(config, prepared, place)
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -95,8 +96,8 @@ class Run:
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
-def _join(place: Place, store: Store, kind: Device) -> torch.device:
-    """Take this rank's device and join the group of all ranks."""
+def _join(place: Place, store: Store, kind: Device, timeout: timedelta) -> torch.device:
+    """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout`."""
     if kind == "cpu":
         device = torch.device("cpu")
     else:
@@ -107,6 +108,7 @@ def _join(place: Place, store: Store, kind: Device) -> torch.device:
         store=PrefixStore("accordion/group", store),
         rank=place.rank,
         world_size=place.world,
+        timeout=timeout,
         device_id=device if kind == "cuda" else None,
     )
     return device
