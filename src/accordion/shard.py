@@ -26,7 +26,6 @@ from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Link, alone, broadcast, gathered_rows, own_communicator
 from accordion.engine.engine import Engine
-from accordion.engine.finite import Finite
 from accordion.engine.group import Group, Param, Planned, Wiring, messages, own_rows
 from accordion.engine.home import on_device
 from accordion.engine.hooks import Hooks
@@ -94,7 +93,7 @@ def shard(
         wiring = with_tiers(wiring, offloads, planned, offload)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
-            engine.finite = Finite([wiring.shard.gather, wiring.replicate.gather], wiring.device)
+            engine.finite = engine.finder()
         for i, (name, module) in enumerate(chosen):
             own, by_name = precisions[i], {o.names[0]: o for o, _ in cuts[i]}
             groups = [Group(wiring, group, (i, name)) for group in planned[i]]

@@ -252,6 +252,7 @@ def test_saves_and_loads_are_timed_and_leave_nothing(tmp_path, capsys):
     times = json.loads((tmp_path / "checkpoint.json").read_text())["times"]
     assert {kind: sorted(found) for kind, found in times.items()} == {
         "accordion": ["block", "load", "save"],
+        "unsummed": ["load", "save"],
         "dcp": ["block", "load", "save"],
         "torch": ["load", "save"],
         "disk": ["load", "save"],

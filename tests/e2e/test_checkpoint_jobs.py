@@ -19,7 +19,7 @@ import transformers
 from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
-from accordion.checkpoint.look import diff
+from accordion.checkpoint.look import diff, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)
@@ -62,6 +62,30 @@ def test_a_checkpoint_that_cannot_be_written(
     else:
         assert newest == str(run_dir / "checkpoints" / "step-000001")
     assert (run_dir / "checkpoints" / "step-000002").read_text() == "in the way"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
+def test_a_disk_that_fills_up(place: Path, capfd: pytest.CaptureFixture[str], on_error: str, code: int) -> None:
+    run_dir = place / f"full-{on_error}"
+    checkpoints = run_dir / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "accordion", str(checkpoints)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        flags = ["--run.dir", str(run_dir), "--launch.nproc", "2", "--train.steps", "6", "--checkpoint.every", "1"]
+        assert cli.main(["train", *TINY, *flags, "--checkpoint.on_error", on_error]) == code
+        shown = capfd.readouterr()
+        assert "No space left on device" in (shown.out if code == 0 else shown.err)
+        newest = latest(checkpoints)
+        assert newest is not None
+        assert verify(newest) == []
+        assert all(verify(path) == [] for path in checkpoints.iterdir())
+        if code == 0:
+            assert len(lines_of(run_dir)) == 6
+    finally:
+        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
 
 
 def workers_of(agent: int) -> list[int]:

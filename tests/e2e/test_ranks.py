@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -115,3 +117,36 @@ def prepares(place: Place, store: Store) -> None:
 def test_what_the_first_rank_refuses_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch.start(prepares, (), 2) == 2
     assert capfd.readouterr().err == "accordion: the first rank of the host refuses\n"
+
+
+KEEPS_STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+WATCHES = """
+import sys, time
+from torch.distributed import PrefixStore, TCPStore
+from accordion.train.lifeline import watch_store
+watch_store(PrefixStore("job", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)), 3, 1.0)
+print("watches", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_whose_store_falls_silent_ends_by_itself() -> None:
+    """As a machine behind a link that is cut: the connection stands and nothing comes."""
+    with subprocess.Popen([sys.executable, "-c", KEEPS_STORE], stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        words = [sys.executable, "-c", WATCHES, keeper.stdout.readline().strip()]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "watches\n"
+            keeper.send_signal(signal.SIGSTOP)
+            said = rank.communicate(timeout=60)[1]
+        keeper.kill()
+    assert rank.returncode == 1
+    assert "accordion: rank 3 stopped: the job's store at 127.0.0.1:" in said
+    assert "has not answered for 1 s (launch.timeout_s)" in said

@@ -74,7 +74,7 @@ def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path
     assert losses(found)[0] == pytest.approx(math.log(4096), abs=0.8)
     assert [line["step"] for line in found] == list(range(1, 31))
     for line in found:
-        assert list(line) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes"]
+        assert list(line) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes", "skipped"]
         assert line["tokens_per_s"] == pytest.approx(16 * 128 / line["step_s"])
         assert 100e6 < line["peak_bytes"] < 4e9
     assert list(run_dir.glob("events.out.tfevents.*"))

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
+from torch import nn
 
 from accordion.checkpoint import format as fmt
-from accordion.checkpoint import save, values
+from accordion.checkpoint import load, save, values
 from accordion.checkpoint.boxes import Box, Cut, box_of, overlap
 from accordion.checkpoint.folders import folder_at
 from accordion.checkpoint.sums import PIECE_BYTES, kind_here, summer, sums_of
@@ -294,6 +295,21 @@ def test_checksums_of_both_kinds():
     pytest.importorskip("xxhash")
     assert summer("xxh3_64")(b"") == "2d06800538d394c2"  # of the specification
     assert len(sums_of(data, summer("xxh3_64"))) == -(-len(data) // PIECE_BYTES)
+
+
+def test_without_the_package_xxhash(tmp_path, monkeypatch):
+    pytest.importorskip("xxhash")
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    save(tmp_path / "a", model)
+    before = other.weight.clone()
+    monkeypatch.setattr("accordion.checkpoint.sums.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"cannot be checked: its checksums are xxh3.* pip install xxhash"):
+        load(tmp_path / "a", other)
+    assert torch.equal(other.weight, before)
+    save(tmp_path / "b", model)
+    assert b'"checksum":"crc32"' in (tmp_path / "b" / "manifest.json").read_bytes()
+    load(tmp_path / "b", other)
+    assert torch.equal(other.weight, model.weight)
 
 
 def read_by_the_book(folder):

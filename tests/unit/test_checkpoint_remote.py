@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.checkpoint import folders, latest, load, prune, save
+import accordion as acc
+from accordion.checkpoint import RandomState, folders, latest, load, prune, save
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.look import diff, verify
 from accordion.errors import CheckpointError, UsageError
+from tests import pool
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -50,9 +52,9 @@ def round_trip(root):
     assert verify(f"{root}/step-10") == []
 
 
-def damage(storage, path):
+def damage(storage, path, at=-200):
     data = bytearray(storage.cat_file(path))
-    data[-200] ^= 1  # of a weight: the checksums behind take 130 bytes
+    data[at] ^= 1  # of a weight: the checksums behind take 130 bytes
     storage.pipe_file(path, bytes(data))
 
 
@@ -110,6 +112,10 @@ def test_storage_that_is_not_there_is_told(monkeypatch):
         folders.folder_at("s3://x/y")
 
 
+def credentials(url):
+    return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+
+
 @pytest.fixture
 def s3(monkeypatch):
     server_of = pytest.importorskip("moto.server").ThreadedMotoServer
@@ -117,14 +123,10 @@ def s3(monkeypatch):
     server = server_of(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {
-        "ENDPOINT_URL": f"http://{host}:{port}",
-        "ACCESS_KEY_ID": "a",
-        "SECRET_ACCESS_KEY": "b",
-    }.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    for name, value in credentials(f"http://{host}:{port}").items():
+        monkeypatch.setenv(name, value)
     storage = fsspec.filesystem("s3", skip_instance_cache=True)
-    storage.mkdir("bucket")
+    storage.makedirs("bucket", exist_ok=True)  # the server keeps what an earlier one had
     yield storage
     server.stop()
 
@@ -134,3 +136,49 @@ def test_on_s3(s3):
     assert os.environ["AWS_ENDPOINT_URL"]
     round_trip("s3://bucket/run")
     torn("s3://bucket/other", s3)
+
+
+def sharded(mesh, seed):
+    torch.manual_seed(seed)
+    model = acc.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), mesh)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def saved_by_ranks(mesh, url, root):
+    """Each rank puts its own rows there, once at once and once behind a step; what rank 0 then has."""
+    os.environ |= credentials(url)
+    model, optimizer = sharded(mesh, 1)
+    for step in (1, 2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        state = {"random": RandomState()}
+        save(f"{root}/step-{step}", model, optimizer, extra=step, state=state, background=step == 2).wait()
+    assert latest(root).endswith("step-2")
+    other, others = sharded(mesh, 2)
+    assert load(latest(root), other, others, state={"random": RandomState()}) == 2
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        assert torch.equal(optimizer.state[mine]["exp_avg"].to_local(), others.state[theirs]["exp_avg"].to_local())
+    return {name: tensor.clone() for name, tensor in acc.full_state_dict(model, rank0_only=False).items()}
+
+
+def refused_by_ranks(mesh, url, path):
+    os.environ |= credentials(url)
+    with pytest.raises(CheckpointError, match="is damaged in bytes") as caught:
+        load(path, sharded(mesh, 3)[0])
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("default")
+def test_two_ranks_on_s3(s3):
+    url, ranks = os.environ["AWS_ENDPOINT_URL"], pool.Pool(2)  # of their own: s3fs leaves threads behind
+    try:
+        wanted = ranks.run(2, saved_by_ranks, url, "s3://bucket/ranks", timeout_s=180)[0]
+        assert verify("s3://bucket/ranks/step-2") == []
+        alone = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        assert load("s3://bucket/ranks/step-2", alone) == 2
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in alone.state_dict().items())
+        damage(s3, "bucket/ranks/step-2/rank-00001.safetensors", -1500)
+        assert len(set(ranks.run(2, refused_by_ranks, url, "s3://bucket/ranks/step-2"))) == 1
+    finally:
+        ranks.close()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 def line(step: int, loss: float = 2.5) -> StepMetrics:
     return StepMetrics(
-        step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=2000.0, step_s=0.5, peak_bytes=3 << 29
+        step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=2000.0, step_s=0.5, peak_bytes=3 << 29, skipped=False
     )
 
 
@@ -43,7 +43,7 @@ def test_a_line_and_scalars_for_each_step(tmp_path: Path) -> None:
         log.step(line(2, math.nan))
         log.validation(2, 2.25)
     first, second = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert list(first) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes"]
+    assert list(first) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes", "skipped"]
     assert (first["step"], first["loss"], first["peak_bytes"]) == (1, 2.5, 3 << 29)
     assert second["loss"] is None
     assert scalars(tmp_path, "loss") == {1: 2.5}

@@ -173,6 +173,10 @@ class Engine:
             return
         self.together.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
+    def finder(self) -> Finite:
+        """A new one for `finite`."""
+        return Finite([self.wiring.shard.gather, self.wiring.replicate.gather], self.wiring.device)
+
     def report_non_finite(self) -> None:
         if self.finite is not None:
             self.finite.report([unit.name for unit in self.units])

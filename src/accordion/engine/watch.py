@@ -123,8 +123,10 @@ class Watch:
             if timeout_s is not None and "Operation timed out" in str(error) and not work.is_completed():
                 return False
             # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
-            text = f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, or is"
-            self.fail(f"{text} elsewhere: {ADVICE}", error)
+            text = (
+                f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, "
+            )
+            self.fail(f"{text}cannot be reached, or is elsewhere: {ADVICE}", error)
         return True
 
     def _look(self, ranks: list[int], what: str, polls: int) -> None:

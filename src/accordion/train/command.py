@@ -16,6 +16,7 @@ from accordion.errors import UsageError
 from accordion.train import launch, loop
 from accordion.train.config import Config, check, flat
 from accordion.train.deepspeed import translated
+from accordion.train.lifeline import watch_store
 from accordion.train.options import given, parse
 from accordion.train.planned import planned
 from accordion.train.prepare import prepare
@@ -69,6 +70,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 def _started_rank(place: launch.Place, store: Store, config: Config, named: frozenset[str], cache: Path) -> None:
     """One rank that another launcher started: the first on each host prepares for the others."""
+    watch_store(store, place.rank, config.launch.timeout_s)
     device, world = launch.choose(config.launch, place, torch.cuda.device_count())
     config = translated(config, named, world)
     if config.train.plan != "none":

@@ -89,6 +89,10 @@ class TrainConfig:
         clip: largest gradient norm; 0: no clipping
         seed: of the initial weights and of the order of the data
         eval_every: steps between validations; 0: only at the end
+        on_nonfinite: where loss or gradients are NaN or inf: `stop` ends the run, naming the unit they came up in, `skip` says
+            so and leaves the step out: weights, optimizer and schedule stay
+        max_skips: steps in a row that `skip` leaves out before it ends the run; what a gradient scaler leaves out to lower
+            its scale does not count
         deepspeed: a DeepSpeed configuration, also `--deepspeed ds_config.json`: what it says stands in place of the keys
             here and in `shard`, its optimizer over all parameters alike; what it leaves out is as DeepSpeed has it
         plan: `auto`, also `--plan auto`, takes the fastest `shard.strategy` and `shard.checkpoint_activations` that fit where
@@ -104,6 +108,8 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     eval_every: int = 0
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: int = 10
     deepspeed: str | None = None
     plan: Literal["none", "auto"] = "none"
 
@@ -132,15 +138,18 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The ranks, where accordion starts them itself (not under torchrun or srun).
+    """The ranks.
 
     Args:
-        nproc: ranks on this machine; 0: one for each GPU found, else 2
+        nproc: ranks on this machine where accordion starts them itself (not under torchrun or srun); 0: one for each GPU
+            found, else 2
         device: `auto` takes the GPUs where there are some
+        timeout_s: seconds after which a rank ends that waits for another one, or for the machine that keeps the job's store
     """
 
     nproc: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: int = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +173,7 @@ class Config:
         shard: how the model lies over the ranks
         train: the optimization
         checkpoint: checkpoints
-        launch: the ranks, where accordion starts them itself
+        launch: the ranks
         run: the record
     """
 
@@ -189,9 +198,11 @@ AT_LEAST = {
     "train.clip": 0,
     "train.seed": 0,
     "train.eval_every": 0,
+    "train.max_skips": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
     "launch.nproc": 0,
+    "launch.timeout_s": 5,
 }
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 

@@ -230,9 +230,23 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
         return int(first.split()[1])
     if isinstance(error, AccordionError):
         print(f"accordion: {' '.join(str(error).split())}", file=sys.stderr)
+    elif isinstance(error, RuntimeError) and (why := _unreached(str(error))):
+        said = " ".join(str(error).split())
+        print(f"accordion: rank {rank} stopped: {why}: {said}", file=sys.stderr)
     else:
         print(f"accordion: rank {rank} failed:\n{''.join(traceback.format_exception(error))}", end="", file=sys.stderr)
     return code
+
+
+def _unreached(text: str) -> str | None:
+    """What gloo means where it says that a collective came to nothing; None for other errors."""
+    if "Timed out waiting" in text:
+        return (
+            "another rank was not heard of within launch.timeout_s; it is stuck, or its machine or the network is gone"
+        )
+    if "Connection closed by peer" in text or "Connection reset by peer" in text:
+        return "another rank has ended"
+    return None
 
 
 def once_per_host(place: Place, store: Store, do: Callable[[], T]) -> T:

@@ -6,8 +6,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accordion as acc
 from accordion.checkpoint import RandomState, load, save
+from accordion.checkpoint.background import saver_of
 from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import Place as Lies
 from accordion.config import strategy_named
@@ -33,6 +35,7 @@ from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import Device, Place
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill
+from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
@@ -44,7 +47,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
     """Train as `config` says: the whole of one rank."""
-    device = _join(place, store, kind)
+    device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
     _agree(config, prepared, place)
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -86,14 +89,15 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    skips: Skips
     rate: Callable[[int], float]  # the learning rate of step 1, 2, ...
     loader: StatefulDataLoader
     sums_locally: bool
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
-def _join(place: Place, store: Store, kind: Device) -> torch.device:
-    """Take this rank's device and join the group of all ranks."""
+def _join(place: Place, store: Store, kind: Device, timeout: timedelta) -> torch.device:
+    """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout`."""
     if kind == "cpu":
         device = torch.device("cpu")
     else:
@@ -104,6 +108,7 @@ def _join(place: Place, store: Store, kind: Device) -> torch.device:
         store=PrefixStore("accordion/group", store),
         rank=place.rank,
         world_size=place.world,
+        timeout=timeout,
         device_id=device if kind == "cuda" else None,
     )
     return device
@@ -161,6 +166,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         model=model,
         optimizer=_optimizer(model, options, theirs),
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
+        skips=Skips(options.on_nonfinite, options.max_skips),
         rate=partial(lr_at, options=options, schedule=theirs.scheduler if theirs else None),
         loader=make_loader(prepared.tokens.read("train"), config.data.seq_len, share, options.seed),
         sums_locally=strategy.grads is Lies.REPLICATE,
@@ -208,42 +214,87 @@ def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> 
 
 
 def _step(run: Run, batches: Iterator[Tensor], step: int, screen: Screen) -> StepMetrics:
-    """Forward and backward of each micro-batch, one optimizer step, and its figures averaged over ranks."""
+    """Forward and backward of each micro-batch, one optimizer step where all is finite, and its figures averaged over ranks."""
     options, began = run.config.train, time.perf_counter()
-    lr = run.rate(step)
+    lr = run.rate(step - run.skips.total)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
-    num_tokens = options.micro_batch * run.config.data.seq_len  # of a micro-batch, the same in each
-    loss = torch.zeros((), device=run.device)
-    for i in range(options.accumulate):
-        batch = next(batches).to(run.device, non_blocking=True)
-        later = run.sums_locally and i + 1 < options.accumulate
-        with acc.no_sync(run.model) if later else nullcontext():
-            mean = token_losses(run.model, batch) / (num_tokens * options.accumulate)
-            torch.autograd.backward(run.scaler.scale(mean))
-        loss += mean.detach()
+    drawn, seen = RandomState().state_dict(), list[Tensor]()
+    loss = _backward(run, batches, seen, run.scaler.scale)
     run.scaler.unscale_(run.optimizer)
     norm = acc.clip_grad_norm_(run.model, options.clip or math.inf)
-    try:
-        run.scaler.step(run.optimizer)
-    except acc.CheckpointError as error:  # of a save in the background; the step is done
-        _not_written(run, error, screen)
+    most = torch.tensor(peak_bytes(run.device), device=run.device)
+    # The sum of the norms too, so that ranks decide alike whatever one of them has.
+    sums = torch.stack([loss, norm])
+    dist.all_reduce(sums)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    mean_loss, mean_norm = (value / run.place.world for value in sums.tolist())  # the one wait for the device in a step
+    finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
+    if finite:
+        run.skips.passed()
+        try:
+            run.scaler.step(run.optimizer)
+        except acc.CheckpointError as error:  # of a save in the background; the step is done
+            _not_written(run, error, screen)
+    else:
+        _leave_out(run, seen, drawn, step, f"loss {mean_loss}, gradient norm {mean_norm}", screen)
     run.scaler.update()
     run.optimizer.zero_grad()
-    most = torch.tensor(peak_bytes(run.device), device=run.device)
-    dist.all_reduce(loss)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    mean_loss = float(loss) / run.place.world  # waits for the device, so that the time is that of the whole step
     step_s = time.perf_counter() - began
     return StepMetrics(
         step=step,
         loss=mean_loss,
-        grad_norm=float(norm),
+        grad_norm=mean_norm,
         lr=lr,
         tokens_per_s=run.share.global_batch * run.config.data.seq_len / step_s,
         step_s=step_s,
         peak_bytes=int(most),
+        skipped=not finite,
     )
+
+
+def _backward(run: Run, batches: Iterator[Tensor], seen: list[Tensor], scale: Callable[[Tensor], Any]) -> Tensor:
+    """Forward and backward of the next micro-batches, which `seen` keeps; this rank's loss, 0-d."""
+    options = run.config.train
+    num_tokens = options.micro_batch * run.config.data.seq_len  # of a micro-batch, the same in each
+    loss = torch.zeros((), device=run.device)
+    for i in range(options.accumulate):
+        seen.append(next(batches).to(run.device, non_blocking=True))
+        later = run.sums_locally and i + 1 < options.accumulate
+        with acc.no_sync(run.model) if later else nullcontext():
+            mean = token_losses(run.model, seen[-1]) / (num_tokens * options.accumulate)
+            torch.autograd.backward(scale(mean))
+        loss += mean.detach()
+    return loss
+
+
+def _leave_out(run: Run, seen: list[Tensor], drawn: dict[str, Any], step: int, found: str, screen: Screen) -> None:
+    """Do the step again at scale 1 to find where NaN or inf came up, and do what `train.on_nonfinite` says."""
+    after = RandomState().state_dict()
+
+    def again(scale: Callable[[Tensor], Tensor]) -> None:
+        RandomState().load_state_dict(drawn)
+        _backward(run, iter(seen), [], scale)
+        norm = acc.clip_grad_norm_(run.model, math.inf)
+        dist.all_reduce(norm)
+        if not math.isfinite(float(norm)):
+            raise acc.NonFiniteError("the sum of squares of finite gradients is not.")
+
+    run.optimizer.zero_grad()
+    where = came_up_in(run.model, again, found)
+    RandomState().load_state_dict(after)
+    if where is None and run.scaler.is_enabled():
+        run.skips.overflowed()
+        screen.note(
+            f"step {step} is left out: gradients overflowed at scale {run.scaler.get_scale():g}, which is lowered"
+        )
+        return
+    try:
+        screen.note(run.skips.found(step, where or f"{found}; {FLEETING}."))
+    except acc.NonFiniteError:
+        with suppress(acc.CheckpointError):  # there is worse to tell
+            saver_of(run.model).wait()
+        raise
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
@@ -263,6 +314,7 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool) -> None:
         "tokenizer": run.prepared.tokens.tokenizer_digest,
         "loader": dict(run.loader.state_dict()),
         "scaler": run.scaler.state_dict(),
+        "skipped": run.skips.total,
     }
     path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
     state = {"random": RandomState()}
@@ -287,6 +339,7 @@ def _resume(run: Run, screen: Screen) -> int:
         return 0
     extra = load(path, run.model, run.optimizer, state={"random": RandomState()})
     run.scaler.load_state_dict(extra["scaler"])
+    run.skips.total = int(extra.get("skipped", 0))
     done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
     order = run.loader.batch_sampler

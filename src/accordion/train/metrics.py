@@ -16,7 +16,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One step of all ranks. `loss`: their average; `peak_bytes`: the most that one of them held, see `peak_bytes`."""
+    """One step of all ranks. `loss`: their average; `peak_bytes`: the most that one of them held, see `peak_bytes`.
+
+    `skipped`: loss or gradients were not finite, and the optimizer did not step.
+    """
 
     step: int
     loss: float
@@ -25,6 +28,7 @@ class StepMetrics:
     tokens_per_s: float
     step_s: float
     peak_bytes: int
+    skipped: bool
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -1,0 +1,172 @@
+"""Two hosts, each a network namespace of its own, whose link is cut for good: all ends with a word why, and one host goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from accordion.checkpoint import latest
+from accordion.checkpoint.look import verify
+
+TEXT = str(Path(asyncio.__file__).parent)
+TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
+TIMEOUT_S = 20
+GIVES_UP_S = 120  # torchrun's own agent ends when the system gives its connection up; see `Hosts`
+
+
+class Hosts:
+    """Two namespaces with an address each, on a bridge in a third one. Owns them and what runs in them."""
+
+    def __init__(self) -> None:
+        self._names = [f"accordion-{os.getpid()}-{end}" for end in ("a", "b", "bridge")]
+        for name in self._names:
+            ip("netns", "add", name)
+        bridge = self._names[2]
+        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", bridge, "link", "set", "bridge", "up")
+        for i, name in enumerate(self._names[:2]):
+            ip("-n", name, "link", "add", "net0", "type", "veth", "peer", "name", f"port{i}", "netns", bridge)
+            ip("-n", bridge, "link", "set", f"port{i}", "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"{address(i)}/24", "dev", "net0")
+            ip("-n", name, "link", "set", "net0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            # How often a packet is sent again before a connection is given up: 15 times and 15 minutes by itself, 50 s so.
+            run("ip", "netns", "exec", name, "sh", "-c", "echo 7 > /proc/sys/net/ipv4/tcp_retries2")
+
+    def cut(self) -> None:
+        """Nothing that either sends arrives any more; both still see their own end up."""
+        ip("-n", self._names[2], "link", "set", "port1", "nomaster")
+
+    def start(self, host: int, nodes: int, out: Path, *flags: str) -> subprocess.Popen[str]:
+        """One rank on `host` under torchrun's agent."""
+        words = ["--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "0", "--rdzv-backend", "c10d"]
+        words += ["--rdzv-endpoint", f"{address(0)}:29400", "--rdzv-conf", f"is_host={int(host == 0)}"]
+        words += ["--rdzv-id", f"job{nodes}", "--local-addr", address(host), "-m", "accordion", "train"]
+        with out.open("w") as file:
+            return subprocess.Popen(
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    self._names[host],
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    *words,
+                    *flags,
+                ],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "net0"},
+                text=True,
+            )
+
+    def ranks(self, host: int, agent: int) -> list[int]:
+        """What runs on a host beside torchrun's agent."""
+        held = run("ip", "netns", "pids", self._names[host]).split()
+        return [pid for pid in map(int, held) if pid != agent]
+
+    def close(self) -> None:
+        for host in range(2):
+            with suppress(subprocess.CalledProcessError):
+                for pid in self.ranks(host, 0):
+                    os.kill(pid, signal.SIGKILL)
+        for name in self._names:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def address(host: int) -> str:
+    return f"10.213.7.{host + 1}"
+
+
+def run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def ip(*words: str) -> None:
+    run("ip", *words)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if shutil.which("ip") is None:
+        pytest.skip("no ip command: network namespaces cannot be made here")
+    made = Hosts.__new__(Hosts)
+    try:
+        made.__init__()  # type: ignore[misc]
+    except (OSError, subprocess.CalledProcessError) as error:
+        made.close()
+        pytest.skip(f"network namespaces are not allowed here: {getattr(error, 'stderr', error)}")
+    yield made
+    made.close()
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; torchrun's agent may be slow to look."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    file = run_dir / "metrics.jsonl"
+    return (
+        [json.loads(line)["step"] for line in file.read_text().splitlines() if line.endswith("}")]
+        if file.exists()
+        else []
+    )
+
+
+def until(ready: Callable[[], bool], timeout_s: float, what: str, logs: list[Path]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        told = "\n".join(log.read_text()[-3000:] for log in logs) if time.monotonic() > deadline else ""
+        assert time.monotonic() < deadline, f"{what}: not in {timeout_s} s\n{told}"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_link_that_is_cut_for_good_ends_both_hosts_and_one_goes_on(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run_dir, logs = tmp_path / "run", [tmp_path / "a.log", tmp_path / "b.log"]
+    flags = [*TINY, "--run.dir", str(run_dir), "--checkpoint.every", "2", "--launch.timeout_s", str(TIMEOUT_S)]
+    agents = [hosts.start(i, 2, logs[i], *flags, "--train.steps", "100000") for i in range(2)]
+    until(lambda: len(steps_of(run_dir)) >= 6, 300, "six steps", logs)
+    ranks = [hosts.ranks(i, agents[i].pid) for i in range(2)]
+    assert [len(pids) for pids in ranks] == [1, 1]
+    hosts.cut()
+    until(
+        lambda: not any(runs(pid) for pids in ranks for pid in pids),
+        2 * TIMEOUT_S + 10,  # one for a collective, one more where the rank then asks the store
+        "the end of the ranks",
+        logs,
+    )
+    until(lambda: all(agent.poll() is not None for agent in agents), GIVES_UP_S, "the end of the agents", logs)
+    assert [agent.returncode for agent in agents] == [1, 1]
+    told = [log.read_text() for log in logs]
+    assert "within launch.timeout_s" in told[0] or "a collective failed while this rank" in told[0]
+    assert f"has not answered for {TIMEOUT_S} s (launch.timeout_s)" in told[1]
+    newest = latest(run_dir / "checkpoints")
+    assert newest is not None
+    assert verify(newest) == []
+    done = int(newest.rpartition("-")[2])
+
+    agent = hosts.start(0, 1, logs[0], *flags, "--train.steps", str(done + 3), "--train.accumulate", "2")
+    assert agent.wait(300) == 0, logs[0].read_text()
+    assert f"{done} of {done + 3} steps are done" in logs[0].read_text()
+    assert steps_of(run_dir)[-3:] == [done + 1, done + 2, done + 3]

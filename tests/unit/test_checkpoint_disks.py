@@ -1,0 +1,132 @@
+"""Real disks that are full, read-only or slow: small file systems, mounted where that is allowed."""
+
+import errno
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accordion.checkpoint import folders, latest, load, save
+from accordion.checkpoint.look import verify
+from accordion.errors import CheckpointError
+
+MIB = 2**20
+
+
+def filled(value, num_bytes=3 * MIB):
+    """Two tensors, so that a disk may be full between them or within one."""
+    model = nn.Module()
+    for name in ("a", "b"):
+        setattr(model, name, nn.Parameter(torch.full((num_bytes // 8,), float(value))))
+    return model
+
+
+def run(*words):
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def make_ext4(image: Path, folder: Path) -> None:
+    with image.open("wb") as file:
+        file.truncate(16 * MIB)
+    run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image))
+    run("mount", "-o", "loop", str(image), str(folder))
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def disk(request, tmp_path):
+    """A file system of about 8 or 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        if request.param == "tmpfs":
+            run("mount", "-t", "tmpfs", "-o", "size=8m", "accordion", str(folder))
+        else:
+            make_ext4(tmp_path / "image", folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{request.param} cannot be mounted here: {getattr(error, 'stderr', error)}")
+    yield folder
+    run("umount", "-l", str(folder))
+
+
+def until_full(folder: Path, background: bool) -> int:
+    """Save one checkpoint after another till one fails; the number of the last good one."""
+    for step in range(1, 20):
+        try:
+            save(folder / f"step-{step}", filled(step), background=background).wait()
+        except CheckpointError as error:
+            return step - 1 if os.strerror(errno.ENOSPC) in str(error) else 0
+    raise AssertionError("the disk never filled")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_told_and_leaves_what_was_there(disk, background):
+    good = until_full(disk, background)
+    assert good >= 2
+    assert latest(disk) == str(disk / f"step-{good}")
+    other = filled(0)
+    load(latest(disk), other)
+    assert (other.a == good).all()
+    assert (other.b == good).all()
+    assert all(verify(disk / f"step-{step}") == [] for step in range(1, good + 1))
+    held = {name for name in os.listdir(disk) if name != "lost+found"}
+    assert held == {
+        f"step-{step}" for step in range(1, good + 1)
+    }  # nothing half-written is left, which would fill it for good
+    with pytest.raises(CheckpointError, match="No space left"):  # nor is the last one taken away for its successor
+        save(disk / f"step-{good}", filled(50), background=background).wait()
+    assert verify(disk / f"step-{good}") == []
+    save(disk / f"step-{good + 1}", filled(1, 8), background=background).wait()  # a smaller one finds its place
+    assert latest(disk) == str(disk / f"step-{good + 1}")
+
+
+def test_a_disk_that_became_read_only(disk):
+    save(disk / "step-1", filled(1))
+    run("mount", "-o", "remount,ro", str(disk))
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save(disk / "step-2", filled(2))
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save(disk / "step-1", filled(2), background=True).wait()
+    assert verify(disk / "step-1") == []
+    assert latest(disk) == str(disk / "step-1")
+    run("mount", "-o", "remount,rw", str(disk))
+    save(disk / "step-2", filled(2))
+    assert latest(disk) == str(disk / "step-2")
+
+
+def test_a_slow_close_holds_up_the_commit_and_not_the_training(tmp_path, monkeypatch):
+    """As NFS, which writes at the close: nothing is committed before, and what it says then is heard."""
+    real, closed, may_close = folders.Local.create, [], threading.Event()
+
+    class Slow:
+        def __init__(self, inner, name):
+            self._inner, self._name = inner, name
+
+        def __enter__(self):
+            return self._inner.__enter__()
+
+        def __exit__(self, *exception):
+            assert may_close.wait(60)
+            assert not (tmp_path / "c").exists()
+            closed.append(self._name)
+            self._inner.__exit__(*exception)
+            if len(closed) > 4 and exception[0] is None:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(folders.Local, "create", lambda self, name: Slow(real(self, name), name))
+    saving = save(tmp_path / "c", filled(1, 8), background=True)
+    assert not saving.is_done
+    may_close.set()
+    saving.wait()
+    assert closed == ["rank-00000.safetensors", "manifest.json"]
+    assert verify(tmp_path / "c") == []
+    (tmp_path / "c").rename(tmp_path / "before")
+    save(tmp_path / "c", filled(2, 8)).wait()
+    (tmp_path / "c").rename(tmp_path / "between")
+    with pytest.raises(CheckpointError, match=os.strerror(errno.EDQUOT)):
+        save(tmp_path / "c", filled(3, 8), background=True).wait()
+    assert not (tmp_path / "c").exists()
+    assert latest(tmp_path) == str(tmp_path / "between")
