@@ -49,6 +49,9 @@ class LocalStep:
             self._step_here()
         return loss
 
+    # Else torch's `load_state_dict` wraps it in what runs the caller's hooks, a second time.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def _step_here(self) -> None:
         outer_groups, outer_state = [group["params"] for group in self.param_groups], self.state
         pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for params in outer_groups for p in params]
