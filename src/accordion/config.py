@@ -147,6 +147,8 @@ class Offload:
     masters) beside them, unless `params` takes these to the disk; None: "host" where the step is there or `params` is off
     the device. `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it,
     piece by piece; None: "host" with the optimizer off the device.
+    `step_in_backward`: each unit is stepped as soon as its gradients are there, which are then gone; a promise of one backward a
+    step, no clipping and no scaler.
     `checksums`: what comes back from the disk is compared with what went there.
     `device_bytes`, `host_bytes`, of this rank: what is named as farther stays on the device, or on the host, all the same as
     long as it fits: parameters first, then gradients, then states, each from the first unit on.
@@ -157,6 +159,7 @@ class Offload:
     grads: str | None = None
     optimizer: str = DEVICE
     step: str | None = None
+    step_in_backward: bool = False
     checksums: bool = False
     device_bytes: int | None = None
     host_bytes: int | None = None
@@ -193,6 +196,11 @@ class Offload:
     def is_any(self) -> bool:
         """Whether anything rests off the device."""
         return (self.params, self.rest_of_grads, self.optimizer) != (DEVICE, DEVICE, DEVICE)
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is to be done unlike without it."""
+        return self.is_any or self.step_in_backward
 
     @property
     def stepped_on(self) -> str:

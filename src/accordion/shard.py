@@ -274,7 +274,7 @@ def with_tiers(
     `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
     `UsageError` on every rank where one has not enough.
     """
-    if not any(own.is_any for own in offloads):
+    if not any(own.asks for own in offloads):
         return wiring
     shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
 

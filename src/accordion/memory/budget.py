@@ -165,8 +165,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
                 f"device_bytes={policy.device_bytes} is less than the {on_device()} bytes that stay on the device "
                 "of a rank between uses whatever is offloaded; raise it, pass params='host', or use more ranks."
             )
-        keep_params = partial_replace(params=DEVICE)
-        _promote(result, mine, [keep_params, lambda _: Offload()], on_device, policy.device_bytes)
+        whole = Offload(step_in_backward=policy.step_in_backward)
+        _promote(result, mine, [partial_replace(params=DEVICE), lambda _: whole], on_device, policy.device_bytes)
     if policy.host_bytes is None:
         return result
 

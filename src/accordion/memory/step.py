@@ -19,8 +19,9 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import Group
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-from accordion.memory.entries import Entry, Recipe, local_of, step_here
+from accordion.memory.entries import SCALER_ATTRIBUTES, Entry, Recipe, local_of, step_here
 from accordion.memory.host import Offloaded
+from accordion.memory.in_backward import InBackward, refuse_in_backward
 from accordion.memory.pieces import Todo, finish, pieces_of, step_piece
 from accordion.memory.states import States, Wanted
 from accordion.memory.stream import Stream
@@ -50,11 +51,14 @@ def own_parameters(unit: Unit) -> None:
     if not isinstance(tiers, Tiers):
         return
     tiers.follow(unit)
-    if tiers.offloads[unit.index].is_any:
+    if tiers.offloads[unit.index].step_in_backward:
+        tiers.in_backward = tiers.in_backward or InBackward(step_unit)
+        tiers.in_backward.attach(unit.engine)
+    if tiers.offloads[unit.index].asks:
         for param in unit.params:
             if param.extension is None:
                 vars(param.sharded)[OWNER] = Owner(unit)
-    if tiers.offloads[unit.index].streams:
+    if tiers.offloads[unit.index].streams or tiers.in_backward is not None:
         tiers.guard(refuse_unwrapped)
 
 
@@ -62,10 +66,11 @@ def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any step of torch's: what is stepped piece by piece would be stepped as it lies, with states in memory."""
     for group in optimizer.param_groups:
         for unit in filter(None, map(unit_of, group["params"])):
-            if tiers_of(unit.engine).offloads[unit.index].streams:
+            offload = tiers_of(unit.engine).offloads[unit.index]
+            if offload.streams or offload.step_in_backward:
                 raise UsageError(
                     f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload has the step "
-                    "bring what it needs from disk or to the device; pass the optimizer to wrap_optimizer."
+                    "bring what it needs from disk or to the device, or step in backward; pass the optimizer to wrap_optimizer."
                 )
 
 
@@ -110,15 +115,14 @@ class Job:
 class Streamed:
     """The part of a unit's step that comes piece by piece and goes back."""
 
-    def __init__(self, todos: Sequence[Todo]) -> None:
-        self.todos = todos
+    def __init__(self, todos: Sequence[Todo], states: States) -> None:
+        self.todos, self._states = todos, states
         self.pieces = list(pieces_of(todos))
         self._writes_shards = any(t.home is not None and t.home[0].own_spot(t.home[1]) is not None for t in todos)
         self.shared: tuple[Stream, int] | None = None  # of all units of a step, and this one's first piece in it
-        self.begin: Callable[[], Stream] = _no_stream  # one of its own, where it has none of those
 
     def run(self, recipe: Recipe) -> list[Future[None]]:
-        stream, first = self.shared or (self.begin(), 0)
+        stream, first = self.shared or (self._states.stream(self.pieces), 0)  # they run in any order: one of its own
         count, writing = len(self.pieces), []
         self.pieces = []  # with them go the gradients
         with stream.unbroken():
@@ -131,10 +135,6 @@ class Streamed:
         for todo in self.todos:
             finish(todo)
         return writing if self._writes_shards else []
-
-
-def _no_stream() -> Stream:
-    raise AssertionError("a job has a stream before it runs")
 
 
 class Waiting:
@@ -164,7 +164,10 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Find room for the states of parameters whose step is streamed. Raises `OffloadError`, `UsageError` where there is none."""
     recipe = None
     for engine in engines_of(optimizer):
-        tiers, wanted = tiers_of(engine), []
+        tiers = tiers_of(engine)
+        wanted: list[Wanted] = []
+        if tiers.in_backward is not None:
+            tiers.in_backward.steps_with(optimizer, kind)
         for i, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 unit = unit_of(p)
@@ -212,6 +215,11 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):
         engine.synchronize()
+        in_backward = tiers_of(engine).in_backward
+        if in_backward is not None:
+            if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
+                refuse_in_backward(engine, "a gradient scaler")
+            in_backward.stepped()
     prepare(optimizer, kind)
     recipe, here = Recipe(optimizer, kind), []
     by_unit: dict[int, tuple[Unit, list[Entry]]] = {}
@@ -219,9 +227,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         for p in group["params"]:
             if p.grad is None:
                 continue
-            entry = Entry(i, p, local_of(p), local_of(p.grad), optimizer.state[p])
-            unit = unit_of(p)
-            torch.autograd.graph.increment_version(entry.own)  # now: what the thread counts comes at any time
+            entry, unit = _entry(optimizer, i, p, p.grad), unit_of(p)
             if unit is None:
                 here.append(entry)
             else:
@@ -235,14 +241,45 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
 
 
-def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe, optimizer: Optimizer) -> None:
-    """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
+def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
+    own = local_of(p)
+    torch.autograd.graph.increment_version(own)  # now: what the thread counts comes at any time
+    return Entry(group, p, own, local_of(grad), optimizer.state[p])
+
+
+def step_unit(unit: Unit, optimizer: Optimizer, recipe: Recipe) -> None:
+    """In a backward: step the parameters of one unit, whose gradients are there and are taken."""
+    if not tiers_of(unit.engine).offloads[unit.index].step_in_backward:
+        return
+    mine, entries = {id(p.sharded) for p in unit.params}, []
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) in mine and p.grad is not None:
+                entries.append(_entry(optimizer, i, p, p.grad))
+                p.grad = None
+    if entries:
+        _start(unit.engine, [(unit, entries)], recipe, optimizer, together=False)
+
+
+def _start(
+    engine: Engine,
+    units: list[tuple[Unit, list[Entry]]],
+    recipe: Recipe,
+    optimizer: Optimizer,
+    *,
+    together: bool = True,
+) -> None:
+    """Let the units of one engine be stepped in the order in which the next forward is expected to need them.
+
+    `together`: these are all, and share a stream.
+    """
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:
         states.adopt(optimizer.state)
         states.flush()
     on_device: list[Todo] = []
+    here: list[Entry] = []
     jobs: list[tuple[Job, list[Offloaded]]] = []
     streams: list[Streamed] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
@@ -250,18 +287,23 @@ def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe
         homes = [g.home for g in unit.groups if isinstance(g.home, Offloaded) and _has_any(g, entries)]
         if tiers.offloads[unit.index].stepped_on == DEVICE:
             on_device += todos
+            streamed_ids = {id(todo.entry) for todo in todos}
+            here += [entry for entry in entries if id(entry) not in streamed_ids]
             for home in homes:
                 home.defer(_nothing)
             continue
-        streamed = Streamed(todos) if todos else None
+        streamed = Streamed(todos, states) if states is not None and todos else None
         jobs.append((Job(recipe, entries, homes, streamed), homes))
         streams += [streamed] if streamed is not None else []
+    if here:
+        with torch.no_grad():
+            step_here(recipe, here)
     if states is not None and on_device:
         with telling(engine):
             step_on_device(recipe, on_device, states)
     stream = None
     if states is not None and streams:
-        stream = _share(streams, states, late=tiers.late)
+        stream = _share(streams, states) if together and not tiers.late else None
     for job, homes in jobs:
         running: Future[list[Future[None]]] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
         for home in homes:
@@ -271,12 +313,8 @@ def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe
         jobs[-1][1][-1].defer(partial(_wait, engine, lambda: [written]))  # of the last unit, which waits longest anyway
 
 
-def _share(streams: list[Streamed], states: States, *, late: bool) -> Stream | None:
-    """Give all units one stream; with `late` one each, since they run in the order in which they are waited for."""
-    if late:
-        for streamed in streams:
-            streamed.begin = partial(states.stream, streamed.pieces)
-        return None
+def _share(streams: list[Streamed], states: States) -> Stream:
+    """Give all units one stream."""
     stream, first = states.stream([piece for streamed in streams for piece in streamed.pieces]), 0
     for streamed in streams:
         streamed.shared = stream, first

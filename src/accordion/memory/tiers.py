@@ -28,6 +28,7 @@ from accordion.memory.arena import Arena
 from accordion.memory.budget import NUM_BAYS, Shape, host_needs, on_disk
 from accordion.memory.disk import Shelf, check_folder
 from accordion.memory.host import HostHome, Means, Offloaded, paged_bytes
+from accordion.memory.in_backward import InBackward
 from accordion.memory.paged import Bay, DiskHome
 from accordion.memory.states import States
 from accordion.memory.stream import NUM_BUFFERS
@@ -47,6 +48,7 @@ class Tiers:
         self._store_lane = Lane(wiring.device, wiring.watch, self.late)
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._is_guarded = False
+        self.in_backward: InBackward | None = None  # where some unit is stepped there
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
         for folder in {folder_of(offload.optimizer) for offload in offloads} - {None}:
             assert folder is not None
