@@ -145,10 +145,10 @@ class Offload:
     `params`: the rows that are gathered, in the dtype in which they are; off the device they are brought at each use.
     `optimizer`: its states. `grads`: gradients between their reduce and the step, and the parameters that are stepped (float32
     masters) beside them, unless `params` takes these to the disk; None: "host" where the step is there or `params` is off
-    the device. `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it,
-    piece by piece; None: "host" with the optimizer off the device.
-    `step_in_backward`: each unit is stepped as soon as its gradients are there, which are then gone; a promise of one backward a
-    step, no clipping and no scaler.
+    the device. `activations`: "host" keeps the inputs of units that `checkpoint_activations` recomputes there meanwhile.
+    `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it, piece by piece;
+    None: "host" with the optimizer off the device. `step_in_backward`: each unit is stepped as soon as its gradients are
+    there, which are then gone; a promise of one backward a step, no clipping and no scaler.
     `checksums`: what comes back from the disk is compared with what went there.
     `device_bytes`, `host_bytes`, of this rank: what is named as farther stays on the device, or on the host, all the same as
     long as it fits: parameters first, then gradients, then states, each from the first unit on.
@@ -158,6 +158,7 @@ class Offload:
     params: str = DEVICE
     grads: str | None = None
     optimizer: str = DEVICE
+    activations: str = DEVICE
     step: str | None = None
     step_in_backward: bool = False
     checksums: bool = False
@@ -172,6 +173,10 @@ class Offload:
                 raise UsageError(
                     f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}"
                 )
+        if self.activations not in (DEVICE, HOST):
+            raise UsageError(
+                f"Offload(activations={self.activations!r}) is no place for them; {nearest(self.activations, [DEVICE, HOST])}"
+            )
         if self.step not in (None, DEVICE, HOST):
             raise UsageError(f"Offload(step={self.step!r}) is no place to step; {nearest(self.step, [DEVICE, HOST])}")
         for key in ("device_bytes", "host_bytes"):
@@ -200,7 +205,7 @@ class Offload:
     @property
     def asks(self) -> bool:
         """Whether anything is to be done unlike without it."""
-        return self.is_any or self.step_in_backward
+        return self.is_any or self.step_in_backward or self.activations != DEVICE
 
     @property
     def stepped_on(self) -> str:
@@ -218,8 +223,11 @@ class Offload:
     @property
     def streams(self) -> bool:
         """Whether a step brings what it needs piece by piece: from the disk, or to the device."""
-        places = (self.params, self.rest_of_grads, self.optimizer)
-        return self.is_any and (self.stepped_on == DEVICE or any(_is_folder(place) for place in places))
+        return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
+
+    @property
+    def uses_disk(self) -> bool:
+        return any(_is_folder(place) for place in (self.params, self.grads, self.optimizer))
 
     @property
     def folder(self) -> Path | None:

@@ -34,9 +34,9 @@ from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
-from accordion.memory.budget import Shape, within
+from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
-from accordion.memory.tiers import Tiers
+from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, UnitChoice, by_unit, choose_units, other_units_read, owned_parameters
 
@@ -89,6 +89,7 @@ def shard(
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
+        check_activations(offloads, checkpoint_activations)
         wiring = with_tiers(wiring, offloads, planned, offload)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
@@ -112,7 +113,7 @@ def shard(
         _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
     for i, (_, module) in enumerate(chosen[1:]):
         if checkpointing.every and i % checkpointing.every == 0:
-            checkpoint_forward(module, checkpointing)
+            checkpoint_forward(module, checkpointing, parking_of(engine, i + 1))
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
     weakref.finalize(model, engine.dismantle)

@@ -63,7 +63,7 @@ def addresses(mesh) -> None:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
     arena = units_of(model)[0].engine.wiring.home.arena
     assert any(f"offload: {arena.num_bytes} bytes of ordinary host memory for 2 of 3 units, the" in m for m in messages)
-    low, high = arena._memory.data_ptr(), arena._memory.data_ptr() + arena.num_bytes
+    low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
     first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():

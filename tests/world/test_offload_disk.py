@@ -65,7 +65,7 @@ def all_on_disk(mesh, path: Path) -> None:
     masters, rows = 4 * numel, 2 * numel
     assert 2 * masters + rows <= moved["written"] + masters <= 1.3 * (2 * masters + rows) + masters, "and the gradients"
     assert moved["read"] <= 1.3 * (2 * masters + 2 * rows) + 2**18, moved
-    low, high = tiers.arena._memory.data_ptr(), tiers.arena._memory.data_ptr() + tiers.arena.num_bytes
+    low, high = tiers.arena.memory.data_ptr(), tiers.arena.memory.data_ptr() + tiers.arena.num_bytes
     assert not any(low <= local_of(p).data_ptr() < high for p in model.parameters())
     largest = max(sum(p.cut.shard_numel for p in unit.params) for unit in units_of(model))
     assert tiers.arena.num_bytes <= (4 + 2 * 2) * largest + 2**18, "a landing and two bays"

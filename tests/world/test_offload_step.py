@@ -142,9 +142,7 @@ def broken_promises(mesh) -> None:
         Twice(), mesh=mesh, units=lambda name, _: name == "block", offload=acc.Offload(step_in_backward=True)
     )
     acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(
-        acc.UsageError, match="the parameters of unit 'block' were changed between this forward and its back"
-    ):
+    with pytest.raises(acc.UsageError, match="unit 'block' has gradients more than once in a backward"):
         model(torch.ones(2, 8)).sum().backward()
 
 

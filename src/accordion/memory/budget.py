@@ -165,7 +165,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
                 f"device_bytes={policy.device_bytes} is less than the {on_device()} bytes that stay on the device "
                 "of a rank between uses whatever is offloaded; raise it, pass params='host', or use more ranks."
             )
-        whole = Offload(step_in_backward=policy.step_in_backward)
+        whole = Offload(step_in_backward=policy.step_in_backward, activations=policy.activations)
         _promote(result, mine, [partial_replace(params=DEVICE), lambda _: whole], on_device, policy.device_bytes)
     if policy.host_bytes is None:
         return result
@@ -203,3 +203,12 @@ def _promote(
             before, result[i] = result[i], step(result[i])
             if used() > budget:
                 result[i] = before
+
+
+def check_activations(offloads: Sequence[Offload], checkpointing: str) -> None:
+    """Raise `UsageError` where inputs of recomputed units are to rest elsewhere, and none is recomputed."""
+    if checkpointing == "none" and any(offload.activations != DEVICE for offload in offloads):
+        raise UsageError(
+            "Offload(activations='host') keeps the inputs of recomputed units on the host, and checkpoint_activations is 'none'; "
+            "pass 'full', 'selective' or 'every:K' too."
+        )

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch.optim import Optimizer
 
+from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
@@ -29,6 +30,7 @@ class InBackward:
         self._recipes: dict[int, Recipe] = {}  # of this backward, by place of the optimizer
         self._waiting: Unit | None = None
         self._is_stepped = False
+        self._task, self._seen = -1, set[int]()  # the backward under way, and the units that came in it
 
     def attach(self, engine: Engine) -> None:
         """Have the engine say when a unit has its gradients."""
@@ -43,14 +45,28 @@ class InBackward:
             self._optimizers.append((weakref.ref(optimizer), kind))
 
     def after_unit(self, unit: Unit) -> None:
-        """The gradients of `unit` come. Raises `UsageError` in a second backward, before it steps anything."""
+        """The gradients of `unit` come. Raises `UsageError` where it had some already, or in a second backward."""
+        task = _torch.current_graph_task()
+        if task != self._task:  # what a backward left that raised is gone
+            self._task, self._waiting = task, None
+            self._seen.clear()
+            self._recipes.clear()
         if self._is_stepped:
             raise UsageError(
                 f"{PROMISE}; this is another backward before optimizer.step(): call step after each, or leave it out "
                 "to accumulate."
             )
+        self._come(unit)
         self._step_waiting()
         self._waiting = unit
+
+    def _come(self, unit: Unit) -> None:
+        if unit.index in self._seen:
+            raise UsageError(
+                f"unit {unit.name or 'root'!r} has gradients more than once in a backward, since it is called twice or is used "
+                "outside of its calls, and was stepped with the first ones; give it an override without step_in_backward."
+            )
+        self._seen.add(unit.index)
 
     def _step_waiting(self) -> None:
         unit, self._waiting = self._waiting, None
@@ -70,6 +86,7 @@ class InBackward:
         self._step_waiting()
         for unit in engine.units:
             if any(p.sharded.grad is not None for p in unit.params):
+                self._come(unit)
                 self._step(unit)
         self._is_stepped = bool(self._recipes)
         self._recipes.clear()

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accordion import _torch
 from accordion.config import DEVICE, Offload, folder_of
+from accordion.engine.engine import Engine
 from accordion.engine.group import Wiring
 from accordion.engine.home import Home, on_device
 from accordion.engine.layout import Message
@@ -30,6 +31,7 @@ from accordion.memory.disk import Shelf, check_folder
 from accordion.memory.host import HostHome, Means, Offloaded, paged_bytes
 from accordion.memory.in_backward import InBackward
 from accordion.memory.paged import Bay, DiskHome
+from accordion.memory.parking import Parked, Parking
 from accordion.memory.states import States
 from accordion.memory.stream import NUM_BUFFERS
 
@@ -87,6 +89,11 @@ class Tiers:
 
     def _threads(self) -> ThreadPoolExecutor:
         return self.pool
+
+    @cached_property
+    def parking(self) -> Parking:
+        """Where inputs of recomputed units wait on the host."""
+        return Parking(self._wiring.device, self._wiring.fetch_lane, self._store_lane)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -168,3 +175,11 @@ def _read_ahead(tiers: weakref.ref[Tiers], unit: int) -> None:
     alive = tiers()
     if alive is not None:
         alive.read_ahead(unit)
+
+
+def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], Parked] | None:
+    """What takes the inputs of a recomputed unit to the host; None where they stay."""
+    tiers = engine.wiring.home
+    if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
+        return None
+    return tiers.parking.park
