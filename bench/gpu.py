@@ -92,7 +92,7 @@ def tiny_sizes() -> Sizes:
         unit_bytes=(10**5,),
         compiler="aot_eager",
         offload={
-            "tiny": (OffloadCase(preset=preset, batch=1, seq=16), (STEPPED_ON_HOST, STEPPED_HERE, PEER)),
+            "tiny": (OffloadCase(preset=preset, batch=1, seq=16), (STEPPED_ON_HOST, PEER)),
             "tiny, less host": (OffloadCase(preset=preset, batch=1, seq=16, host_bytes=2**20), (STEPPED_HERE,)),
         },
         link_bytes=2**20,
