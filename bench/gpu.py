@@ -2,7 +2,8 @@
 
 Parts: (a) one rank, a Llama of 1 B in bf16, beside no sharding and FSDP2; (b) one of 8 to 64 simulated ranks, memory and
 time of 8 B and 70 B; (c) stream safety; (d) gathers and exchanges beside flat ones with copies; (e) compiled blocks; (f) what
-`accordion plan` says of three sizes beside what is measured, with and without one measured step given. Writes
+`accordion plan` says of three sizes beside what is measured, with and without one measured step given; (g) only where asked
+for (`--parts g`, 128 GiB of host memory): offload of 6.7 B beside FSDP2's, and 13 B. Writes
 `bench/results/<gpu>-<date>.json` and prints a table a part. A part that fails is told of and the others still run.
 `--tiny --device cpu` runs every part with small shapes: it checks this script and measures nothing.
 """
@@ -25,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
+from gpu_offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, Links, OffloadCase, OffloadTrainer  # noqa: E402
 from gpu_planned import planned  # noqa: E402
 from gpu_programs import Case, SafeRuns, Wires, shape_trainer  # noqa: E402
 
@@ -37,6 +39,8 @@ from accordion.config import STRATEGIES  # noqa: E402
 from accordion.train.config import PRESETS, Preset  # noqa: E402
 
 LLAMA_70B = Preset(vocab=128256, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672)
+LLAMA_7B = Preset(vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=32, mlp=11008)
+LLAMA_13B = Preset(vocab=32000, hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824)
 SMALL = Preset(vocab=512, hidden=256, layers=4, heads=4, kv_heads=2, mlp=768)
 ENOUGH_S = 480  # no part begins after so long
 STATE_BYTES = 12  # a parameter: 2 of itself, 2 of its gradient, 8 of the optimizer
@@ -55,6 +59,8 @@ class Sizes:
     unit_bytes: tuple[int, ...]
     compiler: str
     planned: tuple[Case, ...]
+    offload: dict[str, tuple[OffloadCase, tuple[str, ...]]]
+    link_bytes: int
 
 
 def full_sizes() -> Sizes:
@@ -74,6 +80,11 @@ def full_sizes() -> Sizes:
             Case(preset=replace(PRESETS["llama-1b"], layers=layers), batch=batch, seq=2048, masters=True)
             for layers, batch in ((4, 4), (8, 4), (16, 2))
         ),
+        offload={
+            "6.7B": (OffloadCase(preset=LLAMA_7B, batch=4, seq=2048), (STEPPED_ON_HOST, STEPPED_HERE, PEER)),
+            "13B": (OffloadCase(preset=LLAMA_13B, batch=1, seq=1024, host_bytes=90 * GIB), (STEPPED_HERE,)),
+        },
+        link_bytes=GIB,
     )
 
 
@@ -88,6 +99,11 @@ def tiny_sizes() -> Sizes:
         unit_bytes=(10**5,),
         compiler="aot_eager",
         planned=tuple(Case(preset=replace(preset, layers=n), batch=1, seq=16, masters=True) for n in (1, 2, 3)),
+        offload={
+            "tiny": (OffloadCase(preset=preset, batch=1, seq=16), (STEPPED_ON_HOST, PEER)),
+            "tiny, less host": (OffloadCase(preset=preset, batch=1, seq=16, host_bytes=2**20), (STEPPED_HERE,)),
+        },
+        link_bytes=2**20,
     )
 
 
@@ -268,6 +284,40 @@ def compiled(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
     return found, [Table(title=title, columns=columns, rows=rows)]
 
 
+def offloaded(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
+    """(g) States on the host, one kind at a time on the device and in the host's memory."""
+    world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 16)
+    with Team("link", world, Links) as team:
+        found: dict[str, Any] = {"link": team.ask("measure", sizes.link_bytes)[0]}
+    slower = min(found["link"].values())
+    rows = []
+    for shape, (case, kinds) in sizes.offload.items():
+        for kind in kinds:
+            with Team(kind, world, OffloadTrainer, (kind, case)) as team:
+                times = team.ask("turn", 1, sizes.steps)[0]
+                held = team.ask("bytes")[0]
+            found[f"{shape} {kind}"] = {"times": times, "bytes": held}
+            step = quartiles([t["step"] for t in times if "step" in t])
+            last = times[-1]["optimizer"]
+            rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / slower:.2f}"
+            sizes_gib = [
+                f"{held[key] / GIB:.2f}" if key in held else "" for key in ("peak", "said_device", "said_host")
+            ]
+            rows.append([shape, kind, spread(step, 1e3, 1), f"{1e3 * last:.1f}", rate, *sizes_gib])
+    columns = [
+        "shape",
+        "",
+        "step ms",
+        "optimizer ms",
+        "copies of the link",
+        "peak GiB",
+        "said, device GiB",
+        "said, host GiB",
+    ]
+    title = f"(f) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
+    return found, [Table(title=title, columns=columns, rows=rows)]
+
+
 PARTS: dict[str, Callable[[Sizes, str], tuple[Any, list[Table]]]] = {
     "a": one_rank,
     "b": simulated,
@@ -275,6 +325,7 @@ PARTS: dict[str, Callable[[Sizes, str], tuple[Any, list[Table]]]] = {
     "d": wires,
     "e": compiled,
     "f": lambda sizes, device: planned(sizes.planned, device, sizes.steps),
+    "g": offloaded,
 }
 
 
@@ -282,7 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, which check this script")
-    parser.add_argument("--parts", default="".join(PARTS), help="letters of the parts to run")
+    parser.add_argument(
+        "--parts", default="abcdef", help="letters of the parts to run; g asks for much memory of the host"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args(argv)
     sizes, start = tiny_sizes() if options.tiny else full_sizes(), time.perf_counter()

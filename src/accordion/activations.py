@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -137,8 +138,21 @@ def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: off.get(key, value) if value is not None else None for key, value in kwargs.items()}
 
 
-def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing) -> None:
-    """Recompute `module` in the backward. Only its `forward` is wrapped, inside the unit's hooks: the unit is gathered once."""
+class Waits(Protocol):
+    """An input that waits elsewhere for its recomputation: `leave` says that the forward has ended."""
+
+    def tensor(self) -> Tensor: ...
+    def leave(self) -> None: ...
+
+
+Park = Callable[[Tensor], Waits]
+
+
+def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, park: Park | None = None) -> None:
+    """Recompute `module` in the backward. Only its `forward` is wrapped, inside the unit's hooks: the unit is gathered once.
+
+    `park`: takes the input that the unit before made, by convention the first with a gradient, and brings it back.
+    """
     own = module.__dict__.get("forward")  # a forward that somebody put on the instance
     reference = weakref.ref(module)
     contexts: dict[str, Any] = {"context_fn": _selective_contexts} if how.selective else {}
@@ -149,6 +163,30 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing) -> None:
         function = own if own is not None else partial(type(unit).forward, unit)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        return checkpoint(function, *args, use_reentrant=False, **contexts, **_without_caches(kwargs))
+        options = {"use_reentrant": False, **contexts}
+        kwargs = _without_caches(kwargs)
+        if park is None or torch.compiler.is_compiling():
+            return checkpoint(function, *args, **options, **kwargs)
+        return _checkpoint_parked(function, park, args, kwargs, options)
 
     module.__dict__["forward"] = forward
+
+
+def _checkpoint_parked(function: Callable[..., Any], park: Park, args: Any, kwargs: Any, options: Any) -> Any:
+    """`checkpoint` of `function`, whose first input that has a gradient to pass on waits elsewhere."""
+    given = [*args, *kwargs.values()]
+    which = next((i for i, v in enumerate(given) if isinstance(v, Tensor) and v.grad_fn is not None), None)
+    if which is None:
+        return checkpoint(function, *args, **options, **kwargs)
+    num, names, tensor = len(args), list(kwargs), given[which]  # `run` lives as long as the graph, and holds no input
+    waits, given[which] = park(tensor), None
+
+    def run(*rest: Any) -> Any:
+        values = [*rest[:which], waits.tensor(), *rest[which + 1 : -1]]
+        return function(*values[:num], **dict(zip(names, values[num:], strict=True)))
+
+    try:
+        # Of all devices on which it sees tensors it keeps the state of the random generator.
+        return checkpoint(run, *given, tensor.new_empty(0), **options)
+    finally:
+        waits.leave()

@@ -139,61 +139,109 @@ DEVICE, HOST, DISK = "device", "host", "disk:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Where what training holds rests between uses: "device", where the model computes, or "host", in the memory of its machine.
+    """Where what training holds rests between uses: "device", where the model computes, "host", in the memory of its machine,
+    or "disk:/path", in a file in that folder, which has no name and goes with the process.
 
-    `optimizer`: its states, the parameters that it steps and, where it is on the host, their gradients; it steps there.
-    "disk:/path": its states are in a file in that folder, which has no name and goes with the process; the rest on the host.
-    That needs `wrap_optimizer`. `checksums`: what comes back from the disk is compared with what went there.
-    `params`: the rows that are gathered, in the dtype in which they are: "device" keeps a copy of them where the model
-    computes, "host" brings them at each use. `grads`: where gradients rest; None: where the optimizer steps, which is the
-    only place that it can be. `device_bytes`, of this rank: units stay on the device all the same, from the first on, as long
-    as shards, gradients and two states of each element fit there. `host_bytes`: the same for states on the host, beside all
-    that must be there, in place of the disk. `overrides`: class or name of a unit -> its own places.
+    `params`: the rows that are gathered, in the dtype in which they are; off the device they are brought at each use.
+    `optimizer`: its states. `grads`: gradients between their reduce and the step, and the parameters that are stepped (float32
+    masters) beside them, unless `params` takes these to the disk; None: "host" where the step is there or `params` is off
+    the device. `activations`: "host" keeps the inputs of units that `checkpoint_activations` recomputes there meanwhile.
+    `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it, piece by piece;
+    None: "host" with the optimizer off the device. `step_in_backward`: each unit is stepped as soon as its gradients are
+    there, which are then gone; a promise of one backward a step, no clipping and no scaler.
+    `checksums`: what comes back from the disk is compared with what went there.
+    `device_bytes`, `host_bytes`, of this rank: what is named as farther stays on the device, or on the host, all the same as
+    long as it fits: parameters first, then gradients, then states, each from the first unit on.
+    `overrides`: class or name of a unit -> its own places. All but host memory needs `wrap_optimizer`.
     """
 
     params: str = DEVICE
     grads: str | None = None
     optimizer: str = DEVICE
+    activations: str = DEVICE
+    step: str | None = None
+    step_in_backward: bool = False
     checksums: bool = False
     device_bytes: int | None = None
     host_bytes: int | None = None
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("device_bytes", "host_bytes"):
-            num = getattr(self, key)
-            if num is not None and (num < 0 or self.optimizer == DEVICE):
-                raise UsageError(
-                    f"Offload({key}={num!r}) says how much of what is offloaded may stay nearer; it takes bytes, 0 or more, "
-                    "beside optimizer='host' or 'disk:/path'."
-                )
         for key in ("params", "grads", "optimizer"):
             place = getattr(self, key)
-            if key == "optimizer" and isinstance(place, str) and len(place) > len(DISK) and place.startswith(DISK):
-                continue
-            if place not in (DEVICE, HOST) and not (key == "grads" and place is None):
-                valid = [DEVICE, HOST, f"{DISK}/path"] if key == "optimizer" else [DEVICE, HOST]
-                raise UsageError(f"Offload({key}={place!r}) is no place; {nearest(str(place), valid)}")
-        if self.params == HOST and self.optimizer == DEVICE:
+            if place not in (DEVICE, HOST) and not _is_folder(place) and not (key == "grads" and place is None):
+                raise UsageError(
+                    f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}"
+                )
+        if self.activations not in (DEVICE, HOST):
             raise UsageError(
-                "Offload(params='host', optimizer='device') would have the optimizer step on the device what rests on the host; "
-                "pass optimizer='host' too."
+                f"Offload(activations={self.activations!r}) is no place for them; {nearest(self.activations, [DEVICE, HOST])}"
             )
-        if self.grads not in (None, HOST if self.offloads else DEVICE):
+        if self.step not in (None, DEVICE, HOST):
+            raise UsageError(f"Offload(step={self.step!r}) is no place to step; {nearest(self.step, [DEVICE, HOST])}")
+        for key in ("device_bytes", "host_bytes"):
+            num = getattr(self, key)
+            if num is not None and (num < 0 or not self.is_any):
+                raise UsageError(
+                    f"Offload({key}={num!r}) says how much of what is offloaded may stay nearer; it takes bytes, 0 or more, "
+                    "beside something on 'host' or 'disk:/path'."
+                )
+        if self.step == HOST and self.optimizer == DEVICE:
             raise UsageError(
-                f"Offload(grads={self.grads!r}, optimizer={self.optimizer!r}): gradients are needed where the optimizer steps; "
-                "leave out grads, or name one place for both."
+                "Offload(step='host', optimizer='device') would step on the host with states on the device; pass "
+                "optimizer='host' too, or step='device'."
+            )
+        if self.grads == DEVICE and (self.stepped_on == HOST or self.params != DEVICE):
+            raise UsageError(
+                f"Offload(grads='device', params={self.params!r}, step={self.stepped_on!r}): gradients lie beside the parameters "
+                "that are stepped, which would be on the host; leave out grads, or pass params='device' and step='device'."
             )
 
     @property
+    def is_any(self) -> bool:
+        """Whether anything rests off the device."""
+        return (self.params, self.rest_of_grads, self.optimizer) != (DEVICE, DEVICE, DEVICE)
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is to be done unlike without it."""
+        return self.is_any or self.step_in_backward or self.activations != DEVICE
+
+    @property
+    def stepped_on(self) -> str:
+        return self.step or (DEVICE if self.optimizer == DEVICE else HOST)
+
+    @property
+    def rest_of_grads(self) -> str:
+        return self.grads or (DEVICE if self.stepped_on == DEVICE and self.params == DEVICE else HOST)
+
+    @property
     def offloads(self) -> bool:
-        """Whether shards rest on the host."""
-        return self.optimizer != DEVICE
+        """Whether shards rest off the device: `rest_of_grads` says so, torch wants a gradient beside its parameter."""
+        return self.rest_of_grads != DEVICE
+
+    @property
+    def streams(self) -> bool:
+        """Whether a step brings what it needs piece by piece: from the disk, or to the device."""
+        return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
+
+    @property
+    def uses_disk(self) -> bool:
+        return any(_is_folder(place) for place in (self.params, self.grads, self.optimizer))
 
     @property
     def folder(self) -> Path | None:
         """Where the optimizer's states rest on disk; None where they do not."""
-        return Path(self.optimizer.removeprefix(DISK)) if self.optimizer.startswith(DISK) else None
+        return folder_of(self.optimizer)
+
+
+def _is_folder(place: object) -> bool:
+    return isinstance(place, str) and place.startswith(DISK) and len(place) > len(DISK)
+
+
+def folder_of(place: str) -> Path | None:
+    """The folder of a place on disk; None of any other place."""
+    return Path(place.removeprefix(DISK)) if place.startswith(DISK) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

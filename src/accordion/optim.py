@@ -16,6 +16,7 @@ from accordion.engine.autograd import engine_of
 from accordion.engine.norm import Part, scale_to, total_norm
 from accordion.errors import UsageError
 from accordion.memory.entries import local_state, write_back
+from accordion.memory.in_backward import refuse_in_backward
 from accordion.memory.step import defer, engines_of, expose, prepare
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -49,6 +50,9 @@ class LocalStep:
             self._step_here()
         return loss
 
+    # Else torch's `load_state_dict` wraps it in what runs the caller's hooks, a second time.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def _step_here(self) -> None:
         outer_groups, outer_state = [group["params"] for group in self.param_groups], self.state
         pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for params in outer_groups for p in params]
@@ -81,6 +85,13 @@ class LocalStep:
     def _as_optimizer(self) -> Optimizer:
         assert isinstance(self, Optimizer), "mixed into an optimizer"
         return self
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked for by `torch.amp.GradScaler.step`, and by nothing else."""
+        for engine in engines_of(self._as_optimizer()):
+            refuse_in_backward(engine, "a gradient scaler")
+        return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
         for engine in engines_of(self._as_optimizer()):
@@ -156,6 +167,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     engine = engine_of(model)
     if engine is None:
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
+    refuse_in_backward(engine, "clip_grad_norm_")
     engine.synchronize()
     parts: dict[tuple[int, ...], Part] = {}
     shards = {id(param.sharded) for unit in engine.units for param in unit.params}

@@ -8,8 +8,7 @@ import logging
 import socket
 import weakref
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatch
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,14 +33,13 @@ from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
-from accordion.memory.budget import Shape, within
+from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
-from accordion.memory.tiers import Tiers
+from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, choose_units, other_units_read, owned_parameters
+from accordion.units import Owned, UnitChoice, by_unit, choose_units, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
-Policy = TypeVar("Policy", Precision, Offload)
 
 
 def shard(
@@ -84,12 +82,13 @@ def shard(
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         _check_hooks(owned)
-        precisions = _by_unit(chosen, precision, "Precision")
-        offloads = _by_unit(chosen, offload or Offload(), "Offload")
+        precisions = by_unit(chosen, precision, "Precision")
+        offloads = by_unit(chosen, offload or Offload(), "Offload")
         same_structure(owned, chosen, strategy, wiring, settings_of(precisions, offloads))
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
+        check_activations(offloads, checkpoint_activations)
         wiring = with_tiers(wiring, offloads, planned, offload)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
@@ -113,7 +112,7 @@ def shard(
         _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
     for i, (_, module) in enumerate(chosen[1:]):
         if checkpointing.every and i % checkpointing.every == 0:
-            checkpoint_forward(module, checkpointing)
+            checkpoint_forward(module, checkpointing, parking_of(engine, i + 1))
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
     weakref.finalize(model, engine.dismantle)
@@ -259,26 +258,6 @@ def _one_node(link: Link, device: torch.device) -> bool:
     return bool((rows == digest).all())
 
 
-def _by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
-    """The policy of each unit: an override by name (a pattern) or class, else the model's."""
-    result: list[Policy] = []
-    used = set()
-    for name, module in chosen:
-        mine = policy
-        for key, override in policy.overrides.items():
-            if fnmatch(name, key) if isinstance(key, str) else isinstance(module, key):
-                mine = override
-                used.add(key)
-        result.append(mine)
-    unused = [str(key) for key in policy.overrides if key not in used]
-    if unused:
-        names = ", ".join(sorted({f"{n or '(root)'}: {type(m).__name__}" for n, m in chosen})[:8])
-        raise UsageError(
-            f"{kind}.overrides names {', '.join(unused)}, which is no unit; the units are {names}; add it to `units`."
-        )
-    return result
-
-
 def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
     itemsize = precision.compute_dtype(o.original.dtype).itemsize
     return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
@@ -295,7 +274,7 @@ def with_tiers(
     `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
     `UsageError` on every rank where one has not enough.
     """
-    if not any(own.offloads for own in offloads):
+    if not any(own.asks for own in offloads):
         return wiring
     shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
 

@@ -15,6 +15,7 @@ from accordion.engine.autograd import engine_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
 from accordion.errors import UsageError
+from accordion.memory.in_backward import refuse_in_backward
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
@@ -32,6 +33,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     The first backward of a forward made outside reduces the sum, also of units that it does not visit.
     """
     engine = sharded_engine(model, "no_sync")
+    refuse_in_backward(engine, "no_sync")
     before, engine.sync = engine.sync, False
     try:
         yield

@@ -6,11 +6,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from accordion.config import UnitRule, nearest
+from accordion.config import Offload, Precision, UnitRule, nearest
 from accordion.errors import UsageError
 
 
@@ -28,6 +30,7 @@ def min_params(num_params: int) -> MinParams:
     return MinParams(num_params)
 
 
+Policy = TypeVar("Policy", Precision, Offload)
 UnitChoice = Iterable[type[nn.Module] | str] | type[nn.Module] | MinParams | UnitRule | None
 
 
@@ -58,6 +61,26 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
     return [("", model)] + [
         (n, m) for n, m in model.named_modules() if m is not model and id(m) in chosen and has_params(m)
     ]
+
+
+def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
+    """The policy of each unit: an override by name (a pattern) or class, else the model's."""
+    result: list[Policy] = []
+    used = set()
+    for name, module in chosen:
+        mine = policy
+        for key, override in policy.overrides.items():
+            if fnmatch(name, key) if isinstance(key, str) else isinstance(module, key):
+                mine = override
+                used.add(key)
+        result.append(mine)
+    unused = [str(key) for key in policy.overrides if key not in used]
+    if unused:
+        names = ", ".join(sorted({f"{n or '(root)'}: {type(m).__name__}" for n, m in chosen})[:8])
+        raise UsageError(
+            f"{kind}.overrides names {', '.join(unused)}, which is no unit; the units are {names}; add it to `units`."
+        )
+    return result
 
 
 def has_params(module: nn.Module) -> bool:

@@ -271,17 +271,17 @@ def test_the_gpu_script_runs_every_part_on_cpu(tmp_path):
     for name in ("rich", "plotly", "jsonargparse", "transformers"):
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text("raise ImportError('not at hand')")
-    words = [sys.executable, str(script), "--tiny", "--device", "cpu", "--out", str(tmp_path)]
+    words = [sys.executable, str(script), "--tiny", "--device", "cpu", "--parts", "abcdefg", "--out", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(blocked)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*.json")
     parts = json.loads(path.read_text())["parts"]
-    assert list(parts) == list("abcdef")
+    assert list(parts) == list("abcdefg")
     safe = parts["c"]["data"]
     assert safe["2 ranks"]["wrong"] == safe["4 ranks"]["wrong"] == []
     assert len(safe["4 ranks"]["losses"]) == 7
-    for letter, titles in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1}.items():
+    for letter, titles in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1, "g": 1}.items():
         assert len(parts[letter]["tables"]) == titles
     assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
     assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())

@@ -178,7 +178,20 @@ VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losse
     "recomputed selectively": (["--shard.checkpoint_activations", "selective"], 1e-5),
     "units by size": (["--shard.units", "min_params:20000"], 1e-5),
     "units by class": (["--shard.units", "LlamaMLP,LlamaAttention"], 1e-5),
-    "offloaded": (["--shard.offload_params", "host", "--shard.offload_optimizer", "disk:."], 0),
+    "offloaded": (
+        [
+            *(
+                "--shard.offload_params",
+                "disk:.",
+                "--shard.offload_grads",
+                "disk:.",
+                "--shard.offload_optimizer",
+                "disk:.",
+            ),
+            *("--shard.offload_activations", "host", "--shard.checkpoint_activations", "full"),
+        ],
+        0,
+    ),
     "bf16": (["--shard.precision", "bf16"], 0.05),
     "fp16": (["--shard.precision", "fp16"], 0.05),
 }

@@ -15,12 +15,13 @@ import accordion as acc
         ({"params": "hots"}, r"params='hots'\) is no place; did you mean 'host'"),
         ({"optimizer": "gpu"}, r"optimizer='gpu'\) is no place; valid: device, host, disk:/path"),
         ({"optimizer": "disk:"}, r"optimizer='disk:'\) is no place"),
-        ({"params": "disk:/tmp", "optimizer": "host"}, r"params='disk:/tmp'\) is no place; valid: device, host"),
+        ({"params": "disk:"}, r"params='disk:'\) is no place; did you mean"),
+        ({"step": "hots"}, r"step='hots'\) is no place to step; did you mean 'host'"),
         ({"device_bytes": 7}, r"Offload\(device_bytes=7\) says how much"),
         ({"host_bytes": -1, "optimizer": "host"}, r"Offload\(host_bytes=-1\) says how much"),
-        ({"params": "host"}, "pass optimizer='host' too"),
-        ({"grads": "host"}, "leave out grads, or name one place for both"),
-        ({"grads": "device", "optimizer": "host"}, "leave out grads, or name one place for both"),
+        ({"step": "host"}, "pass optimizer='host' too, or step='device'"),
+        ({"grads": "device", "optimizer": "host"}, "leave out grads, or pass params='device' and step='device'"),
+        ({"grads": "device", "params": "disk:/tmp"}, "leave out grads, or pass params='device' and step='device'"),
     ],
 )
 def test_places_that_make_no_sense_are_refused(options, message):

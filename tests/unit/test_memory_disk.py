@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accordion.errors import OffloadError
-from accordion.memory import disk, states
+from accordion.memory import disk, pieces
 from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
 from accordion.memory.entries import Entry
 
@@ -130,30 +130,30 @@ def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match=rf"has no room for {PAGE} bytes of optimizer states \(No space left"):
+    with pytest.raises(OffloadError, match=rf"has no room for {PAGE} bytes of what is offloaded \(No space left"):
         SwapFile(tmp_path, PAGE)
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr(states, "PIECE_NUMEL", 2048)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 2048)
     keys = {"a": torch.float32, "b": torch.float32}
     sizes = [5000, 1, 1024, 2048, 3, 0]
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
         at += -(-size // 1024) * 1024
-    area = states.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at})
+    area = pieces.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
-    todos = [states.Todo(e, states.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
+    todos = [pieces.Todo(e, pieces.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
-    pieces = list(states.pieces_of(stepped))
-    for piece in pieces:
+    for piece in pieces.pieces_of(stepped):
         assert 0 < piece.stop - piece.start <= 2048
         assert piece.start % 1024 == piece.stop % 1024 == 0
-        for todo, low, high in piece.parts:
-            assert piece.start <= todo.place.start + low < todo.place.start + high <= piece.stop
-            todo.entry.own[low:high] += 1
+        for part in piece.parts:
+            first = part.todo.place.start
+            assert piece.start <= first + part.low < first + part.high <= piece.stop
+            part.todo.entry.own[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)

@@ -24,7 +24,7 @@ from accordion.bench.trainer import STATUS
 from accordion.config import Offload, Precision
 from accordion.memory.disk import SwapFile, aligned_buffer
 from accordion.memory.entries import local_of
-from accordion.memory.states import PIECE_NUMEL
+from accordion.memory.pieces import PIECE_NUMEL
 from accordion.memory.tiers import Tiers
 from accordion.optim import wrap_optimizer
 from accordion.shard import shard

@@ -148,6 +148,8 @@ class Stage(torch.autograd.Function):
         params, accumulates = call.trained.params, engine.accumulates()
         listens = [not accumulates or _listens(p) for p in params]
         adding = [not heard and p.grad is not None for heard, p in zip(listens, params, strict=True)]
+        if engine.after_unit is not None:
+            engine.after_unit(call.unit)
         grads, flights = call.unit.as_gradients(call.trained, parts, adding)
         engine.arriving += flights
         if any(listens):

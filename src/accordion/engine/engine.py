@@ -60,6 +60,7 @@ class Engine:
         self.together = Together(wiring.watch, self.announced, self.siblings, always=announce)
         self.finite: Finite | None = None  # looks for NaN and inf
         self.after_backward: Callable[[], None] | None = None
+        self.after_unit: Callable[[Unit], None] | None = None  # its gradients come; those of the one before are there
         self.sync = True
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way

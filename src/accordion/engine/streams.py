@@ -111,6 +111,11 @@ class Flight:
         self._finish()
         lane.stream.wait_event(self._end)
 
+    def block(self) -> None:
+        """Let the calling thread, any one, wait for the end of what was begun; nothing is let go."""
+        if self._end is not None:
+            self._end.synchronize()
+
     def synchronize(self) -> None:
         """Let the host wait for the end, and the buffers go."""
         self.land()

@@ -34,18 +34,18 @@ class Arena:
                 f"({_first_line(error)}); offload less, or use more ranks or the disk."
             ) from error
         start = -whole.data_ptr() % ALIGN_BYTES
-        self._memory, self._used = whole[start : start + num_bytes], 0
+        self.memory, self._used = whole[start : start + num_bytes], 0
         if device.type != "cpu" and num_bytes:
             driver = getattr(torch.get_device_module(device), "cudart", None)
             if driver is not None:  # another accelerator's copies are right, and slower
-                pin(self, self._memory, driver())
+                pin(self, self.memory, driver())
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of zeros in a part that nobody has."""
         start, num_bytes = self._used, numel * dtype.itemsize
         self._used += page_aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena is sized for all that is taken from it"
-        return self._memory[start : start + num_bytes].view(dtype).zero_()
+        return self.memory[start : start + num_bytes].view(dtype).zero_()
 
 
 def pin(owner: object, memory: Tensor, runtime: Any) -> None:

@@ -1,12 +1,12 @@
-"""Files in which optimizer states rest: preallocated, without a name, and accessed past the page cache where that is possible."""
+"""Files in which what is offloaded rests: preallocated, nameless, and accessed past the page cache where that is possible."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tempfile
-import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ class SwapFile:
 
     `read` and `write` take offsets and lengths that are multiples of a page and memory that begins at one; they run on any
     thread. `mapped` shows parts of the file as tensors to whoever wants to see them outside of a step: nothing of them is
-    in memory until it is looked at. With `checksums` each block that is read is what was last written there.
+    in memory until it is looked at. With `checksums` each page that is read is what was last written there.
     """
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool = False, direct: bool = True) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self.traffic = {"read": 0, "written": 0}  # bytes
-        self._sums: dict[tuple[int, int], int] | None = {} if checksums else None
+        pages = page_aligned(num_bytes) // ALIGN_BYTES if checksums else 0
+        self._sums, self._known = torch.zeros(pages, dtype=torch.int64), torch.zeros(pages, dtype=torch.bool)
         self._plain, self._fast = _unnamed(folder, direct)
         self.is_direct = self._fast != self._plain
         try:
@@ -43,7 +44,7 @@ class SwapFile:
         except OSError as error:
             self.close()
             raise OffloadError(
-                f"{folder} has no room for {num_bytes} bytes of optimizer states ({error.strerror}); free some, name another "
+                f"{folder} has no room for {num_bytes} bytes of what is offloaded ({error.strerror}); free some, name another "
                 "folder, or use more ranks."
             ) from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -63,23 +64,24 @@ class SwapFile:
     def flush(self) -> None:
         """What was written through `mapped` is in the file, and what was summed before is no longer expected."""
         self._map.flush()
-        if self._sums is not None:
-            self._sums.clear()
+        self._known.fill_(False)
 
     def read(self, offset: int, into: Tensor) -> None:
         """Fill the bytes `into`. Raises `OffloadError` where the disk fails, or gives other bytes than were written."""
         self._transfer(os.preadv, "read", offset, into)
-        if self._sums is not None:
-            expected = self._sums.get((offset, into.numel()))
-            if expected is not None and expected != zlib.crc32(bytes_of(into)):
+        if len(self._sums):
+            pages = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES)
+            wrong = (self._known[pages] & (self._sums[pages] != sums_of(into))).nonzero()
+            if len(wrong):
                 raise OffloadError(
-                    f"{into.numel()} bytes at {offset} of the swap file in {self.folder} are not what was written there; the "
-                    "disk or its memory is faulty. Go on from the last checkpoint, on another disk."
+                    f"{ALIGN_BYTES} bytes at {offset + int(wrong[0]) * ALIGN_BYTES} of the swap file in {self.folder} are not "
+                    "what was written there; the disk or its memory is faulty. Go on from the last checkpoint, on another disk."
                 )
 
     def write(self, offset: int, source: Tensor) -> None:
-        if self._sums is not None:
-            self._sums[offset, source.numel()] = zlib.crc32(bytes_of(source))
+        if len(self._sums):
+            pages = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES)
+            self._sums[pages], self._known[pages] = sums_of(source), True
         self._transfer(os.pwritev, "written", offset, source)
 
     def _transfer(self, call: Callable[[int, Any, int], int], what: str, offset: int, memory: Tensor) -> None:
@@ -106,13 +108,45 @@ class SwapFile:
             self.close()
 
 
+def sums_of(memory: Tensor) -> Tensor:
+    """(pages,) int64 of whole pages, bytes: the sum of their words, each times an odd number, so that any changed word shows."""
+    words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
+    return (words * torch.arange(1, ALIGN_BYTES // 4, 2)).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where `numel` elements lie in a file: from a page on, with the rest of their last page to themselves."""
+
+    file: SwapFile
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+    def mapped(self) -> Tensor:
+        return self.file.mapped(self.offset, self.numel, self.dtype)
+
+
+class Shelf:
+    """Owns a file of a given size and hands out its pages, each once."""
+
+    def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
+        self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Spot:
+        spot = Spot(self.file, self._used, numel, dtype)
+        self._used += page_aligned(numel * dtype.itemsize)
+        assert self._used <= self.file.num_bytes, "the file is sized for all that is taken from it"
+        return spot
+
+
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
     """A new file opened twice, for ordinary and for direct access (the same handle where there is none), and its name removed."""
     try:
         plain, name = tempfile.mkstemp(prefix=".accordion-swap-", dir=folder)
     except OSError as error:
         raise OffloadError(
-            f"optimizer states cannot rest in {folder}: {error.strerror}; name a folder that exists and can be written."
+            f"what is offloaded cannot rest in {folder}: {error.strerror}; name a folder that exists and can be written."
         ) from error
     try:
         fast = os.open(name, os.O_RDWR | DIRECT) if direct and DIRECT else plain

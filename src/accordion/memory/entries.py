@@ -63,6 +63,14 @@ class Recipe:
             clone.step()
         return dict(clone.state)
 
+    def scalar(self, group: int, key: str, value: Any, own: Tensor) -> Any:
+        """A state that has not the parameter's shape, for one piece of it: a copy, where the kernel wants it."""
+        if not isinstance(value, Tensor):
+            return value
+        options = self._options[group]
+        counts = key == "step" and (options.get("fused") or options.get("capturable"))
+        return value.to(own.device, copy=True) if counts else value.clone()
+
     def shaped_states(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Names and dtypes of the states that have an element for each of a parameter's, found by stepping a small one."""
         probe = torch.zeros(PROBE_NUMEL, dtype=dtype)

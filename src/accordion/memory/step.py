@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accordion.config import DEVICE
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group
 from accordion.engine.unit import Unit
-from accordion.memory.entries import Entry, Recipe, local_of, step_here
-from accordion.memory.host import HostHome
-from accordion.memory.states import Stream, Todo, finish, pieces_of, step_piece
+from accordion.errors import UsageError
+from accordion.memory.entries import SCALER_ATTRIBUTES, Entry, Recipe, local_of, step_here
+from accordion.memory.host import Offloaded
+from accordion.memory.in_backward import InBackward, refuse_in_backward
+from accordion.memory.pieces import Todo, finish, pieces_of, step_piece
+from accordion.memory.states import States, Wanted
+from accordion.memory.stream import Stream
 from accordion.memory.tiers import Tiers
 
 OWNER = "_accordion_owner"  # the attribute by which an offloaded parameter names its unit
@@ -42,11 +46,32 @@ class Owner:
 
 
 def own_parameters(unit: Unit) -> None:
-    """Let optimizers find the unit of its parameters, where these rest off the device."""
-    for group in unit.groups:
-        if isinstance(group.home, HostHome):
-            for param in group.params:
+    """Let optimizers find the unit of its parameters, where these are not stepped as others are."""
+    tiers = unit.engine.wiring.home
+    if not isinstance(tiers, Tiers):
+        return
+    tiers.follow(unit)
+    if tiers.offloads[unit.index].step_in_backward:
+        tiers.in_backward = tiers.in_backward or InBackward(step_unit)
+        tiers.in_backward.attach(unit.engine)
+    if tiers.offloads[unit.index].asks:
+        for param in unit.params:
+            if param.extension is None:
                 vars(param.sharded)[OWNER] = Owner(unit)
+    if tiers.offloads[unit.index].streams or tiers.in_backward is not None:
+        tiers.guard(refuse_unwrapped)
+
+
+def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any step of torch's: what is stepped piece by piece would be stepped as it lies, with states in memory."""
+    for group in optimizer.param_groups:
+        for unit in filter(None, map(unit_of, group["params"])):
+            offload = tiers_of(unit.engine).offloads[unit.index]
+            if offload.streams or offload.step_in_backward:
+                raise UsageError(
+                    f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload has the step "
+                    "bring what it needs from disk or to the device, or step in backward; pass the optimizer to wrap_optimizer."
+                )
 
 
 def unit_of(param: Tensor) -> Unit | None:
@@ -64,49 +89,52 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 class Job:
     """The step of the parameters of one unit; owns their gradients until it has run.
 
-    `disk`: those of them whose states rest there, as pieces that come through a stream of the whole step.
+    `streamed`: those of them that come piece by piece.
     """
 
     def __init__(
-        self, recipe: Recipe, entries: Sequence[Entry], homes: Sequence[HostHome], disk: DiskJob | None
+        self, recipe: Recipe, entries: Sequence[Entry], homes: Sequence[Offloaded], streamed: Streamed | None
     ) -> None:
-        self._recipe, self.entries, self._homes, self._disk = recipe, entries, homes, disk
+        self._recipe, self.entries, self.homes, self._streamed = recipe, entries, homes, streamed
 
-    def run(self) -> None:
+    def run(self) -> list[Future[None]]:
+        """Step; gives what ends when parameters that rest on disk are there."""
+        writing: list[Future[None]] = []
         with torch.no_grad():
-            on_disk = set() if self._disk is None else {id(todo.entry) for todo in self._disk.todos}
-            step_here(self._recipe, [entry for entry in self.entries if id(entry) not in on_disk])
-            if self._disk is not None:
-                self._disk.run(self._recipe)
-            for home in self._homes:
+            todos = set() if self._streamed is None else {id(todo.entry) for todo in self._streamed.todos}
+            here = [entry for entry in self.entries if id(entry) not in todos]
+            step_here(self._recipe, here)
+            if self._streamed is not None:
+                writing = self._streamed.run(self._recipe)
+            for home in self.homes if here else ():
                 home.write_rows()
-        self.entries, self._disk = (), None
+        self.entries, self._streamed = (), None
+        return writing
 
 
-class DiskJob:
-    """The part of a unit's step whose states come from disk and go back there."""
+class Streamed:
+    """The part of a unit's step that comes piece by piece and goes back."""
 
-    def __init__(self, todos: Sequence[Todo]) -> None:
-        self.todos = todos
+    def __init__(self, todos: Sequence[Todo], states: States) -> None:
+        self.todos, self._states = todos, states
         self.pieces = list(pieces_of(todos))
-        self.shared: Stream | None = None  # of all units of a step, in their order
-        self.begin: Callable[[], Stream] = _no_stream  # one of its own, where it has none of those
+        self._writes_shards = any(t.home is not None and t.home[0].own_spot(t.home[1]) is not None for t in todos)
+        self.shared: tuple[Stream, int] | None = None  # of all units of a step, and this one's first piece in it
 
-    def run(self, recipe: Recipe) -> None:
-        stream = self.shared or self.begin()
+    def run(self, recipe: Recipe) -> list[Future[None]]:
+        stream, first = self.shared or (self._states.stream(self.pieces), 0)  # they run in any order: one of its own
+        count, writing = len(self.pieces), []
+        self.pieces = []  # with them go the gradients
         with stream.unbroken():
-            for _ in self.pieces:
-                piece, blocks = stream.take()
-                step_piece(recipe, piece, blocks)
-                stream.give()
+            for which in range(first, first + count):
+                piece, views = stream.take(which)
+                step_piece(recipe, piece, views)
+                writing.append(stream.give(which))
             if self.shared is None:
                 stream.finish()
         for todo in self.todos:
             finish(todo)
-
-
-def _no_stream() -> Stream:
-    raise AssertionError("a job has a stream before it runs")
+        return writing if self._writes_shards else []
 
 
 class Waiting:
@@ -119,34 +147,39 @@ class Waiting:
             if own.is_floating_point():
                 own.fill_(float("nan"))
 
-    def result(self) -> None:
+    def result(self) -> list[Future[None]]:
         job, self._job = self._job, None
-        if job is not None:
-            with torch.no_grad():
-                for own, value in self._values:
-                    own.copy_(value)
-            self._values.clear()
-            job.run()
+        if job is None:
+            return []
+        with torch.no_grad():
+            for own, value in self._values:
+                own.copy_(value)
+        self._values.clear()
+        for home in job.homes:
+            home.flush()
+        return job.run()
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Find room for the states of offloaded parameters that rest on disk. Raises `OffloadError` where there is none."""
+    """Find room for the states of parameters whose step is streamed. Raises `OffloadError`, `UsageError` where there is none."""
     recipe = None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
-        wanted: dict[Path, list[tuple[int, int, Tensor, Tensor]]] = {}
+        wanted: list[Wanted] = []
+        if tiers.in_backward is not None:
+            tiers.in_backward.steps_with(optimizer, kind)
         for i, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 unit = unit_of(p)
-                folder = None if unit is None or unit.engine is not engine else tiers.folder_of(unit.index)
-                if unit is not None and folder is not None:
-                    wanted.setdefault(folder, []).append((unit.index, i, p, local_of(p)))
-        for folder, params in wanted.items():
-            recipe = recipe or Recipe(optimizer, kind)
-            with telling(engine):
-                tiers.states_of(optimizer).cover(params, recipe, folder)
+                if unit is not None and unit.engine is engine and tiers.offloads[unit.index].streams:
+                    wanted.append(
+                        Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.home_of(unit, p))
+                    )
         if wanted:
-            tiers.states_of(optimizer).adopt(optimizer.state)
+            recipe, states = recipe or Recipe(optimizer, kind), tiers.states_of(optimizer)
+            with telling(engine):
+                states.cover(wanted, recipe)
+            states.adopt(optimizer.state)
 
 
 def tiers_of(engine: Engine) -> Tiers:
@@ -174,7 +207,7 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter that has a gradient: those on the device now, those off it on a thread, behind the caller's back.
+    """Step every parameter that has a gradient: those stepped on the device now, others on a thread, behind the caller's back.
 
     Takes hold of the gradients and of the hyperparameters as they are. Each home that is stepped waits for its own unit.
     """
@@ -182,6 +215,11 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):
         engine.synchronize()
+        in_backward = tiers_of(engine).in_backward
+        if in_backward is not None:
+            if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
+                refuse_in_backward(engine, "a gradient scaler")
+            in_backward.stepped()
     prepare(optimizer, kind)
     recipe, here = Recipe(optimizer, kind), []
     by_unit: dict[int, tuple[Unit, list[Entry]]] = {}
@@ -189,9 +227,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         for p in group["params"]:
             if p.grad is None:
                 continue
-            entry = Entry(i, p, local_of(p), local_of(p.grad), optimizer.state[p])
-            unit = unit_of(p)
-            torch.autograd.graph.increment_version(entry.own)  # now: what the thread counts comes at any time
+            entry, unit = _entry(optimizer, i, p, p.grad), unit_of(p)
             if unit is None:
                 here.append(entry)
             else:
@@ -205,42 +241,111 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
 
 
-def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe, optimizer: Optimizer) -> None:
-    """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
+def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
+    own = local_of(p)
+    torch.autograd.graph.increment_version(own)  # now: what the thread counts comes at any time
+    return Entry(group, p, own, local_of(grad), optimizer.state[p])
+
+
+def step_unit(unit: Unit, optimizer: Optimizer, recipe: Recipe) -> None:
+    """In a backward: step the parameters of one unit, whose gradients are there and are taken."""
+    if not tiers_of(unit.engine).offloads[unit.index].step_in_backward:
+        return
+    mine, entries = {id(p.sharded) for p in unit.params}, []
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) in mine and p.grad is not None:
+                entries.append(_entry(optimizer, i, p, p.grad))
+                p.grad = None
+    if entries:
+        _start(unit.engine, [(unit, entries)], recipe, optimizer, together=False)
+
+
+def _start(
+    engine: Engine,
+    units: list[tuple[Unit, list[Entry]]],
+    recipe: Recipe,
+    optimizer: Optimizer,
+    *,
+    together: bool = True,
+) -> None:
+    """Let the units of one engine be stepped in the order in which the next forward is expected to need them.
+
+    `together`: these are all, and share a stream.
+    """
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:
         states.adopt(optimizer.state)
         states.flush()
-    jobs: list[tuple[Job, list[HostHome]]] = []
-    disks: list[DiskJob] = []
+    on_device: list[Todo] = []
+    here: list[Entry] = []
+    jobs: list[tuple[Job, list[Offloaded]]] = []
+    streams: list[Streamed] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
-        homes = [group.home for group in unit.groups if isinstance(group.home, HostHome) and _has_any(group, entries)]
         todos = [] if states is None else states.todo(entries)
-        disk = DiskJob(todos) if todos else None
-        jobs.append((Job(recipe, entries, homes, disk), homes))
-        disks += [disk] if disk is not None else []
+        homes = [g.home for g in unit.groups if isinstance(g.home, Offloaded) and _has_any(g, entries)]
+        if tiers.offloads[unit.index].stepped_on == DEVICE:
+            on_device += todos
+            streamed_ids = {id(todo.entry) for todo in todos}
+            here += [entry for entry in entries if id(entry) not in streamed_ids]
+            for home in homes:
+                home.defer(_nothing)
+            continue
+        streamed = Streamed(todos, states) if states is not None and todos else None
+        jobs.append((Job(recipe, entries, homes, streamed), homes))
+        streams += [streamed] if streamed is not None else []
+    if here:
+        with torch.no_grad():
+            step_here(recipe, here)
+    if states is not None and on_device:
+        with telling(engine):
+            step_on_device(recipe, on_device, states)
     stream = None
-    if states is not None and disks:
-        if tiers.late:  # jobs run in the order in which they are waited for, each with a stream of its own
-            for disk in disks:
-                disk.begin = partial(states.stream, disk.pieces, tiers.pool)
-        else:
-            stream = states.stream([piece for disk in disks for piece in disk.pieces], tiers.pool)
-            for disk in disks:
-                disk.shared = stream
+    if states is not None and streams:
+        stream = _share(streams, states) if together and not tiers.late else None
     for job, homes in jobs:
-        running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
+        running: Future[list[Future[None]]] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
         for home in homes:
             home.defer(partial(_wait, engine, running.result))
     if stream is not None:
         written = tiers.stepper.submit(stream.finish)
-        jobs[-1][1][-1].defer(partial(_wait, engine, written.result))  # of the last unit, which waits longest anyway
+        jobs[-1][1][-1].defer(partial(_wait, engine, lambda: [written]))  # of the last unit, which waits longest anyway
 
 
-def _wait(engine: Engine, wait: Callable[[], None]) -> None:
+def _share(streams: list[Streamed], states: States) -> Stream:
+    """Give all units one stream."""
+    stream, first = states.stream([piece for streamed in streams for piece in streamed.pieces]), 0
+    for streamed in streams:
+        streamed.shared = stream, first
+        first += len(streamed.pieces)
+    return stream
+
+
+def step_on_device(recipe: Recipe, todos: Sequence[Todo], states: States) -> None:
+    """Step what comes to the device for it, all of it now; its end is waited for, since the next gathers read what it wrote."""
+    pieces = list(pieces_of(todos))
+    stream = states.over_device(pieces)
+    count = len(pieces)
+    pieces.clear()
+    with torch.no_grad():
+        for which in range(count):
+            piece, views = stream.take(which)
+            step_piece(recipe, piece, views)
+            stream.give(which)
+        stream.finish()
+    for todo in todos:
+        finish(todo)
+
+
+def _wait(engine: Engine, wait: Callable[[], list[Future[None]]]) -> None:
     with telling(engine):
-        wait()
+        for future in wait():
+            future.result()
+
+
+def _nothing() -> None:
+    """The end of a step that has ended."""
 
 
 def _has_any(group: Group, entries: Sequence[Entry]) -> bool:

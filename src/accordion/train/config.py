@@ -59,7 +59,12 @@ class ShardConfig:
         checkpoint_activations: recompute activations in backward: `none`, `full`, `selective` or `every:K`
         offload_optimizer: where the optimizer's states rest: `device`, `host` or `disk:/folder`; it steps on the host in the
             latter two, behind the next forward
-        offload_params: where the parameters rest that are gathered: `device` or `host`
+        offload_params: where the parameters rest that are gathered: `device`, `host` or `disk:/folder`
+        offload_grads: where gradients rest, the same; `auto`: where the step or the parameters ask for it
+        offload_activations: `host`: inputs of recomputed units rest there
+        offload_step: `host` or `device`, where the optimizer steps; `auto`: on the host with its states off the device
+        offload_device_gib: of what is offloaded this much of a rank stays on the device all the same, parameters first
+        offload_host_gib: of what is on disk this much of a rank rests on the host instead, parameters first
     """
 
     strategy: str = "full_shard"
@@ -69,10 +74,26 @@ class ShardConfig:
     checkpoint_activations: str = "none"
     offload_optimizer: str = "device"
     offload_params: str = "device"
+    offload_grads: str = "auto"
+    offload_activations: Literal["device", "host"] = "device"
+    offload_step: Literal["auto", "device", "host"] = "auto"
+    offload_device_gib: float | None = None
+    offload_host_gib: float | None = None
 
     def offload(self) -> Offload:
         """Raises `UsageError` for places that make no sense."""
-        return Offload(params=self.offload_params, optimizer=self.offload_optimizer)
+        device, host = (
+            None if gib is None else int(gib * 2**30) for gib in (self.offload_device_gib, self.offload_host_gib)
+        )
+        return Offload(
+            params=self.offload_params,
+            grads=None if self.offload_grads == "auto" else self.offload_grads,
+            optimizer=self.offload_optimizer,
+            activations=self.offload_activations,
+            step=None if self.offload_step == "auto" else self.offload_step,
+            device_bytes=device,
+            host_bytes=host,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

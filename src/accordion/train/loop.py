@@ -170,7 +170,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         rate=partial(lr_at, options=options, schedule=theirs.scheduler if theirs else None),
         loader=make_loader(prepared.tokens.read("train"), config.data.seq_len, share, options.seed),
         sums_locally=strategy.grads is Lies.REPLICATE,
-        saves_behind=config.checkpoint.background and offload.optimizer in ("device", "host"),
+        saves_behind=config.checkpoint.background and not offload.uses_disk,
     )
 
 

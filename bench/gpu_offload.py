@@ -1,0 +1,171 @@
+"""What `gpu.py` runs in its rank processes for offload: a Llama whose states are on the host, ours beside FSDP2's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.bench.contenders import mesh_of
+from accordion.bench.model import Llama, batch_of, loss_of
+from accordion.bench.ranks import Seat
+from accordion.memory.arena import Arena
+from accordion.memory.stated import Stated, stated
+from accordion.memory.tiers import Tiers
+from accordion.state import sharded_engine
+from accordion.train.config import Preset
+
+BF16 = torch.bfloat16
+GIB = 2**30
+STEPPED_ON_HOST, STEPPED_HERE, PEER = "accordion host", "accordion device", "fsdp2 host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadCase:
+    """A Llama in bf16 over float32 masters, recomputed. `host_bytes`: the rest of what is offloaded stays on the device."""
+
+    preset: Preset
+    batch: int
+    seq: int
+    host_bytes: int | None = None
+
+
+def place_of(kind: str, case: OffloadCase) -> acc.Offload:
+    """Where a kind keeps its states, so that the host holds at most what the case gives."""
+    place = acc.Offload(optimizer="host", step="device" if kind == STEPPED_HERE else "host")
+    if case.host_bytes is None:
+        return place
+    said, low, high = said_of(place, case), 0, 16 * sum(p.numel() for p in on_meta(case).parameters())
+    if said.host <= case.host_bytes:
+        return place
+    low = said.device
+    while high - low > 2**20:
+        middle = (low + high) // 2
+        fits = said_of(with_device_bytes(place, middle), case).host <= case.host_bytes
+        low, high = (low, middle) if fits else (middle, high)
+    return with_device_bytes(place, high)
+
+
+def with_device_bytes(place: acc.Offload, num_bytes: int) -> acc.Offload:
+    return acc.Offload(optimizer=place.optimizer, step=place.step, device_bytes=num_bytes)
+
+
+def on_meta(case: OffloadCase) -> nn.Module:
+    with torch.device("meta"):
+        return Llama(case.preset, recompute=True).to(BF16)
+
+
+def said_of(place: acc.Offload, case: OffloadCase) -> Stated:
+    return stated(on_meta(case), place, 1, precision=acc.Precision(params=BF16))
+
+
+class OffloadTrainer:
+    """One rank that trains a case in one way."""
+
+    def __init__(self, seat: Seat, kind: str, case: OffloadCase) -> None:
+        torch.manual_seed(0)
+        self._seat, self._case, self._num_steps, self._ours = seat, case, 0, kind != PEER
+        self._said = said_of(place_of(kind, case), case) if self._ours else None
+        self._model = self._made(kind)
+        optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
+        self._optimizer = acc.wrap_optimizer(optimizer) if self._ours else optimizer
+
+    def _made(self, kind: str) -> nn.Module:
+        model = on_meta(self._case)
+        if self._ours:
+            offload = place_of(kind, self._case)
+            model = acc.shard(model, mesh_of(self._seat), precision=acc.Precision(params=BF16), offload=offload)
+        else:
+            model = model.float()
+            policy = CPUOffloadPolicy(pin_memory=self._seat.device.type != "cpu")
+            options = {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)}
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh_of(self._seat), offload_policy=policy, **options)
+            fully_shard(model, mesh=mesh_of(self._seat), offload_policy=policy, **options)
+            model.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in model.parameters():
+                (p.to_local() if isinstance(p, DTensor) else p).normal_(std=0.02)
+        return model
+
+    def _wait(self) -> None:
+        if self._ours:
+            acc.synchronize(self._model)
+        if self._seat.device.type != "cpu":
+            torch.cuda.synchronize()
+
+    def turn(self, warm: int, count: int) -> list[dict[str, float]]:
+        """Seconds of each step; of its optimizer, waited for, in the last one, which is not a step's time."""
+        found = []
+        for i in range(warm + count + 1):
+            shape = (self._case.batch, self._case.seq)
+            tokens, targets = (
+                t.to(self._seat.device) for t in batch_of(self._num_steps, 0, shape, self._case.preset.vocab)
+            )
+            self._num_steps += 1
+            start = time.perf_counter()
+            loss = loss_of(self._model(tokens), targets)
+            loss.backward()
+            if i == warm + count:
+                self._wait()
+                before = time.perf_counter()
+            self._optimizer.step()
+            if i == warm + count:
+                self._wait()
+                found.append({"optimizer": time.perf_counter() - before})
+            self._optimizer.zero_grad()
+            value = float(loss)  # the device is waited for, the host's step is not
+            if i < warm + count:
+                found.append({"step": time.perf_counter() - start, "loss": value})
+        self._wait()
+        return found[warm:]
+
+    def bytes(self) -> dict[str, int]:
+        """Peak of the device, what was stated before, and what a step on the device copies in a step."""
+        peak = 0 if self._seat.device.type == "cpu" else torch.cuda.max_memory_allocated()
+        if self._said is None:
+            return {"peak": peak}
+        tiers = sharded_engine(self._model, "bench").wiring.home
+        assert isinstance(tiers, Tiers)
+        states = list(tiers.states.values())
+        copied = 2 * sum(one.memory_bytes("host") for one in states)
+        said = {"said_device": self._said.device + self._said.device_buffers, "said_host": self._said.host}
+        return {"peak": peak, "arena": tiers.arena.num_bytes, "copied": copied, **said}
+
+
+def link(seat: Seat, num_bytes: int = GIB) -> dict[str, float]:
+    """Bytes a second between pinned host memory and the device, one way and the other, measured now."""
+    there = Arena(num_bytes, seat.device).take(num_bytes, torch.uint8)
+    here = torch.empty(num_bytes, dtype=torch.uint8, device=seat.device)
+
+    def timed(copy: Callable[[], Tensor]) -> float:
+        best = float("inf")
+        for _ in range(4):
+            start = time.perf_counter()
+            copy()
+            if seat.device.type != "cpu":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return num_bytes / best
+
+    return {
+        "to_device": timed(lambda: here.copy_(there, non_blocking=True)),
+        "to_host": timed(lambda: there.copy_(here, non_blocking=True)),
+    }
+
+
+class Links:
+    """One rank that measures its link."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def measure(self, num_bytes: int) -> dict[str, Any]:
+        return link(self._seat, num_bytes)

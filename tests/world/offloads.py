@@ -1,0 +1,120 @@
+"""What the tests of offload share: places for everything, recipes trained with them and without, comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accordion as acc
+from accordion.memory import pieces
+from tests.world import models, reference
+from tests.world.checks import assert_equal
+from tests.world.reference import Recipe, Trace
+
+HOST = acc.Offload(params="host", optimizer="host")
+OPTIMIZER = acc.Offload(optimizer="host")
+MIXED = acc.Offload(params="host", optimizer="host", overrides={models.Block: OPTIMIZER, "blocks.1": acc.Offload()})
+
+
+def disk(path: Path, **options: Any) -> acc.Offload:
+    return acc.Offload(params="host", optimizer=f"disk:{path}", checksums=True, **options)
+
+
+def places(path: Path) -> dict[str, acc.Offload]:
+    """Every kind of thing in every place where it may be, at least once."""
+    on_disk = f"disk:{path}"
+    return {
+        "all on disk": disk_of_all(path),
+        "parameters on disk": acc.Offload(params=on_disk, optimizer="host"),
+        "gradients on disk": acc.Offload(grads=on_disk, optimizer="host", checksums=True),
+        "states on the device": acc.Offload(params="host"),
+        "gradients on the host": acc.Offload(grads="host"),
+        "on the device, states on the host": acc.Offload(optimizer="host", step="device"),
+        "on the device, states on disk": acc.Offload(optimizer=on_disk, step="device", checksums=True),
+        "on the device, all on the host": acc.Offload(params="host", optimizer="host", step="device"),
+        "on the device, all on disk": disk_of_all(path, step="device"),
+    }
+
+
+def disk_of_all(path: Path, **options: Any) -> acc.Offload:
+    on_disk = f"disk:{path}"
+    return acc.Offload(params=on_disk, grads=on_disk, optimizer=on_disk, checksums=True, **options)
+
+
+BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
+RECIPES = [
+    Recipe(build="wide", micros=2, **BF16),
+    Recipe(build="tied", micros=3, no_sync=True),
+    Recipe(build="frozen", **BF16),
+    Recipe(build="uneven", skip_last=(1,), micros=2, **FP16),
+    Recipe(build="spare", sometimes=True),
+    Recipe(build="experts", **BF16),
+]
+
+
+def trained(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Trace:
+    precision = acc.Precision(params=recipe.compute)
+    model = acc.shard(recipe.model(), mesh=mesh, strategy=strategy, precision=precision, **options)
+    return reference.sharded(
+        model,
+        recipe,
+        dist.get_rank(),
+        no_sync=acc.no_sync,
+        wrap=acc.wrap_optimizer,
+        after_step=after_last(recipe.steps, model),
+    )
+
+
+def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
+    """Waits after the last of so many steps, whose parameters are read directly; the others go on behind the next forward."""
+    left = list(range(num_steps))
+
+    def after_step() -> None:
+        left.pop()
+        if not left:
+            acc.synchronize(model)
+
+    return after_step
+
+
+def same_as_without(
+    mesh,
+    strategy: acc.Strategy,
+    recipes: list[Recipe],
+    offloads: list[acc.Offload],
+    piece_numel: int = pieces.PIECE_NUMEL,
+) -> None:
+    for i, recipe in enumerate(recipes):
+        recipe = dataclasses.replace(recipe, steps=3)
+        wanted = trained(mesh, recipe, strategy)
+        debug = ("streams",) if i % 2 else ()
+        for offload in offloads:
+            with pieces_of(piece_numel):
+                found = trained(mesh, recipe, strategy, offload=offload, debug=debug)
+            assert found.losses == wanted.losses, (recipe.build, offload)
+            assert found.grads.keys() == wanted.grads.keys()
+            for name, grad in wanted.grads.items():
+                assert grad is found.grads[name] is None or torch.equal(found.grads[name], grad), (recipe.build, name)
+            assert_equal(found.params, wanted.params)
+
+
+def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = acc.shard(models.seeded(seed, tied=True), mesh=mesh, **options)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@contextmanager
+def pieces_of(numel: int) -> Iterator[None]:
+    """States go through buffers of so many elements: most tensors are larger."""
+    before, pieces.PIECE_NUMEL = pieces.PIECE_NUMEL, numel
+    try:
+        yield
+    finally:
+        pieces.PIECE_NUMEL = before

@@ -1,0 +1,101 @@
+"""Parameters, gradients and states on disk: in pieces, read ahead, read and written as often as planned."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+import accordion as acc
+from tests.world import models
+from tests.world.checks import one_loss, units_of
+from tests.world.offloads import disk, disk_of_all, pieces_of
+from tests.world.reference import local_of, params_of
+
+
+def in_pieces(mesh, path: Path) -> None:
+    """States lie in the file, pass through small buffers, are read and written once a step, and are those of no offload."""
+    found = []
+    for options in ({}, {"offload": disk(path)}):
+        with pieces_of(1024):
+            model = acc.shard(models.wide(), mesh=mesh, **options)
+            optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
+            for step in range(3):
+                one_loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+        acc.synchronize(model)
+        found.append([*state, *params_of(model).values()])
+        if options:
+            (held,) = units_of(model)[0].engine.wiring.home.states.values()
+            (file,) = held.files
+            numel = sum(local_of(p).numel() for p in model.parameters())
+            floor = 3 * 4 * numel  # three states of four bytes
+            assert held.buffer_bytes == 4 * 3 * 4 * 1024
+            assert floor <= file.traffic["written"] / 3 <= 1.25 * floor
+            assert file.traffic["read"] * 3 == file.traffic["written"] * 2, "there is nothing to read in the first step"
+            low = file._bytes.data_ptr()
+            shaped = [v for v in state if v.dim()]
+            assert all(low <= v.data_ptr() < low + file.num_bytes for v in shaped if v.numel())
+            assert os.listdir(path) == []
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def all_on_disk(mesh, path: Path) -> None:
+    """Only what was stated is in memory; each step reads and writes each thing once, and parameters once more for each gather."""
+    model = acc.shard(
+        models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(path)
+    )
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    tiers = units_of(model)[0].engine.wiring.home
+    (shelf,) = tiers.files
+    numel = sum(local_of(p).numel() for p in model.parameters())
+    before = dict(shelf.file.traffic)
+    for step in range(4):
+        if step == 1:
+            acc.synchronize(model)
+            before = dict(shelf.file.traffic)
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.synchronize(model)
+    moved = {key: (shelf.file.traffic[key] - before[key]) / 3 for key in before}
+    masters, rows = 4 * numel, 2 * numel
+    assert 2 * masters + rows <= moved["written"] + masters <= 1.3 * (2 * masters + rows) + masters, "and the gradients"
+    assert moved["read"] <= 1.3 * (2 * masters + 2 * rows) + 2**18, moved
+    low, high = tiers.arena.memory.data_ptr(), tiers.arena.memory.data_ptr() + tiers.arena.num_bytes
+    assert not any(low <= local_of(p).data_ptr() < high for p in model.parameters())
+    largest = max(sum(p.cut.shard_numel for p in unit.params) for unit in units_of(model))
+    assert tiers.arena.num_bytes <= (4 + 2 * 2) * largest + 2**18, "a landing and two bays"
+    assert os.listdir(path) == []
+
+
+def touched(mesh, path: Path) -> None:
+    """What a caller writes into a parameter, a gradient or a state counts, though it lies on disk; what he keeps is his."""
+    found = []
+    for offload in (None, disk_of_all(path)):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        kept = []
+        for step in range(3):
+            one_loss(model, step).backward()
+            one_loss(model, step + 5).backward()
+            acc.clip_grad_norm_(model, 0.05)
+            local_of(model.head.weight.grad).mul_(2)
+            kept.append(model.norm.weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            acc.synchronize(model)
+            with torch.no_grad():
+                local_of(model.norm.weight).mul_(1.25)
+            optimizer.state_dict()["state"][0]["exp_avg"].mul_(0.5)
+        found.append([*params_of(model).values(), *(local_of(g).clone() for g in kept)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_everything_on_disk(world, tmp_path):
+    world.run(2, all_on_disk, tmp_path)
+    world.run(2, touched, tmp_path)
+    world.run(2, in_pieces, tmp_path)

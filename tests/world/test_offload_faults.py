@@ -1,0 +1,187 @@
+"""What goes wrong off the device: a disk that fails or is full, a kill, memory that is refused, ranks that differ."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.memory.disk import SwapFile, aligned_buffer
+from tests.world import models
+from tests.world.checks import assert_equal, one_loss
+from tests.world.offloads import HOST, disk, fresh
+from tests.world.reference import grads_of, params_of
+
+
+def disk_fails(mesh, path: Path) -> None:
+    """The disk is full in the third step: the error names it, and the last checkpoint goes on as if nothing had been."""
+    wanted = None
+    for fails in (False, True):
+        model, optimizer = fresh(mesh, offload=disk(path))
+        for step in range(4):
+            if step == 2:
+                acc.save(path / "ckpt", model, optimizer)
+            one_loss(model, step).backward()
+            with failing_writes(fails and step == 2):
+                optimizer.step()
+                if fails and step == 2:
+                    with pytest.raises(acc.OffloadError, match="could not be written: No space left on device"):
+                        acc.synchronize(model)
+                    break
+            optimizer.zero_grad()
+        if fails:
+            model, optimizer = fresh(mesh, seed=5, offload=disk(path))
+            acc.load(path / "ckpt", model, optimizer)
+            for step in (2, 3):
+                one_loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal(acc.full_state_dict(model, rank0_only=False), wanted)
+        wanted = acc.full_state_dict(model, rank0_only=False)
+
+
+@contextmanager
+def failing_writes(fails: bool) -> Iterator[None]:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "pwritev", full if fails else os.pwritev):
+        yield
+
+
+def killed(path: Path) -> None:
+    """A job that is killed while states are on their way to the disk."""
+    file = SwapFile(path, 1 << 22)
+    for _ in range(3):
+        threading.Thread(
+            target=lambda: [file.write(0, aligned_buffer(1 << 22)) for _ in range(1000)], daemon=True
+        ).start()
+    while not file.traffic["written"]:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_job_leaves_nothing(world, tmp_path):
+    world.run(1, at_rest)  # the pool's server of new processes has torch at hand
+    job = mp.get_context("forkserver").Process(target=killed, args=(tmp_path,))
+    job.start()
+    job.join(60)
+    assert job.exitcode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+def at_rest(mesh) -> None:
+    assert mesh.size() == 1
+
+
+def test_a_disk_that_fills_up_stops_with_its_name_and_the_last_checkpoint_goes_on(world, tmp_path):
+    world.run(1, disk_fails, tmp_path)
+
+
+def unwrapped(mesh, path: Path) -> None:
+    for offload in (disk(path), acc.Offload(optimizer="host", step="device")):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one_loss(model).backward()
+        with pytest.raises(
+            acc.UsageError, match=r"SGD steps parameters of unit 'root', .* pass the optimizer to wrap_optimizer"
+        ):
+            optimizer.step()
+
+
+def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(world, tmp_path):
+    world.run(1, unwrapped, tmp_path)
+
+
+def failing(mesh) -> None:
+    """What a step raises on its thread is raised by whoever needs it next."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    one_loss(model).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = "fast"
+    optimizer.step()
+    with pytest.raises(TypeError):
+        acc.synchronize(model)
+
+
+def test_an_error_of_the_step_is_not_lost(world):
+    world.run(1, failing)
+
+
+# -- what is refused
+
+
+def refused(mesh) -> None:
+    with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
+        acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
+    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere"):
+        acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="disk:/nowhere"))
+    if dist.get_rank() == 0:
+        with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):
+            pin_on(FakeAccelerator(1))
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert_equal(params_of(model), dict(models.plain().named_parameters()))
+    one_loss(model).backward()
+    assert grads_of(model)
+
+
+def pin_on(module: Any) -> list[str]:
+    from accordion.memory import arena
+
+    class Owner:
+        pass
+
+    owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8)
+    arena.pin(owner, memory, module)
+    del owner
+    return module.calls
+
+
+class FakeAccelerator:
+    """The part of an accelerator's driver that pins memory. `answer`: 0 where it does."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer, self.calls = answer, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(f"register {num_bytes}")
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.calls.append("unregister")
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return "denied"
+
+
+def test_memory_that_cannot_be_pinned_is_named(world):
+    world.run(2, refused)
+    assert pin_on(FakeAccelerator(0)) == ["register 4096", "unregister"]
+
+
+def ranks_differ(mesh) -> None:
+    offload = acc.Offload(optimizer="host") if mesh.get_rank() == 0 else None
+    with pytest.raises(acc.DivergenceError, match="different models or settings"):
+        acc.shard(models.plain(), mesh=mesh, offload=offload)
+    tight = acc.Offload(optimizer="host", host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
+    with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
+        acc.shard(models.plain(), mesh=mesh, offload=tight)
+
+
+def test_ranks_that_offload_differently_are_an_error_on_all(world):
+    world.run(2, ranks_differ)
