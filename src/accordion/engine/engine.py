@@ -40,13 +40,7 @@ class Engine:
     """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
 
     def __init__(
-        self,
-        wiring: Wiring,
-        strategy: Strategy,
-        precision: Precision,
-        prefetch: Prefetch,
-        *,
-        announce: bool = False,
+        self, wiring: Wiring, strategy: Strategy, precision: Precision, prefetch: Prefetch, *, announce: bool = False
     ) -> None:
         self.wiring, self.strategy, self.precision, self.prefetch = wiring, strategy, precision, prefetch
         self.units: list[Unit] = []
@@ -145,7 +139,7 @@ class Engine:
 
     def comes(self, phase: Phase, unit: Unit) -> None:
         """`unit` is about to be entered. Where the last pass was another one, ranks agree first: no collective is out of step."""
-        event = (unit.index, torch.is_grad_enabled(), tuple(unit.trained.indices))
+        event = (unit.index, torch.is_grad_enabled(), unit.trained.indices)
         if not self.announced.comes(phase, event) or self.announce:
             doing = f"training {len(event[2])} of {len(unit.params)} parameters" if event[1] else "without gradients"
             self.wiring.watch.agree(
@@ -238,7 +232,7 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        unit.add_up(Trained([i], [unit.params[i].sharded], [unit.views[i]]), [grad])
+        unit.add_up(Trained((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
 
     def add(self, held: Tensor, grad: Tensor) -> None:
         """Add a gradient to what stands in `grad` already, once it is there."""

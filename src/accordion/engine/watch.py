@@ -38,6 +38,7 @@ class Watch:
         links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
         self._ranks = sorted(ranks)
         self._store: Any = _torch.default_store() if links else None
+        self.listens = self._store is not None  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         self._posted = False
         self._num_agreed = 0
