@@ -314,7 +314,7 @@ def offloaded(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
         "said, device GiB",
         "said, host GiB",
     ]
-    title = f"(f) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
+    title = f"(g) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
     return found, [Table(title=title, columns=columns, rows=rows)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -42,6 +43,21 @@ def saving_hook() -> Callable[[Tensor], Any] | None:
     return None if hooks is None else hooks[0]
 
 
+def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
+    """`tensor.register_hook` of what nobody takes away again: without a handle, 3.5 us in place of 7.8 with a view of its own."""
+    if tensor.grad_fn is None or tensor._backward_hooks is not None:
+        tensor.register_hook(function)
+        return
+    # An ordered one, as torch makes it: handles of the hooks that others set later hold it weakly. Their ids are not negative.
+    tensor._backward_hooks = OrderedDict({-1: function})
+    tensor.grad_fn._register_hook_dict(tensor)
+
+
+def node_of(tensor: Tensor) -> Any:
+    """The node that is given the gradient of a tensor: its own, or for a leaf the one that accumulates."""
+    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Run `function` when the backward that runs now has ended without raising. No public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -50,6 +66,11 @@ def queue_callback(function: Callable[[], None]) -> None:
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor without the autograd function that `to_local` makes (96 against 0.05 us for nine)."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def versions_of(tensors: Sequence[Tensor]) -> int:
+    """The sum of what autograd counts of writes to DTensors, and of writes to their local tensors, which it counts apart."""
+    return sum([t._version + t._local_tensor._version for t in tensors])  # type: ignore[attr-defined]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
@@ -93,6 +114,16 @@ def hand_over_hooks(old: Tensor, new: Tensor) -> None:
 def has_hooks(leaf: Tensor) -> bool:
     """Whether a leaf has hooks that `hand_over_hooks` would hand over."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` without what torch does around it for functorch's transforms, where none is active: 9 us of 21.
+
+    The method is public only as overridden; the one in C takes the same arguments (all versions).
+    """
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def answer_anomaly_checks() -> None:

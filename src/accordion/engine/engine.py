@@ -41,13 +41,7 @@ class Engine:
     """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
 
     def __init__(
-        self,
-        wiring: Wiring,
-        strategy: Strategy,
-        precision: Precision,
-        prefetch: Prefetch,
-        *,
-        announce: bool = False,
+        self, wiring: Wiring, strategy: Strategy, precision: Precision, prefetch: Prefetch, *, announce: bool = False
     ) -> None:
         self.wiring, self.strategy, self.precision, self.prefetch = wiring, strategy, precision, prefetch
         self.units: list[Unit] = []
@@ -75,6 +69,7 @@ class Engine:
         self._tasks: dict[int, list[Call]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
+        self._asked = -1, False  # a backward task, and whether it accumulates
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def dismantle(self) -> None:
@@ -147,7 +142,7 @@ class Engine:
 
     def enters(self, unit: Unit, differentiable: bool) -> None:
         """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
-        step = Step(unit.index, differentiable, self.depth - len(self.together.standing), tuple(unit.trained.indices))
+        step = Step(unit.index, differentiable, self.depth - len(self.together.standing), unit.trained.indices)
         if not (self.together.calm and self.announced.comes(Phase.FORWARD, step)):
             doing = (
                 f"training {len(step.trained)} of {len(unit.params)} parameters"
@@ -167,7 +162,7 @@ class Engine:
 
     def comes_back(self, unit: Unit) -> None:
         """`unit` is needed in a backward. Where it was not in the last one, ranks agree first: no collective is out of step."""
-        event = (unit.index, tuple(unit.trained.indices))
+        event = (unit.index, unit.trained.indices)
         if not self.announced.comes(Phase.BACKWARD, event):
             self.announced.note(Phase.BACKWARD, event)
         elif not self.announce:
@@ -261,7 +256,7 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        unit.add_up(Trained([i], [unit.params[i].sharded], [unit.views[i]]), [grad])
+        unit.add_up(Trained((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
 
     def add(self, held: Tensor, grad: Tensor) -> None:
         """Add a gradient to what stands in `grad` already, once it is there."""
@@ -288,10 +283,12 @@ class Engine:
 
     def accumulates(self) -> bool:
         """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
-        if torch.is_anomaly_enabled() or not _torch.walks_everything(self.anchor):
-            return False
-        self._wrote_on.add(self.wiring.reduce_lane.compute())
-        return True
+        task = _torch.current_graph_task()
+        if self._asked[0] != task:  # once a backward
+            self._asked = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
+        if self._asked[1]:
+            self._wrote_on.add(self.wiring.reduce_lane.compute())
+        return self._asked[1]
 
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):

@@ -131,7 +131,7 @@ class Hooks:
         call = Call(self.unit, self.engine.sync)
         if not call.sync:
             return call, self.engine.anchor
-        token: Tensor = Stage.apply(call, self.engine.anchor, *call.trained.params)  # type: ignore[no-untyped-call]
+        token: Tensor = _torch.apply(Stage, call, self.engine.anchor, *call.trained.params)
         return call, token
 
     def take(self) -> tuple[Call, Tensor]:
@@ -193,16 +193,16 @@ class Hooks:
         outside = _torch.current_graph_task() == -1
         unit.window.check_registry()
         unit.stays = False
-        unit.acquire()
+        version = unit.acquire()
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
             return Call(unit, engine.sync), unit.window.around(unit.views)
         call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
-        call.version = unit.version()
+        call.version = version
         if outside:
             self.stage_ahead()
-        call.reached, *outs = Gather.apply(call, token)  # type: ignore[no-untyped-call]
+        call.reached, *outs = _torch.apply(Gather, call, token)
         fulls = list(unit.views)
         for i, full in zip(call.trained.indices, outs, strict=True):
             fulls[i] = full
@@ -246,8 +246,8 @@ class Hooks:
             if may_view and tensor is given:
                 tensor = tensor.view_as(tensor)
             reference = weakref.ref(call)
-            tensor.register_hook(lambda grad: _input_done(reference))
-            call.inputs.append(torch.autograd.graph.get_gradient_edge(tensor).node)
+            _torch.on_gradient(tensor, lambda grad: _input_done(reference))
+            call.inputs.append(_torch.node_of(tensor))
         done[id(given)] = tensor
         return tensor
 
@@ -309,7 +309,9 @@ class Hooks:
         """
         engine, begin = self.engine, partial(call.begin, fulls)
         self._mark(call, begin)
-        found = list({id(t): t for t in tensors_of(out) if t.requires_grad}.values())
+        single = isinstance(out, Tensor)
+        tensors = [out] if single else tensors_of(out)
+        found = list({id(t): t for t in tensors if t.requires_grad}.values())
         to_reach = engine.take_marks()
         replaced: dict[int, Tensor] = {}
         if found and to_reach:
@@ -318,15 +320,16 @@ class Hooks:
             replaced = {id(t): new for t, new in zip(found, left, strict=True)}
             out = map_tensors(lambda t: replaced.get(id(t), t), out)
         others = [t for t in found if id(t) not in replaced]
-        for tensor in (*others, *tensors_in(out, opaque_depth=3), *self.unit.window.leaked(), *written_into(inputs)):
+        hidden = () if single else tensors_in(out, opaque_depth=3)
+        for tensor in (*others, *hidden, *self.unit.window.leaked(), *written_into(inputs)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(begin)
+                _torch.on_gradient(tensor, begin)
         return out
 
     def _mark(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
         if call.reached is not None and self.engine.collects():
             mark = call.reached.view(())  # a node without a kernel
-            mark.register_hook(begin)
+            _torch.on_gradient(mark, begin)
             self.engine.to_reach.append(mark)
 
     def _end_lease(self, call: Call, *, keep: bool) -> None:

@@ -185,7 +185,7 @@ class Together:
 
     def _stand_in(self, step: Step, what: str) -> None:
         hooks = self._siblings[step.unit]
-        if step.depth == 0 or step.depth != hooks.engine.depth or step.trained != tuple(hooks.unit.trained.indices):
+        if step.depth == 0 or step.depth != hooks.engine.depth or step.trained != hooks.unit.trained.indices:
             of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
             self._watch.fail(f"this rank {what}, and others call {of}, for which it cannot stand in; {ADVICE}")
         self._expected.note(Phase.FORWARD, step)
