@@ -274,30 +274,6 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     assert 'src="http' not in page
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--gpu", "h1000"], "nearest are h100"),
-        (["--gpu", "mine", "--gpu-memory-gib", "10"], "--gpu-tflops"),
-        (["--model", "llama3-8x"], "llama3-8b"),
-        (["--model", "."], "no config.json"),
-        (["--strategy", "full_shart"], "full_shard"),
-        (["--checkpoint-activations", "every:0"], "not understood"),
-        (["--micro-batch", "-1"], "micro_batch is -1"),
-        (["--gpus", "8", "--nodes", "3"], "multiple of 3"),
-        (["--gpuss", "8"], "did you mean '--gpus'"),
-        (["--seq", "many"], "seq"),
-        (["--optimizer", "adam"], "adamw"),
-        (["--gpu-tflops", "-1"], "positive"),
-    ],
-)
-def test_bad_input_is_one_line_that_says_what_to_do(capsys, words, said):
-    assert cli.main(["plan", *words]) == cli.BAD_INPUT
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    assert said in text
-
-
 def test_where_nothing_fits_the_smallest_change_is_named(tmp_path, capsys):
     config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 512}))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from accordion.config import Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
-from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, gpu_named
+from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import configuration, language_subject
 from accordion.plan.result import Plan
@@ -56,6 +56,7 @@ def plan(
     cluster = Cluster(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu, node=node, network_gbps=network_gbps)
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
     _check(counts, node, micro_batch, seq, accumulate, optimizer)
+    check_rate("network_gbps", network_gbps)
     if strategy is not None:
         strategy_named(strategy)
     if checkpoint_activations is not None:

@@ -80,6 +80,7 @@ GPUS: Mapping[str, Gpu] = {
         ),
     )
 }
+ALIASES: Mapping[str, str] = {"h100-80": "h100", "a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
 NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a card
 
 
@@ -126,9 +127,9 @@ def gpu_named(
     given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth_gbps": bandwidth_gbps, "link_gbps": link_gbps}
     told = {key: value for key, value in given.items() if value is not None}
     for key, value in told.items():
-        if not 0 < value < 1e6:
-            raise UsageError(f"{key} is {value:g}; it takes a positive number.")
-    key = name.lower().replace("_", "-").replace(" ", "")
+        check_rate(key, value)
+    key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb")
+    key = ALIASES.get(key.replace("rtx-", "rtx"), key.replace("rtx-", "rtx"))
     if key in GPUS:
         return replace(GPUS[key], **told)  # type: ignore[arg-type]
     if len(told) == len(given):
@@ -138,3 +139,9 @@ def gpu_named(
         f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it with "
         "--gpu-memory-gib, --gpu-tflops, --gpu-bandwidth-gbps and --link-gbps."
     )
+
+
+def check_rate(name: str, value: float) -> None:
+    """Raises `UsageError`."""
+    if not 0 < value < 1e6:
+        raise UsageError(f"{name} is {value:g}; it takes a positive number.")
