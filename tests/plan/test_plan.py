@@ -261,12 +261,16 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
     keys += ["tokens_per_s_per_gpu", "mfu", "config"]
+    assert set(keys) <= set(found)
     for entry in (found, *found["candidates"]):
-        assert set(keys) <= set(entry)
+        assert entry is found or set(entry) == {*keys, "why"}
         assert set(entry["breakdown_bytes"]) == {c.value for c in Category}
         assert entry["peak_reserved_bytes"] >= entry["peak_allocated_bytes"]
     assert found["fits"] is True
-    assert len(found["candidates"]) == 3
+    assert {(c["config"]["strategy"], c["config"]["gpus"]) for c in found["candidates"]} == {
+        ("shard_grad_op", 2), ("shard_optim", 2), ("no_shard", 2), ("full_shard", 1)
+    }  # fmt: skip
+    assert found["fewest_gpus"]["gpus"] == 1
     assert all(entry["why"] for entry in found["candidates"])
     page = (tmp_path / "plan.html").read_text()
     assert page.count("Plotly.newPlot") == 3

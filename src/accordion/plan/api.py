@@ -12,14 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from accordion.config import Precision, checkpointing_named, nearest, strategy_named
+from accordion.config import Place, Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
-from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
+from accordion.plan.events import Log
+from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import configuration, language_subject
+from accordion.plan.offload import offloaded
 from accordion.plan.result import Plan
-from accordion.plan.search import CHECKPOINTING, MICRO_BATCHES, STRATEGIES, Space, search
+from accordion.plan.search import Found, search
+from accordion.plan.space import (
+    CHECKPOINTING,
+    MICRO_BATCHES,
+    NO_OFFLOAD,
+    OFFLOADS,
+    STRATEGIES,
+    Choice,
+    Space,
+    check_offload,
+)
 from accordion.plan.trace import OPTIMIZERS, Subject
+from accordion.plan.traces import traced_as
 
 
 def quiet(text: str) -> None:
@@ -35,36 +48,56 @@ def plan(
     gpus: int | Sequence[int] = 8,
     node: int = 8,
     network_gbps: float = NETWORK_GBPS,
+    host_memory_gib: float | None = None,
+    disk_gbps: float = DISK_GBPS,
     strategy: str | None = None,
+    replicas: int | None = None,
+    offload: str | None = None,
     checkpoint_activations: str | None = None,
     micro_batch: int | None = None,
     seq: int = 4096,
     accumulate: int = 1,
+    global_batch: int | None = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
     say: Callable[[str], None] = quiet,
+    processes: int = 1,
     **sharding: Any,
 ) -> Plan:
     """Predict memory and time of a training step, before anything is launched; no GPU, no weights and no other rank are needed.
 
     `model`: a module, with `loss(model, batch)` (0-d) and an example `batch` of one rank, whose size is the micro-batch; or
     the name of a preset, a transformers folder or a config.json. `gpu`: of the table, or a description. `gpus`: in all, the last
-    of several is what is asked for. `node`: GPUs of one machine. `strategy`, `checkpoint_activations`, `micro_batch`: fixed
-    where given, else looked for. `seq`: tokens of a sequence. `sharding`: more keyword arguments of `shard`, such as `units`.
+    of several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all,
+    disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `seq`: tokens of a sequence.
+    `global_batch`: samples of a step over all GPUs, from which `accumulate` follows. `host_memory_gib`, `disk_gbps`: a machine's.
+    `processes`: 2 shares the search with a second process. `sharding`: more keyword arguments of `shard`, such as `units`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
-    cluster = Cluster(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu, node=node, network_gbps=network_gbps)
+    cluster = Cluster(
+        gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu,
+        node=node,
+        network_gbps=network_gbps,
+        host_memory_gib=host_memory_gib,
+        disk_gbps=disk_gbps,
+    )
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
     _check(counts, node, micro_batch, seq, accumulate, optimizer)
-    check_rate("network_gbps", network_gbps)
+    for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
+        check_rate(rate, 1 if value is None else value)
+    for name, number in (("replicas", replicas), ("global_batch", global_batch)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name} is {number}; it takes 1 or more.")
     if strategy is not None:
         strategy_named(strategy)
+    if offload is not None:
+        check_offload(offload, strategy)
     if checkpoint_activations is not None:
         checkpointing_named(checkpoint_activations)
     if isinstance(model, str):
         config, name = configuration(model, seq), model
         whole = language_model(config, f"model {model!r}")
-        subject_for: Callable[[int], Subject] = lambda size: language_subject(config, f"model {model!r}", size, seq)  # noqa: E731
+        subject_for: Callable[[int], Subject] = partial(language_subject, config, f"model {model!r}", seq=seq)
         batches: Sequence[int] = MICRO_BATCHES if micro_batch is None else [micro_batch]
         tokens = seq
     else:
@@ -74,20 +107,39 @@ def plan(
         subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
         subject_for, batches, tokens = (lambda size: subject), [1], 1
     space = Space(
-        strategies=STRATEGIES if strategy is None else [strategy],
+        strategies=_strategies(strategy, offload),
         checkpointing=CHECKPOINTING if checkpoint_activations is None else [checkpoint_activations],
         micro_batches=batches,
         gpus=counts,
         accumulate=accumulate,
+        global_batch=global_batch,
+        replicas=replicas or 0,
+        offloads=tuple(OFFLOADS) if offload is None else [offload],
         optimizer=optimizer,
         precision=precision or Precision(params=torch.bfloat16),
         tokens=tokens,
         sharding=sharding,
     )
     num_params = sum(p.numel() for p in whole.parameters())
-    found = search(subject_for, space, cluster, num_params, say)
+    found = search(subject_for, space, cluster, num_params, say, processes)
     made = Plan(model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params)
-    return replace(made, log=found.logs.get(made.chosen.choice))
+    return replace(made, log=log_of_choice(found, made.chosen.choice, space))
+
+
+def _strategies(strategy: str | None, offload: str | None) -> Sequence[str]:
+    if strategy is not None:
+        return [strategy]
+    return (
+        STRATEGIES
+        if offload in (None, NO_OFFLOAD)
+        else [s for s in STRATEGIES if strategy_named(s).grads is Place.SHARD]
+    )
+
+
+def log_of_choice(found: Found, choice: Choice, space: Space) -> Log | None:
+    """The log of a choice that was traced, with its offload; None where it was not."""
+    log = found.logs.get(traced_as(choice))
+    return None if log is None else offloaded(log, choice, space.compute_bytes)
 
 
 def _check(

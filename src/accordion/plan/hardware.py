@@ -12,13 +12,25 @@ GIB, GB = 2**30, 10**9
 OUTSIDE_BYTES = 2 * GIB  # of the card: context, NCCL's buffers, kernels; what torch does not count
 MARGIN = 1.05  # on what is reserved
 LATENCY_S = {"node": 20e-6, "network": 40e-6}  # of one collective, start to end, beside its bytes
+PCIE_4, PCIE_5 = 31.5, 63.0  # GB/s of 16 lanes each way, after line coding: PCI-SIG
+HOST_MEMORY_GBPS = (
+    150.0  # GB/s of a machine that its ranks' optimizers reach together: a guess, a third of two sockets of DDR4
+)
+HOST_GIB_PER_GPU = 64.0  # of a machine's memory, where nobody says; what clouds rent out has 128 or more
+DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
 LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
+
+HOST_LINKS: Mapping[str, float] = {  # as the same data sheets have it: "PCIe Gen4: 64 GB/s", "Gen5: 128 GB/s" both ways together
+    "a100-40": PCIE_4, "a100-80": PCIE_4, "h100": PCIE_5, "h100-96": PCIE_5, "h200": PCIE_5, "b200": PCIE_5,
+    "mi300x": PCIE_5, "l40s": PCIE_4, "rtx4090": PCIE_4, "rtx5090": PCIE_5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
-    to others in its node. `fp32_tflops`: products of float32 as torch does them by default, without TF32.
+    to others in its node, `host_gbps` GB/s to the host and from it at the same time. `fp32_tflops`: products of float32 as
+    torch does them by default, without TF32.
     """
 
     name: str
@@ -29,6 +41,7 @@ class Gpu:
     link: str
     link_gbps: float
     source: str
+    host_gbps: float = PCIE_4
 
 
 def _gpu(
@@ -43,6 +56,7 @@ def _gpu(
         link=link,
         link_gbps=link_gbps,
         source=source,
+        host_gbps=HOST_LINKS[name],
     )
 
 
@@ -105,11 +119,20 @@ REACHED: Mapping[str, Rates] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes."""
+    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes. `host_memory_gib`: of one machine;
+    None: nobody said. `disk_gbps`: of one machine.
+    """
 
     gpu: Gpu
     node: int = 8
     network_gbps: float = NETWORK_GBPS
+    host_memory_gib: float | None = None
+    disk_gbps: float = DISK_GBPS
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of one machine."""
+        return int((self.host_memory_gib or HOST_GIB_PER_GPU * self.node) * GIB)
 
     @property
     def card_bytes(self) -> int:

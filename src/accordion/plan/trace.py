@@ -46,13 +46,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """How it is trained. `sharding`: the keyword arguments of `shard`. `node`: ranks of one machine.
+    """How it is trained. `sharding`: the keyword arguments of `shard`. `node`: ranks of one machine. `replicas`: of a hybrid
+    strategy; 0: one a machine.
 
     `device`: "cuda" traces what a GPU would do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: adamw, adamw_foreach, sgd.
     """
 
     ranks: int = 8
     node: int = 8
+    replicas: int = 0
     accumulate: int = 1
     optimizer: str = "adamw"
     sharding: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +64,13 @@ class Run:
     def strategy(self) -> Strategy:
         strategy: Strategy = self.sharding.get("strategy", FULL_SHARD)
         return strategy
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters are cut."""
+        if not self.strategy.hybrid:
+            return self.ranks
+        return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -107,7 +116,7 @@ def _steps(
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
-        engine.wiring.shard.one_node = run.strategy.hybrid or run.ranks <= run.node
+        engine.wiring.shard.one_node = run.shards <= run.node
         engine.wiring.replicate.one_node = run.ranks <= run.node
     watch(engine, tracker)
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
@@ -159,8 +168,7 @@ def _fake_mesh(run: Run) -> Iterator[DeviceMesh]:
     try:
         shape, names = (run.ranks,), ("shard",)
         if run.strategy.hybrid:
-            shard = min(run.ranks, run.node)
-            shape, names = (run.ranks // shard, shard), ("replicate", "shard")  # type: ignore[assignment]
+            shape, names = (run.ranks // run.shards, run.shards), ("replicate", "shard")  # type: ignore[assignment]
         yield DeviceMesh("cpu", torch.arange(run.ranks).view(shape), mesh_dim_names=names)
     finally:
         dist.destroy_process_group()

@@ -15,11 +15,11 @@ from accordion.bench.report import show
 from accordion.config import Precision
 from accordion.errors import UsageError
 from accordion.plan.api import plan
-from accordion.plan.hardware import GPUS, NETWORK_GBPS, gpu_named
+from accordion.plan.change import smallest_change
+from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import PRESETS, configuration, language_subject
 from accordion.plan.result import Plan
-from accordion.plan.search import smallest_change
 from accordion.planner.options import read
 from accordion.planner.pages import of_plan, of_table
 
@@ -45,15 +45,21 @@ class Options:
         seq: tokens of a sequence
         micro_batch: sequences of one rank at a time; without it: look for it
         accumulate: micro-batches of a step
+        global_batch: sequences of a step over all GPUs; accumulation follows from it
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
         strategy: of accordion.shard, such as full_shard; without it: look for it
+        replicas: copies of the model with a hybrid strategy; without it: look for it
+        offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
+            it: the first of them that fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
         gpu_memory_gib: memory of the card; this and the next three correct a card of the table, or describe another one
         gpu_tflops: dense bf16, in units of 10^12 a second
         gpu_bandwidth_gbps: GB/s of its memory
         link_gbps: GB/s that one card sends to another in its node
         network_gbps: GB/s that one card sends to other nodes
+        host_memory_gib: of one machine, for offload
+        disk_gbps: GB/s of one machine's disk, for offload
         gpus_table: show the table of cards with their sources, and end
         explain: show the arithmetic by hand beside what was traced
         json: print JSON alone
@@ -68,15 +74,20 @@ class Options:
     seq: int = 4096
     micro_batch: int | None = None
     accumulate: int = 1
+    global_batch: int | None = None
     optimizer: str = "adamw"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     strategy: str | None = None
+    replicas: int | None = None
+    offload: str | None = None
     checkpoint_activations: str | None = None
     gpu_memory_gib: float | None = None
     gpu_tflops: float | None = None
     gpu_bandwidth_gbps: float | None = None
     link_gbps: float | None = None
     network_gbps: float = NETWORK_GBPS
+    host_memory_gib: float | None = None
+    disk_gbps: float = DISK_GBPS
     gpus_table: bool = False
     explain: bool = False
     json: bool = False
@@ -102,14 +113,20 @@ def run(words: list[str]) -> int:
         gpus=gpus,
         node=node,
         network_gbps=o.network_gbps,
+        host_memory_gib=o.host_memory_gib,
+        disk_gbps=o.disk_gbps,
         strategy=o.strategy,
+        replicas=o.replicas,
+        offload=o.offload,
         checkpoint_activations=o.checkpoint_activations,
         micro_batch=o.micro_batch,
         seq=o.seq,
         accumulate=o.accumulate,
+        global_batch=o.global_batch,
         optimizer=o.optimizer,
         precision=Precision(params=DTYPES[o.precision]),
         say=say,
+        processes=2,
     )
     change = "" if made.fits else _change(o, made, say)
     if o.json:
@@ -129,7 +146,7 @@ def _change(o: Options, made: Plan, say: Any) -> str:
     where = f"model {o.model!r}"
     num_params = sum(p.numel() for p in language_model(config, where).parameters())
     return smallest_change(
-        lambda size: language_subject(config, where, size, o.seq), made.space, made.cluster, num_params, say
+        partial(language_subject, config, where, seq=o.seq), made.space, made.cluster, num_params, say
     )
 
 

@@ -85,7 +85,9 @@ def lanes_chart(plan: Plan) -> go.Figure:
     assert plan.log is not None
     choice = plan.chosen.choice
     run = plan.space.run_of(choice, plan.cluster)
-    lanes = simulate(plan.log, costs_of(plan.cluster, REACHED["middle"], run.ranks, run.strategy.hybrid)).lanes
+    lanes = simulate(
+        plan.log, costs_of(plan.cluster, REACHED["middle"], run.ranks, run.strategy.hybrid, run.shards)
+    ).lanes
     chart = go.Figure()
     for stream in LANES:
         mine: Sequence[Stretch] = [s for s in lanes if s.stream == stream]
@@ -102,11 +104,12 @@ def lanes_chart(plan: Plan) -> go.Figure:
 def map_chart(plan: Plan) -> go.Figure:
     """GPUs by micro-batch: the fastest of each that fits, by colour; what does not fit stays empty and says why."""
     space = plan.space
-    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in space.gpus]
+    counts = sorted({c.choice.gpus for c in plan.found.candidates})
+    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in counts]
     chart = go.Figure(
         go.Heatmap(
             x=[str(size) for size in space.micro_batches],
-            y=[str(gpus) for gpus in space.gpus],
+            y=[str(gpus) for gpus in counts],
             z=[[speed for speed, _ in row] for row in cells],
             text=[[text for _, text in row] for row in cells],
             colorscale="Viridis", colorbar={"title": "/s a GPU"}, xgap=2, ygap=2,
@@ -122,7 +125,7 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
     fitting = [c for c in mine if c.fits]
 
     def speed(c: Candidate) -> float:
-        return c.tokens_per_s(plan.space.tokens, plan.space.accumulate)
+        return c.tokens_per_s(plan.space.tokens)
 
     if fitting:
         best = max(fitting, key=speed)

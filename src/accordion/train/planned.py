@@ -15,7 +15,8 @@ from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
 from accordion.plan.models import language_subject
-from accordion.plan.search import CHECKPOINTING, STRATEGIES, Candidate, Space, search
+from accordion.plan.search import Candidate, search
+from accordion.plan.space import CHECKPOINTING, STRATEGIES, Space
 from accordion.plan.trace import Subject
 from accordion.train.config import Config, parse_units
 from accordion.train.launch import Device
