@@ -121,7 +121,7 @@ def plan(
         sharding=sharding,
     )
     num_params = sum(p.numel() for p in whole.parameters())
-    found = search(subject_for, space, cluster, num_params, say, processes)
+    found = search(subject_for, space, cluster, num_params, say, processes, fewest=True)
     made = Plan(model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params)
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
 

@@ -82,9 +82,11 @@ def search(
     num_params: int,
     say: Say = lambda text: None,
     processes: int = 1,
+    fewest: bool = False,
 ) -> Found:
     """Predict every choice of `space`. `subject_for`: training with that micro-batch. `processes`: 2 has a second one take half
-    of the ways of checkpointing. Raises `UsageError` where the space is empty.
+    of the ways of checkpointing. `fewest`: smaller numbers of GPUs are looked at too, with what takes least memory.
+    Raises `UsageError` where the space is empty.
     """
     job = Job(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
     choices(space, cluster)
@@ -95,14 +97,14 @@ def search(
         if helped:
             candidates += _result(helped[1], replace(job, space=helped[2]), part.traces, say)
     best = part.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
-    if len(space.gpus) == 1 and best is not None:
+    if fewest and len(space.gpus) == 1 and best is not None:
         candidates += _frugal(job, part.traces, say)
     least = min((c.choice.gpus for c in candidates if c.fits), default=0)
-    fewest = part.fastest([c for c in candidates if c.choice.gpus == least])
+    on_fewest = part.fastest([c for c in candidates if c.choice.gpus == least])
     part.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:
         candidate.why = "" if candidate is best else _why(candidate, best, space, cluster)
-    return Found(best=best, fewest=fewest, candidates=candidates, logs=part.traces.traced)
+    return Found(best=best, fewest=on_fewest, candidates=candidates, logs=part.traces.traced)
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
