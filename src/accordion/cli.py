@@ -19,7 +19,7 @@ COMMANDS = {
 NEEDED = {
     "checkpoint": (),
     "train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
-    "plan": ("jsonargparse", "rich", "plotly", "transformers"),
+    "plan": ("rich", "plotly", "transformers"),
     "bench": ("jsonargparse", "rich", "plotly"),
 }
 EXTRA = {"train": "train", "plan": "plan", "bench": "plan"}  # which extra installs what a command needs

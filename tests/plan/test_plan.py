@@ -262,43 +262,21 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
     keys += ["tokens_per_s_per_gpu", "mfu", "config"]
+    assert set(keys) <= set(found)
     for entry in (found, *found["candidates"]):
-        assert set(keys) <= set(entry)
+        assert entry is found or set(entry) == {*keys, "why"}
         assert set(entry["breakdown_bytes"]) == {c.value for c in Category}
         assert entry["peak_reserved_bytes"] >= entry["peak_allocated_bytes"]
     assert found["fits"] is True
-    assert len(found["candidates"]) == 3
+    assert {(c["config"]["strategy"], c["config"]["gpus"]) for c in found["candidates"]} == {
+        ("shard_grad_op", 2), ("shard_optim", 2), ("no_shard", 2), ("full_shard", 1)
+    }  # fmt: skip
+    assert found["fewest_gpus"]["gpus"] == 1
     assert all(entry["why"] for entry in found["candidates"])
     page = (tmp_path / "plan.html").read_text()
     assert page.count("Plotly.newPlot") == 3
     assert f"peak {found['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
     assert 'src="http' not in page
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--gpu", "h1000"], "nearest are h100"),
-        (["--gpu", "mine", "--gpu-memory-gib", "10"], "--gpu-tflops"),
-        (["--model", "llama3-8x"], "llama3-8b"),
-        (["--model", "."], "no config.json"),
-        (["--strategy", "full_shart"], "full_shard"),
-        (["--checkpoint-activations", "every:0"], "not understood"),
-        (["--micro-batch", "-1"], "micro_batch is -1"),
-        (["--gpus", "8", "--nodes", "3"], "multiple of 3"),
-        (["--gpuss", "8"], "did you mean '--gpus'"),
-        (["--seq", "many"], "seq"),
-        (["--optimizer", "adam"], "adamw"),
-        (["--engine", "fsdp3"], "fsdp2"),
-        (["--engine", "fsdp2", "--strategy", "no_shard"], "shard_grad_op"),
-        (["--gpu-tflops", "-1"], "positive"),
-    ],
-)
-def test_bad_input_is_one_line_that_says_what_to_do(capsys, words, said):
-    assert cli.main(["plan", *words]) == cli.BAD_INPUT
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1
-    assert said in text
 
 
 def test_where_nothing_fits_the_smallest_change_is_named(tmp_path, capsys):

@@ -12,16 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from accordion.config import Precision, checkpointing_named, nearest, strategy_named
+from accordion.config import Place, Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan import fsdp2
 from accordion.plan.calibrate import calibrated, choice_of, only_choice
-from accordion.plan.hardware import NETWORK_GBPS, Cluster, Gpu, gpu_named
+from accordion.plan.events import Log
+from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import configuration, language_subject
+from accordion.plan.offload import offloaded
 from accordion.plan.result import Plan
 from accordion.plan.rig import OPTIMIZERS, Subject
-from accordion.plan.search import CHECKPOINTING, MICRO_BATCHES, STRATEGIES, Space, search
+from accordion.plan.search import Found, search
+from accordion.plan.space import (
+    CHECKPOINTING,
+    MICRO_BATCHES,
+    NO_OFFLOAD,
+    OFFLOADS,
+    STRATEGIES,
+    Choice,
+    Space,
+    check_offload,
+)
+from accordion.plan.traces import traced_as
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
 """Engines that can be traced, each with the strategies that it has."""
@@ -40,45 +53,72 @@ def plan(
     gpus: int | Sequence[int] = 8,
     node: int = 8,
     network_gbps: float = NETWORK_GBPS,
+    host_memory_gib: float | None = None,
+    disk_gbps: float = DISK_GBPS,
     strategy: str | None = None,
+    replicas: int | None = None,
+    offload: str | None = None,
     checkpoint_activations: str | None = None,
     micro_batch: int | None = None,
     seq: int = 4096,
     accumulate: int = 1,
+    global_batch: int | None = None,
     optimizer: str = "adamw",
     engine: str = "accordion",
     measured_step_s: float | None = None,
     measured_at: str = "",
     precision: Precision | None = None,
     say: Callable[[str], None] = quiet,
+    processes: int = 1,
     **sharding: Any,
 ) -> Plan:
     """Predict memory and time of a training step, before anything is launched; no GPU, no weights and no other rank are needed.
 
     `model`: a module, with `loss(model, batch)` (0-d) and an example `batch` of one rank, whose size is the micro-batch; or
     the name of a preset, a transformers folder or a config.json. `gpu`: of the table, or a description. `gpus`: in all, the last
-    of several is what is asked for. `node`: GPUs of one machine. `strategy`, `checkpoint_activations`, `micro_batch`: fixed
-    where given, else looked for. `seq`: tokens of a sequence. `engine`: "fsdp2" traces PyTorch's own
-    in this one's place. `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration
-    `measured_at` ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is.
-    `sharding`: more keyword arguments of `shard`, such as `units`.
+    of several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all,
+    disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `seq`: tokens of a sequence.
+    `global_batch`: samples of a step over all GPUs, from which `accumulate` follows. `host_memory_gib`, `disk_gbps`: a machine's.
+    `engine`: "fsdp2" traces PyTorch's own in this one's place. `measured_step_s`: seconds of one step on these cards, which
+    calibrates all times; of the configuration `measured_at` ("full_shard,selective,2,8": strategy, checkpointing, micro-batch,
+    GPUs), or of the only one there is. `processes`: 2 shares the search with a second process. `sharding`: more keyword
+    arguments of `shard`, such as `units`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
-    cluster = Cluster(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu, node=node, network_gbps=network_gbps)
+    cluster = Cluster(
+        gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu,
+        node=node,
+        network_gbps=network_gbps,
+        host_memory_gib=host_memory_gib,
+        disk_gbps=disk_gbps,
+    )
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
     _check(counts, node, micro_batch, seq, accumulate, optimizer)
+    for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
+        check_rate(rate, 1 if value is None else value)
+    for name, number in (("replicas", replicas), ("global_batch", global_batch)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name} is {number}; it takes 1 or more.")
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not known to plan; {nearest(engine, ENGINES)}")
     if strategy is not None:
         named = strategy_named(strategy)
         if engine == "fsdp2":
             fsdp2.check(named)
+    if offload is not None:
+        check_offload(offload, strategy)
+    if engine == "fsdp2":
+        if offload not in (None, NO_OFFLOAD):
+            raise UsageError(
+                f"fsdp2 with offload {offload!r} is not planned; leave --offload out, or take the engine accordion."
+            )
+        offload = NO_OFFLOAD
     if checkpoint_activations is not None:
         checkpointing_named(checkpoint_activations)
     if isinstance(model, str):
         config, name = configuration(model, seq), model
         whole = language_model(config, f"model {model!r}")
-        subject_for: Callable[[int], Subject] = lambda size: language_subject(config, f"model {model!r}", size, seq)  # noqa: E731
+        subject_for: Callable[[int], Subject] = partial(language_subject, config, f"model {model!r}", seq=seq)
         batches: Sequence[int] = MICRO_BATCHES if micro_batch is None else [micro_batch]
         tokens = seq
     else:
@@ -88,11 +128,14 @@ def plan(
         subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
         subject_for, batches, tokens = (lambda size: subject), [1], 1
     space = Space(
-        strategies=ENGINES[engine] if strategy is None else [strategy],
+        strategies=_strategies(strategy, offload, engine),
         checkpointing=CHECKPOINTING if checkpoint_activations is None else [checkpoint_activations],
         micro_batches=batches,
         gpus=counts,
         accumulate=accumulate,
+        global_batch=global_batch,
+        replicas=replicas or 0,
+        offloads=tuple(OFFLOADS) if offload is None else [offload],
         optimizer=optimizer,
         engine=engine,
         precision=precision or Precision(params=torch.bfloat16),
@@ -102,18 +145,31 @@ def plan(
     num_params = sum(p.numel() for p in whole.parameters())
     measured = ""
     if measured_step_s is not None or measured_at:
-        at = choice_of(measured_at) if measured_at else only_choice(space)
+        at = choice_of(measured_at) if measured_at else only_choice(space, cluster)
         if measured_step_s is None:
             raise UsageError(
                 f"measured_at {measured_at!r} says what was measured; pass measured_step_s, its seconds, too."
             )
         cluster = calibrated(cluster, subject_for, space, at, measured_step_s)
         measured = f"{measured_step_s:g} s of {at}"
-    found = search(subject_for, space, cluster, num_params, say)
+    found = search(subject_for, space, cluster, num_params, say, processes, fewest=True)
     made = Plan(
         model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
     )
-    return replace(made, log=found.logs.get(made.chosen.choice))
+    return replace(made, log=log_of_choice(found, made.chosen.choice, space))
+
+
+def _strategies(strategy: str | None, offload: str | None, engine: str) -> Sequence[str]:
+    if strategy is not None:
+        return [strategy]
+    known = ENGINES[engine]
+    return known if offload in (None, NO_OFFLOAD) else [s for s in known if strategy_named(s).grads is Place.SHARD]
+
+
+def log_of_choice(found: Found, choice: Choice, space: Space) -> Log | None:
+    """The log of a choice that was traced, with its offload; None where it was not."""
+    log = found.logs.get(traced_as(choice))
+    return None if log is None else offloaded(log, choice, space.compute_bytes)
 
 
 def _check(

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from accordion.config import checkpointing_named, strategy_named
 from accordion.errors import UsageError
-from accordion.plan.hardware import Cluster
-from accordion.plan.predict import log_of, steps_of
+from accordion.plan.accumulate import step_of_choice
+from accordion.plan.hardware import REACHED, Cluster
+from accordion.plan.predict import log_of
 from accordion.plan.rig import Subject
-from accordion.plan.search import Choice, Space
+from accordion.plan.space import Choice, Space, choices
 
 
 def choice_of(text: str) -> Choice:
@@ -26,19 +27,15 @@ def choice_of(text: str) -> Choice:
     return Choice(strategy=words[0], checkpoint_activations=words[1], micro_batch=int(words[2]), gpus=int(words[3]))
 
 
-def only_choice(space: Space) -> Choice:
+def only_choice(space: Space, cluster: Cluster) -> Choice:
     """The configuration that a plan is of, where it leaves nothing open. Raises `UsageError`."""
-    if len(space.strategies) * len(space.checkpointing) * len(space.micro_batches) > 1:
+    found = [choice for choice in choices(space, cluster) if choice.gpus == max(space.gpus)]
+    if len(found) > 1:
         raise UsageError(
             "measured_step_s is the time of one configuration, and this plan looks through several; say with measured_at which "
             "it was (strategy,checkpointing,micro-batch,GPUs), or fix strategy, checkpoint_activations and micro_batch."
         )
-    return Choice(
-        strategy=space.strategies[0],
-        checkpoint_activations=space.checkpointing[0],
-        micro_batch=space.micro_batches[0],
-        gpus=max(space.gpus),
-    )
+    return found[0]
 
 
 def calibrated(
@@ -51,8 +48,11 @@ def calibrated(
     """
     if not 0 < measured_s < 1e6:
         raise UsageError(f"measured_step_s is {measured_s:g}; it takes the seconds of a step, a positive number.")
+    if strategy_named(choice.strategy).hybrid and choice.replicas == 1:
+        choice = replace(choice, replicas=max(1, choice.gpus // cluster.node))
+    choice = replace(choice, accumulate=max(choice.accumulate, space.accumulate))
     run = space.run_of(choice, cluster)
     log, _ = log_of(subject_for(choice.micro_batch), run)
     plain = replace(cluster, scales={})
-    scales = {name: measured_s / step.seconds for name, step in steps_of(log, run, plain).items()}
+    scales = {name: measured_s / step_of_choice(log, log, run, choice, plain, name).seconds for name in REACHED}
     return replace(cluster, scales=scales)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accordion.config import HOST
 from accordion.plan.events import Collective, Op
 from accordion.plan.hardware import GB, LATENCY_S, LAUNCH_S, Cluster, Rates
 
@@ -38,6 +39,8 @@ class Costs:
 
     def of_collective(self, c: Collective) -> float:
         """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum."""
+        if c.axis == HOST:
+            return c.num_bytes / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
         num = self.ranks[c.axis]
         if num == 1:
             return 0.0
@@ -49,11 +52,12 @@ class Costs:
         ) * self.scale
 
 
-def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, scale: float = 1.0) -> Costs:
-    """The costs of a rank of so many: one axis over all, or one inside nodes and one across."""
+def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, shards: int = 0, scale: float = 1.0) -> Costs:
+    """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across."""
     if hybrid:
-        inside = min(ranks, cluster.node)
-        sizes, far = {"shard": inside, "replicate": ranks // inside}, {"shard": False, "replicate": True}
+        inside = shards or min(ranks, cluster.node)
+        sizes = {"shard": inside, "replicate": ranks // inside}
+        far = {"shard": inside > cluster.node, "replicate": ranks > cluster.node}
     else:
         sizes = {"shard": ranks, "replicate": ranks}
         far = dict.fromkeys(sizes, ranks > cluster.node)

@@ -14,15 +14,26 @@ GIB, GB = 2**30, 10**9
 OUTSIDE_BYTES = 2 * GIB  # of the card: context, NCCL's buffers, kernels; what torch does not count
 MARGIN = 1.05  # on what is reserved
 LATENCY_S = {"node": 20e-6, "network": 40e-6}  # of one collective, start to end, beside its bytes
+PCIE_4, PCIE_5 = 31.5, 63.0  # GB/s of 16 lanes each way, after line coding: PCI-SIG
+HOST_MEMORY_GBPS = (
+    150.0  # GB/s of a machine that its ranks' optimizers reach together: a guess, a third of two sockets of DDR4
+)
+HOST_GIB_PER_GPU = 64.0  # of a machine's memory, where nobody says; what clouds rent out has 128 or more
+DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
 LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
+
+HOST_LINKS: Mapping[str, float] = {  # as the same data sheets have it: "PCIe Gen4: 64 GB/s", "Gen5: 128 GB/s" both ways together
+    "a100-40": PCIE_4, "a100-80": PCIE_4, "h100": PCIE_5, "h100-96": PCIE_5, "h200": PCIE_5, "b200": PCIE_5,
+    "mi300x": PCIE_5, "l40s": PCIE_4, "rtx4090": PCIE_4, "rtx5090": PCIE_5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
-    to others in its node. `fp32_tflops`: products of float32 as torch does them by default, without TF32. `products`: share of
-    the peak that the best product of matrices reaches; `attention`: that of FlashAttention-2's forward on long sequences.
-    `latency_s`: of one collective in a node, beside its bytes.
+    to others in its node, `host_gbps` GB/s to the host and from it at the same time. `fp32_tflops`: products of float32 as
+    torch does them by default, without TF32. `products`: share of the peak that the best product of matrices reaches;
+    `attention`: that of FlashAttention-2's forward on long sequences. `latency_s`: of one collective in a node, beside its bytes.
     """
 
     name: str
@@ -36,6 +47,7 @@ class Gpu:
     products: float = 0.80
     attention: float = 0.35
     latency_s: float = LATENCY_S["node"]
+    host_gbps: float = PCIE_4
 
 
 def _gpu(
@@ -61,6 +73,7 @@ def _gpu(
         link=link,
         link_gbps=link_gbps,
         source=source,
+        host_gbps=HOST_LINKS[name],
     )
 
 
@@ -119,6 +132,7 @@ GPUS: Mapping[str, Gpu] = {
         ),
     )
 }
+ALIASES: Mapping[str, str] = {"h100-80": "h100", "a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
 NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a card
 
 
@@ -148,19 +162,27 @@ REACHED: Mapping[str, Rates] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes. `scales`: by assumed rates, what one
-    measured step made of their times; empty where none was measured.
+    """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes. `host_memory_gib`: of one machine;
+    None: nobody said. `disk_gbps`: of one machine. `scales`: by assumed rates, what one measured step made of their times; empty
+    where none was measured.
     """
 
     gpu: Gpu
     node: int = 8
     network_gbps: float = NETWORK_GBPS
+    host_memory_gib: float | None = None
+    disk_gbps: float = DISK_GBPS
     scales: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tellable(self) -> float:
         """Two times that differ by less are not told apart."""
         return 0.05 if self.scales else 0.10
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of one machine."""
+        return int((self.host_memory_gib or HOST_GIB_PER_GPU * self.node) * GIB)
 
     @property
     def card_bytes(self) -> int:
@@ -196,11 +218,11 @@ def gpu_named(
     given = {"memory_gib": memory_gib, "tflops": tflops, "bandwidth_gbps": bandwidth_gbps, "link_gbps": link_gbps}
     told = {key: value for key, value in given.items() if value is not None}
     for key, value in told.items():
-        if not 0 < value < 1e6:
-            raise UsageError(f"{key} is {value:g}; it takes a positive number.")
+        check_rate(key, value)
     if name.endswith(".json"):
         return replace(gpu_from(Path(name)), **told)  # type: ignore[arg-type]
-    key = name.lower().replace("_", "-").replace(" ", "")
+    key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb")
+    key = ALIASES.get(key.replace("rtx-", "rtx"), key.replace("rtx-", "rtx"))
     if key in GPUS:
         return replace(GPUS[key], **told)  # type: ignore[arg-type]
     if len(told) == len(given):
@@ -210,3 +232,9 @@ def gpu_named(
         f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it with "
         "--gpu-memory-gib, --gpu-tflops, --gpu-bandwidth-gbps and --link-gbps."
     )
+
+
+def check_rate(name: str, value: float) -> None:
+    """Raises `UsageError`."""
+    if not 0 < value < 1e6:
+        raise UsageError(f"{name} is {value:g}; it takes a positive number.")

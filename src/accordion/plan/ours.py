@@ -32,7 +32,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
-        engine.wiring.shard.one_node = run.strategy.hybrid or run.ranks <= run.node
+        engine.wiring.shard.one_node = run.shards <= run.node
         engine.wiring.replicate.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.get("offload") is not None:

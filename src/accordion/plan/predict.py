@@ -90,11 +90,13 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> Memory:
 
 def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:
     """A step at each of the assumed rates."""
-    hybrid, scales = run.strategy.hybrid, cluster.scales
-    return {
-        name: simulate(log, costs_of(cluster, r, run.ranks, hybrid, scales.get(name, 1.0)))
-        for name, r in REACHED.items()
-    }
+    return {name: step_of(log, run, cluster, name) for name in REACHED}
+
+
+def step_of(log: Log, run: Run, cluster: Cluster, rate: str = "middle") -> Step:
+    """A step at one of the assumed rates."""
+    scale = cluster.scales.get(rate, 1.0)
+    return simulate(log, costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale))
 
 
 def predict(subject: Subject, run: Run, cluster: Cluster, *, quick: bool = True) -> Prediction:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from accordion.plan.events import Log
-from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
-from accordion.plan.search import Candidate, Found, Space
+from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.search import HOST_MARGIN, Candidate, Found, closest
+from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
 
 NOT_KNOWN = (
     "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "
@@ -45,8 +46,7 @@ class Plan:
         """The fastest that fits, or what comes closest to fitting."""
         if self.found.best is not None:
             return self.found.best
-        asked = max(self.space.gpus)
-        return min((c for c in self.found.candidates if c.choice.gpus == asked), key=lambda c: c.needed_bytes)
+        return closest(self.found.candidates, self.space)
 
     @property
     def fits(self) -> bool:
@@ -92,7 +92,7 @@ class Plan:
             "breakdown_bytes": memory.peak.breakdown,
             "step_s": step.seconds,
             "exposed_comm_s": step.exposed_s,
-            "tokens_per_s_per_gpu": c.tokens_per_s(self.space.tokens, self.space.accumulate),
+            "tokens_per_s_per_gpu": c.tokens_per_s(self.space.tokens),
             "mfu": self.mfu(c),
             "config": self._config(c),
         }
@@ -100,10 +100,15 @@ class Plan:
     def _config(self, c: Candidate) -> dict[str, Any]:
         return {
             "strategy": c.choice.strategy,
+            "replicas": c.choice.replicas,
+            "units": str(self.space.sharding.get("units") or "repeated blocks"),
             "checkpoint_activations": c.choice.checkpoint_activations,
             "micro_batch": c.choice.micro_batch,
-            "accumulate": self.space.accumulate,
+            "accumulate": c.choice.accumulate,
             "gpus": c.choice.gpus,
+            "offload": c.choice.offload,
+            "offload_params": OFFLOADS[c.choice.offload][0],
+            "offload_optimizer": OFFLOADS[c.choice.offload][1],
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }
@@ -117,10 +122,11 @@ class Plan:
     def _ranges(self, c: Candidate) -> dict[str, Any] | None:
         if c.memory is None or c.steps is None:
             return None
-        rates = {name: c.tokens_per_s(self.space.tokens, self.space.accumulate, name) for name in c.steps}
+        rates = {name: c.tokens_per_s(self.space.tokens, name) for name in c.steps}
         return {
             "reserved_bytes": c.memory.reserved_bytes,
             "needed_bytes": c.memory.needed_bytes,
+            "host_bytes_of_a_machine": c.host_bytes,
             "step_s": {name: step.seconds for name, step in c.steps.items()},
             "tokens_per_s_per_gpu": rates,
         }
@@ -134,10 +140,21 @@ class Plan:
             "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
             "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the card's memory",
             "optimizer": self.space.optimizer,
+            "host": host_assumed(self.cluster),
             "substituted": {} if self.log is None else self.log.substituted,
             "unmodelled": {} if self.log is None else self.log.unmodelled,
             "not_known": NOT_KNOWN,
         }
+
+
+def host_assumed(cluster: Cluster) -> str:
+    """What is taken for granted of a machine, where anything is offloaded."""
+    given = "as given" if cluster.host_memory_gib else f"assumed, {HOST_GIB_PER_GPU:.0f} a GPU: --host-memory-gib"
+    return (
+        f"{cluster.host_bytes / GIB:,.0f} GiB of memory a machine ({given}), of which offload x {HOST_MARGIN} is taken; "
+        f"{cluster.gpu.host_gbps:g} GB/s to it a GPU; optimizers there reach {HOST_MEMORY_GBPS:g} GB/s together (a guess); "
+        f"disk {cluster.disk_gbps:g} GB/s"
+    )
 
 
 def gib(num_bytes: float) -> str:
@@ -160,15 +177,17 @@ def explanation(plan: Plan) -> list[tuple[str, str, str]]:
     if chosen.memory is None:
         return lines
     highest, at_peak = chosen.memory.peak.highest, chosen.memory.peak.breakdown
+    over, away = chosen.choice.shards, chosen.choice.offload != NO_OFFLOAD
     by_hand: Mapping[str, str] = {
-        "parameters": f"4 B x {n:,} / {gpus} = {4 * n / gpus / GIB:,.2f} GiB, as masters",
-        "gradients": f"4 B x {n:,} / {gpus} = {4 * n / gpus / GIB:,.2f} GiB at the end of the backward, reduced in float32",
-        "optimizer": f"8 B x {n:,} / {gpus} = {8 * n / gpus / GIB:,.2f} GiB",
+        "parameters": f"4 B x {n:,} / {over} = {4 * n / over / GIB:,.2f} GiB, as masters",
+        "gradients": f"4 B x {n:,} / {over} = {4 * n / over / GIB:,.2f} GiB at the end of the backward, reduced in float32",
+        "optimizer": f"8 B x {n:,} / {over} = {8 * n / over / GIB:,.2f} GiB",
         "gathered": "full parameters of the units that stand: one and the next, the root and the last",
         "activations": "not in the textbook: what the backward needs, logits and loss",
         "other": "not in the textbook: gradients of activations, temporaries, workspaces",
     }
     for key, text in by_hand.items():
+        text += ", offloaded" if away and "GiB" in text else ""
         traced = f"most {highest[key] / GIB:,.2f} GiB, at the peak {at_peak[key] / GIB:,.2f}"
         lines.append((key, text, traced))
     lines.append(("peak, allocated", "", f"{chosen.memory.peak.num_bytes / GIB:,.2f} GiB"))

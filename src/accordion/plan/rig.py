@@ -29,13 +29,14 @@ class Subject:
 class Run:
     """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: the keyword arguments of `shard`.
 
-    `node`: ranks of one machine. `device`: "cuda" traces what a GPU would do; "cpu" the engine on CPU ranks, over gloo.
-    `optimizer`: adamw, adamw_foreach, sgd.
+    `node`: ranks of one machine. `replicas`: of a hybrid strategy; 0: one a machine. `device`: "cuda" traces what a GPU would
+    do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: adamw, adamw_foreach, sgd.
     """
 
     engine: str = "accordion"
     ranks: int = 8
     node: int = 8
+    replicas: int = 0
     accumulate: int = 1
     optimizer: str = "adamw"
     sharding: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +46,13 @@ class Run:
     def strategy(self) -> Strategy:
         strategy: Strategy = self.sharding.get("strategy", FULL_SHARD)
         return strategy
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters are cut."""
+        if not self.strategy.hybrid:
+            return self.ranks
+        return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {

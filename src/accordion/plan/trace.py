@@ -111,8 +111,7 @@ def _fake_mesh(run: Run) -> Iterator[DeviceMesh]:
     try:
         shape, names = (run.ranks,), ("shard",)
         if run.strategy.hybrid:
-            shard = min(run.ranks, run.node)
-            shape, names = (run.ranks // shard, shard), ("replicate", "shard")  # type: ignore[assignment]
+            shape, names = (run.ranks // run.shards, run.shards), ("replicate", "shard")  # type: ignore[assignment]
         yield DeviceMesh("cpu", torch.arange(run.ranks).view(shape), mesh_dim_names=names)
     finally:
         dist.destroy_process_group()

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
 
 from accordion.bench.report import show
-from accordion.config import Precision, nearest
+from accordion.config import Precision
 from accordion.errors import UsageError
 from accordion.plan.api import plan
-from accordion.plan.hardware import GPUS, NETWORK_GBPS, gpu_named
+from accordion.plan.change import smallest_change
+from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import PRESETS, configuration, language_subject
 from accordion.plan.result import Plan
-from accordion.plan.search import smallest_change
+from accordion.planner.options import read
 from accordion.planner.pages import of_plan, of_table
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_FOUND = 1  # exit code where nothing fits
+LARGEST = 1_000_000  # GPUs
+ABOUT = (
+    "Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits. What a flag "
+    f"fixes is not looked for. Presets: {', '.join(PRESETS)}. Cards: {', '.join(GPUS)}."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +40,32 @@ class Options:
     Args:
         model: a preset, a folder with a transformers config.json, or that file
         gpu: a card of the table (--gpus-table shows it), measured: what --measure found here, or a file that it wrote
-        gpus: GPUs in all; 0: as many as --nodes have
-        nodes: machines; 0: as many as --gpus fill, eight to each
+        gpus: GPUs in all; without it eight on each of --nodes
+        nodes: machines; without it as many as --gpus fill, eight to each
         fewer: look at smaller numbers of GPUs too, halving
         seq: tokens of a sequence
-        micro_batch: sequences of one rank at a time; 0: look for it
+        micro_batch: sequences of one rank at a time; without it: look for it
         accumulate: micro-batches of a step
         engine: accordion, or fsdp2: PyTorch's own in its place
+        global_batch: sequences of a step over all GPUs; accumulation follows from it
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
-        strategy: of accordion.shard; auto: look for it
-        checkpoint_activations: none, every:K, selective or full; auto: look for it
-        gpu_memory_gib: corrects or describes the card; 0: as in the table
+        strategy: of accordion.shard, such as full_shard; without it: look for it
+        replicas: copies of the model with a hybrid strategy; without it: look for it
+        offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
+            it: the first of them that fits
+        checkpoint_activations: none, every:K, selective or full; without it: look for it
+        gpu_memory_gib: memory of the card; this and the next three correct a card of the table, or describe another one
         gpu_tflops: dense bf16, in units of 10^12 a second
         gpu_bandwidth_gbps: GB/s of its memory
         link_gbps: GB/s that one card sends to another in its node
         network_gbps: GB/s that one card sends to other nodes
-        measured_step_s: seconds of one measured step on such cards, which calibrates all times; 0: none
-        measured_at: its configuration: strategy,checkpointing,micro-batch,GPUs; empty: the one that the other options fix
+        host_memory_gib: of one machine, for offload
+        disk_gbps: GB/s of one machine's disk, for offload
+        measured_step_s: seconds of one measured step on such cards, which calibrates all times
+        measured_at: its configuration: strategy,checkpointing,micro-batch,GPUs; without it the one that the other options fix
         measure: measure this machine, store that, and end; all its GPUs, else two CPU ranks
-        measured_file: where that is stored; empty: in the user's cache folder
+        measured_file: where that is stored; without it in the user's cache folder
         gpus_table: show the table of cards with their sources, and end
         explain: show the arithmetic by hand beside what was traced
         json: print JSON alone
@@ -64,38 +74,42 @@ class Options:
 
     model: str = "llama3-8b"
     gpu: str = "h100"
-    gpus: int = 0
-    nodes: int = 0
+    gpus: int | None = None
+    nodes: int | None = None
     fewer: bool = False
     seq: int = 4096
-    micro_batch: int = 0
+    micro_batch: int | None = None
     accumulate: int = 1
     engine: str = "accordion"
+    global_batch: int | None = None
     optimizer: str = "adamw"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    strategy: str = "auto"
-    checkpoint_activations: str = "auto"
-    gpu_memory_gib: float = 0.0
-    gpu_tflops: float = 0.0
-    gpu_bandwidth_gbps: float = 0.0
-    link_gbps: float = 0.0
+    strategy: str | None = None
+    replicas: int | None = None
+    offload: str | None = None
+    checkpoint_activations: str | None = None
+    gpu_memory_gib: float | None = None
+    gpu_tflops: float | None = None
+    gpu_bandwidth_gbps: float | None = None
+    link_gbps: float | None = None
     network_gbps: float = NETWORK_GBPS
-    measured_step_s: float = 0.0
+    host_memory_gib: float | None = None
+    disk_gbps: float = DISK_GBPS
+    measured_step_s: float | None = None
     measured_at: str = ""
     measure: bool = False
-    measured_file: str = ""
+    measured_file: str | None = None
     gpus_table: bool = False
     explain: bool = False
     json: bool = False
-    html: str = ""
-
-
-SWITCHES = ("fewer", "measure", "gpus_table", "explain", "json")
+    html: str | None = None
 
 
 def run(words: list[str]) -> int:
     """The subcommand. Returns the exit code: 1 where nothing fits."""
-    o = read(words)
+    o = read(Options, words, "accordion plan", ABOUT)
+    if o is None:
+        return 0
     if o.gpus_table:
         show(of_table())
         return 0
@@ -103,13 +117,10 @@ def run(words: list[str]) -> int:
     if o.measure:
         return _measure(o, file)
     gpus, node = counts_of(o)
-    card = gpu_named(
-        str(file) if o.gpu == "measured" else o.gpu,
-        o.gpu_memory_gib or None,
-        o.gpu_tflops or None,
-        o.gpu_bandwidth_gbps or None,
-        o.link_gbps or None,
-    )
+    gpu = str(file) if o.gpu == "measured" else o.gpu
+    card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
+    if o.html is not None:
+        check_place(Path(o.html))
     say = partial(print, file=sys.stderr)
     made = plan(
         o.model,
@@ -117,24 +128,30 @@ def run(words: list[str]) -> int:
         gpus=gpus,
         node=node,
         network_gbps=o.network_gbps,
-        strategy=None if o.strategy == "auto" else o.strategy,
-        checkpoint_activations=None if o.checkpoint_activations == "auto" else o.checkpoint_activations,
-        micro_batch=o.micro_batch or None,
+        host_memory_gib=o.host_memory_gib,
+        disk_gbps=o.disk_gbps,
+        strategy=o.strategy,
+        replicas=o.replicas,
+        offload=o.offload,
+        checkpoint_activations=o.checkpoint_activations,
+        micro_batch=o.micro_batch,
         seq=o.seq,
         accumulate=o.accumulate,
         engine=o.engine,
+        global_batch=o.global_batch,
         optimizer=o.optimizer,
         precision=Precision(params=DTYPES[o.precision]),
-        measured_step_s=o.measured_step_s or None,
+        measured_step_s=o.measured_step_s,
         measured_at=o.measured_at,
         say=say,
+        processes=2,
     )
     change = "" if made.fits else _change(o, made, say)
     if o.json:
         print(json.dumps({**made.as_dict(), **({"smallest_change": change} if change else {})}, indent=1))
     else:
         show(of_plan(made, explain=o.explain, change=change))
-    if o.html:
+    if o.html is not None:
         from accordion.planner.html import write
 
         write(made, Path(o.html))
@@ -150,7 +167,7 @@ def cache_folder() -> Path:
 def _measure(o: Options, file: Path) -> int:
     from accordion.planner.measure import measured, of_measured, write
 
-    found = measured(num_ranks=o.gpus)
+    found = measured(num_ranks=o.gpus or 0)
     write(found, file)
     if o.json:
         print(json.dumps(found, indent=1))
@@ -164,15 +181,16 @@ def _change(o: Options, made: Plan, say: Any) -> str:
     where = f"model {o.model!r}"
     num_params = sum(p.numel() for p in language_model(config, where).parameters())
     return smallest_change(
-        lambda size: language_subject(config, where, size, o.seq), made.space, made.cluster, num_params, say
+        partial(language_subject, config, where, seq=o.seq), made.space, made.cluster, num_params, say
     )
 
 
 def counts_of(o: Options) -> tuple[list[int], int]:
     """Numbers of GPUs to look at, and GPUs of a node. Raises `UsageError` where --gpus and --nodes contradict."""
-    gpus = o.gpus or 8 * max(1, o.nodes)
-    if gpus < 1 or o.nodes < 0:
-        raise UsageError(f"gpus is {o.gpus} and nodes is {o.nodes}; they take 1 or more.")
+    for flag, value in (("--gpus", o.gpus), ("--nodes", o.nodes)):
+        if value is not None and not 1 <= value <= LARGEST:
+            raise UsageError(f"{flag} is {value}; it takes 1 to {LARGEST:,}.")
+    gpus = o.gpus or 8 * (o.nodes or 1)
     if o.nodes and gpus % o.nodes:
         raise UsageError(f"{gpus} GPUs do not divide over {o.nodes} nodes; take a multiple of {o.nodes} for --gpus.")
     node = gpus // o.nodes if o.nodes else min(gpus, 8)
@@ -182,23 +200,9 @@ def counts_of(o: Options) -> tuple[list[int], int]:
     return counts, node
 
 
-def read(words: list[str]) -> Options:
-    """`words` as options. Raises `UsageError`."""
-    words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag.group()[2:].replace("-", "_"), word) for word in words]
-    known = [f"--{field.name}" for field in fields(Options)]
-    for i, word in enumerate(words):
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in (*known, "--help"):
-            shown = [name.replace("_", "-") for name in known]
-            raise UsageError(
-                f"option {flag.replace('_', '-')!r} does not exist; {nearest(flag.replace('_', '-'), shown)}"
-            )
-        if flag[2:] in SWITCHES and "=" not in word:
-            words[i] = f"{word}=true"
-    about = (Options.__doc__ or "").splitlines()[0] + f"\nPresets: {', '.join(PRESETS)}. Cards: {', '.join(GPUS)}."
-    parser = ArgumentParser(prog="accordion plan", description=about, exit_on_error=False, allow_abbrev=False)
-    parser.add_class_arguments(Options)
-    try:
-        return Options(**parser.parse_args(words).as_dict())
-    except ArgumentError as error:
-        raise UsageError(" ".join(str(error).split())) from None
+def check_place(path: Path) -> None:
+    """Before a search that takes a minute: the file can be written. Raises `UsageError`."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        found = "is a folder" if path.is_dir() else f"has no folder {str(folder)!r} to lie in"
+        raise UsageError(f"--html {str(path)!r} {found}; name a file.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 from plotly.io import to_html  # type: ignore[import-untyped]
 
-from accordion.bench.page import Page, Table
+from accordion.bench.page import Table
 from accordion.errors import UsageError
 from accordion.plan.cost import costs_of
 from accordion.plan.events import Category
@@ -26,7 +26,16 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em;
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
 th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
 th:first-child, td:first-child {{ text-align: left }} li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
+h1, h2, li, td {{ overflow-wrap: anywhere }}
+@media (max-width: 40em) {{ .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
+  .cards tr:first-child {{ display: none }} .cards td {{ display: block; border: 0; padding: .05em 0; text-align: left }}
+  .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
+  .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
 </style></head><body><h1>{title}</h1>"""
+CONFIG = {
+    "responsive": True,
+    "displayModeBar": False,
+}  # its buttons would cover the titles on a phone; a double click zooms out
 LANES = ("reduce", "gather", "compute")
 
 
@@ -43,19 +52,22 @@ def as_html(plan: Plan) -> str:
     page = of_plan(plan, explain=True)
     charts = [*([memory_chart(plan), lanes_chart(plan)] if plan.log is not None else []), map_chart(plan)]
     drawn = [
-        to_html(chart, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}", config={"responsive": True})
+        to_html(chart, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}", config=CONFIG)
         for i, chart in enumerate(charts)
     ]
-    return HEAD.format(title=escape(page.title)) + "".join([*drawn, *_tables(page)]) + "</body></html>\n"
+    verdict, *tables = map(_table, page.tables)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
+    body = "".join([verdict, *drawn, *tables, f"<ul>{notes}</ul>"])
+    return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
 
 
 def peak_label(plan: Plan) -> str:
-    """Where and how high the peak is, as JSON has it."""
+    """How high and where the peak is, as JSON has it; a line each, for a phone."""
     memory = plan.chosen.memory
     assert memory is not None
     peak = memory.peak
-    where = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
-    return f"peak {gib(peak.num_bytes)} GiB: {where}"
+    where = " ".join(part for part in (peak.phase, peak.unit) if part)
+    return "<br>".join(escape(line) for line in (f"peak {gib(peak.num_bytes)} GiB", where, peak.operator) if line)
 
 
 def memory_chart(plan: Plan) -> go.Figure:
@@ -73,9 +85,10 @@ def memory_chart(plan: Plan) -> go.Figure:
     totals = [sum(live.values()) / GIB for _, live in curve]
     top = max(range(len(totals)), key=totals.__getitem__)
     side = "right" if top > len(totals) / 2 else "left"
-    chart.add_annotation(x=top, y=totals[top], text=escape(peak_label(plan)), showarrow=True, ay=-30, xanchor=side)
+    chart.add_annotation(x=top, y=totals[top], text=peak_label(plan), showarrow=True, ay=-35, ax=0,
+                         xanchor=side, align=side, font={"size": 11})  # fmt: skip
     chart.update_layout(
-        hovermode="closest", xaxis_title="events of a step, in order", yaxis_range=[0, max(totals) * 1.2]
+        hovermode="closest", xaxis_title="events of a step, in order", yaxis_range=[0, max(totals) * 1.45]
     )
     return _laid_out(chart, "allocated memory in a step", "GiB")
 
@@ -85,7 +98,18 @@ def lanes_chart(plan: Plan) -> go.Figure:
     assert plan.log is not None
     choice = plan.chosen.choice
     run = plan.space.run_of(choice, plan.cluster)
-    lanes = simulate(plan.log, costs_of(plan.cluster, REACHED["middle"], run.ranks, run.strategy.hybrid)).lanes
+    lanes = simulate(
+        plan.log,
+        costs_of(
+            plan.cluster,
+            REACHED["middle"],
+            run.ranks,
+            run.strategy.hybrid,
+            run.shards,
+            plan.cluster.scales.get("middle", 1.0),
+        ),
+    ).lanes
+    how = "calibrated" if plan.measured else "uncalibrated"
     chart = go.Figure()
     for stream in LANES:
         mine: Sequence[Stretch] = [s for s in lanes if s.stream == stream]
@@ -95,18 +119,23 @@ def lanes_chart(plan: Plan) -> go.Figure:
                    hovertemplate="%{text}<br>from %{base:.2f} ms, %{x:.2f} ms<extra></extra>",
                    marker_line={"width": 0.5, "color": "white"})
         )  # fmt: skip
-    chart.update_layout(barmode="overlay", xaxis_title="ms, at middle rates, uncalibrated", showlegend=False)
+    chart.update_layout(
+        barmode="overlay",
+        xaxis_title=f"ms, at middle rates, {how}",
+        showlegend=False,
+    )
     return _laid_out(chart, "streams", "", height=280)
 
 
 def map_chart(plan: Plan) -> go.Figure:
     """GPUs by micro-batch: the fastest of each that fits, by colour; what does not fit stays empty and says why."""
     space = plan.space
-    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in space.gpus]
+    counts = sorted({c.choice.gpus for c in plan.found.candidates})
+    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in counts]
     chart = go.Figure(
         go.Heatmap(
             x=[str(size) for size in space.micro_batches],
-            y=[str(gpus) for gpus in space.gpus],
+            y=[str(gpus) for gpus in counts],
             z=[[speed for speed, _ in row] for row in cells],
             text=[[text for _, text in row] for row in cells],
             colorscale="Viridis", colorbar={"title": "/s a GPU"}, xgap=2, ygap=2,
@@ -122,7 +151,7 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
     fitting = [c for c in mine if c.fits]
 
     def speed(c: Candidate) -> float:
-        return c.tokens_per_s(plan.space.tokens, plan.space.accumulate)
+        return c.tokens_per_s(plan.space.tokens)
 
     if fitting:
         best = max(fitting, key=speed)
@@ -133,18 +162,17 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
 
 def _laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
     chart.update_layout(
-        title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 60},
-        legend={"orientation": "h", "y": -0.25}, yaxis_title=unit or None,
+        title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
+        legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,
     )  # fmt: skip
     return chart
 
 
-def _tables(page: Page) -> list[str]:
-    notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
-    return [*map(_table, page.tables), f"<ul>{notes}</ul>"]
-
-
 def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in table.rows)
-    return f'<h2>{escape(table.title)}</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+    rows = "".join(
+        "<tr>" + "".join(f'<td data-column="{escape(c)}">{escape(v)}</td>' for c, v in zip(table.columns, row, strict=True))
+        + "</tr>" for row in table.rows
+    )  # fmt: skip
+    kind = ' class="cards"' if len(table.columns) > 2 else ""
+    return f'<h2>{escape(table.title)}</h2><div class="wide"><table{kind}><tr>{head}</tr>{rows}</table></div>'

@@ -8,6 +8,7 @@ from accordion.bench.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
 from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib
 from accordion.plan.search import Candidate
+from accordion.plan.space import NO_OFFLOAD
 
 SHOWN = 24  # candidates on the screen; JSON has all
 
@@ -15,10 +16,11 @@ SHOWN = 24  # candidates on the screen; JSON has all
 def of_table() -> Page:
     """The cards that are known."""
     rows = [
-        [g.name, f"{g.memory_gib:g}", f"{g.tflops:g}", f"{g.bandwidth_gbps:g}", f"{g.link}, {g.link_gbps:g}", g.source]
+        [g.name, f"{g.memory_gib:g}", f"{g.tflops:g}", f"{g.bandwidth_gbps:g}", f"{g.link}, {g.link_gbps:g}",
+         f"{g.host_gbps:g}", g.source]
         for g in GPUS.values()
-    ]
-    columns = ["card", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "source"]
+    ]  # fmt: skip
+    columns = ["card", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "to the host, GB/s", "source"]
     return Page(name="gpus", title="Cards", notes=[], tables=[Table(title="cards", columns=columns, rows=rows)])
 
 
@@ -38,7 +40,7 @@ def _verdict(plan: Plan) -> Table:
     rows = [["verdict", "fits" if plan.fits else "does not fit"], ["configuration", str(c.choice)]]
     if c.memory is not None and c.steps is not None:
         reserved = sorted(c.memory.reserved_bytes.values())
-        rates = {name: c.tokens_per_s(plan.space.tokens, plan.space.accumulate, name) for name in c.steps}
+        rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
         unit = "tokens" if plan.space.tokens > 1 else "batches"
         rows += [
             ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
@@ -52,9 +54,10 @@ def _verdict(plan: Plan) -> Table:
             [f"{unit}/s a GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
-    fewest = plan.found.fewest
-    if fewest is not None and len(plan.space.gpus) > 1:
-        rows.append(["fewest GPUs", str(fewest.choice)])
+    if c.host_bytes:
+        rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
+    if plan.found.fewest is not None:
+        rows.append(["fewest GPUs that fit", str(plan.found.fewest.choice)])
     return Table(
         title=f"{plan.model}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}", columns=["", ""], rows=rows
     )
@@ -103,7 +106,7 @@ def _candidates(plan: Plan) -> Table:
 
 
 def _speed(plan: Plan, c: Candidate) -> float:
-    return 0.0 if c.steps is None else c.tokens_per_s(plan.space.tokens, plan.space.accumulate)
+    return 0.0 if c.steps is None else c.tokens_per_s(plan.space.tokens)
 
 
 def _notes(plan: Plan, change: str) -> list[str]:
@@ -114,6 +117,8 @@ def _notes(plan: Plan, change: str) -> list[str]:
         f"torch {assumed['torch']}, {plan.space.optimizer}; card: {plan.cluster.gpu.source}",
         f"time is {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
     ]
+    if any(c.choice.offload != NO_OFFLOAD for c in plan.found.candidates):
+        notes.append(f"offload: {assumed['host']}; copies stand in the gather's and the reduce's stream")
     if plan.log is not None:
         notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]
         notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]

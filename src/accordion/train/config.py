@@ -116,8 +116,9 @@ class TrainConfig:
             its scale does not count
         deepspeed: a DeepSpeed configuration, also `--deepspeed ds_config.json`: what it says stands in place of the keys
             here and in `shard`, its optimizer over all parameters alike; what it leaves out is as DeepSpeed has it
-        plan: `auto`, also `--plan auto`, takes the fastest `shard.strategy` and `shard.checkpoint_activations` that fit where
-            they are not given, and prints at the end what was measured beside the plan
+        plan: `auto`, also `--plan auto`, takes the fastest `shard.strategy`, `shard.checkpoint_activations` and offload that fit
+            where they are not given, cuts micro-batches that do not fit into more of them, and prints at the end what was
+            measured beside the plan
     """
 
     steps: int = 100

@@ -1,22 +1,24 @@
-"""`accordion train --plan auto`: strategy and checkpointing from a plan, and at the end what was measured beside it."""
+"""`accordion train --plan auto`: what a plan says is taken, and at the end what was measured beside it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import torch
 
-from accordion.config import Precision
+from accordion.config import DEVICE, DISK, Precision
 from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
 from accordion.plan.models import language_subject
 from accordion.plan.rig import Subject
-from accordion.plan.search import CHECKPOINTING, STRATEGIES, Candidate, Space, search
+from accordion.plan.search import Candidate, search
+from accordion.plan.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
 from accordion.train.config import Config, parse_units
 from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics
@@ -36,31 +38,25 @@ class Expected:
 
 
 def planned(
-    config: Config, named: Collection[str], num_ranks: int, device: Device, say: Callable[[str], None]
+    config: Config, named: AbstractSet[str], num_ranks: int, device: Device, say: Callable[[str], None]
 ) -> tuple[Config, Expected | None]:
-    """`config` with the fastest strategy and checkpointing that fit; what `named` keys say stays. Raises `UsageError`.
+    """`config` with the fastest strategy, checkpointing and offload that fit; what `named` keys say stays. Raises `UsageError`.
 
-    The batch is left alone, so that the maths are those that were asked for. Needs a process without a process group.
+    What a step sees is left alone, so that the maths are those that were asked for: where its micro-batches do not fit and nobody
+    named them, they are cut smaller and accumulated. Needs a process without a process group.
     """
     if config.train.plan == "none":
         return config, None
-    shard, where = config.shard, config.model.path or config.model.preset
-    cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks)
+    where = config.model.path or config.model.preset
+    cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks, host_memory_gib=host_gib())
     transformers_config = configuration(config.model, config.data)
     subject_for = partial(_subject, transformers_config, where, config.data.seq_len)
-    space = Space(
-        strategies=[shard.strategy] if "shard.strategy" in named else STRATEGIES,
-        checkpointing=[shard.checkpoint_activations] if "shard.checkpoint_activations" in named else CHECKPOINTING,
-        micro_batches=[config.train.micro_batch],
-        gpus=[num_ranks],
-        accumulate=config.train.accumulate,
-        precision=Precision(params=DTYPES[_precision(shard.precision, device)]),
-        tokens=config.data.seq_len,
-        sharding={"units": _units(config)},
-        device=device,
-    )
     num_params = sum(p.numel() for p in language_model(transformers_config, where).parameters())
+    space = space_of(config, named, num_ranks, device)
     best = search(subject_for, space, cluster, num_params).best
+    cut = smaller_of(config, named, num_ranks, space)
+    if best is None and cut is not None:
+        best = search(subject_for, cut, cluster, num_params).best
     if best is None or best.memory is None or best.steps is None:
         raise UsageError(
             f"train.plan: nothing fits {num_ranks} x {cluster.gpu.memory_gib:.0f} GiB with micro_batch "
@@ -68,8 +64,63 @@ def planned(
         )
     expected = _expected(best)
     say(f"plan: {expected.choice}")
-    chosen = replace(shard, strategy=best.choice.strategy, checkpoint_activations=best.choice.checkpoint_activations)
-    return replace(config, shard=chosen), expected
+    return with_choice(config, best.choice, space), expected
+
+
+def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: Device) -> Space:
+    """What is left to look for. On CPU ranks the host is the device: there is nowhere to offload to."""
+    shard = config.shard
+    offloads: Sequence[str] = [NO_OFFLOAD]
+    if device == "cuda":
+        offloads = [name for name in OFFLOADS if name != "disk"]  # which takes a folder that nobody named
+        if named & {"shard.offload_params", "shard.offload_optimizer"}:
+            offloads = [offload_named(shard.offload_params, shard.offload_optimizer)]
+    return Space(
+        strategies=[shard.strategy] if "shard.strategy" in named else STRATEGIES,
+        checkpointing=[shard.checkpoint_activations] if "shard.checkpoint_activations" in named else CHECKPOINTING,
+        micro_batches=[config.train.micro_batch],
+        gpus=[num_ranks],
+        accumulate=config.train.accumulate,
+        replicas=shard.replicas,
+        offloads=offloads,
+        precision=Precision(params=DTYPES[_precision(shard.precision, device)]),
+        tokens=config.data.seq_len,
+        sharding={"units": _units(config)},
+        device=device,
+    )
+
+
+def smaller_of(config: Config, named: AbstractSet[str], num_ranks: int, space: Space) -> Space | None:
+    """The same with smaller micro-batches and as much of them in a step; None where they were named or cannot be cut."""
+    size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
+    cut = [n for n in range(size // 2, 0, -1) if size % n == 0]
+    if not cut or named & {"train.micro_batch", "train.accumulate"}:
+        return None
+    return replace(space, micro_batches=sorted(cut), global_batch=samples * num_ranks)
+
+
+def with_choice(config: Config, choice: Choice, space: Space) -> Config:
+    """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
+    shard = replace(config.shard, strategy=choice.strategy, checkpoint_activations=choice.checkpoint_activations)
+    if len(space.offloads) > 1:
+        params, optimizer = OFFLOADS[choice.offload]
+        shard = replace(shard, offload_params=params, offload_optimizer=optimizer)
+    train = replace(config.train, micro_batch=choice.micro_batch, accumulate=choice.accumulate)
+    return replace(config, shard=shard, train=train)
+
+
+def offload_named(params: str, optimizer: str) -> str:
+    """What a plan calls these places. With states on disk and parameters on the device it counts the states as the host's."""
+    if optimizer == DEVICE:
+        return NO_OFFLOAD
+    if params == DEVICE:
+        return "optimizer"
+    return "disk" if optimizer.startswith(DISK) else "all"
+
+
+def host_gib() -> float:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
 
 
 def _subject(config: object, where: str, seq: int, micro_batch: int) -> Subject:
@@ -90,16 +141,22 @@ def _expected(best: Candidate) -> Expected:
     assert best.steps is not None
     seconds = [step.seconds for step in best.steps.values()]
     return Expected(
-        choice=f"{best.choice.strategy}, checkpoint_activations {best.choice.checkpoint_activations}",
+        choice=_said(best.choice),
         peak_bytes=best.memory.peak.num_bytes,
         step_s=(min(seconds), max(seconds)),
     )
 
 
+def _said(choice: Choice) -> str:
+    parts = [choice.strategy, f"checkpoint_activations {choice.checkpoint_activations}"]
+    parts += [f"offload {choice.offload}"] if choice.offload != NO_OFFLOAD else []
+    return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])
+
+
 def card_of(device: Device, num_ranks: int) -> Gpu:
     """The card of this machine, with its own memory; of CPU ranks, a share of the machine, with rates of a guess."""
     if device == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / GIB
+        memory = host_gib() / num_ranks
         return Gpu(
             name="cpu",
             memory_gib=memory,

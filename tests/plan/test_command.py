@@ -1,0 +1,83 @@
+"""`accordion plan` as people type it: flags, JSON, wrong input in one line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from accordion import cli
+from accordion.plan.hardware import GPUS, gpu_named
+from accordion.planner.command import Options
+
+NO_FOLDER = "/no-such-folder/page.html"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpu h1000", "nearest are h100"),
+        ("--gpu mine --gpu-memory-gib 10", "--gpu-tflops, --gpu-bandwidth-gbps and --link-gbps"),
+        ("--gpu", "'--gpu' is given no value"),
+        ("--gpu= --gpus 8", "not in the table"),
+        ("--model llama3-8x", "llama3-8b"),
+        ("--model .", "no config.json"),
+        ("--strategy full_shart", "full_shard"),
+        ("--strategy", "given no value"),
+        ("--checkpoint-activations every:0", "not understood"),
+        ("--checkpoint-activations ful", "did you mean 'full'"),
+        ("--micro-batch -1", "micro_batch is -1"),
+        ("--micro-batch 0", "micro_batch is 0"),
+        ("--micro-batch two", "takes a whole number"),
+        ("--gpus 8 --nodes 3", "multiple of 3"),
+        ("--gpus 0", "--gpus is 0"),
+        ("--gpus 8.5", "takes a whole number"),
+        ("--gpus 1000000000000", "1,000,000"),
+        ("--nodes -2", "--nodes is -2"),
+        ("--gpuss 8", "did you mean '--gpus'"),
+        ("--micro_bach 8", "did you mean '--micro-batch'"),
+        ("--jsn", "did you mean '--json'"),
+        ("--json=yes", "takes no value"),
+        ("-x", "belongs to no option"),
+        ("llama3-8b", "belongs to no option"),
+        ("--seq many", "--seq is 'many'"),
+        ("--seq 0", "seq is 0"),
+        ("--accumulate 0", "accumulate is 0"),
+        ("--optimizer adam", "adamw"),
+        ("--engine fsdp3", "fsdp2"),
+        ("--engine fsdp2 --strategy no_shard", "shard_grad_op"),
+        ("--engine fsdp2 --offload all", "engine accordion"),
+        ("--measured-step-s 1", "looks through several"),
+        ("--measured-at full_shard,none,1,8", "pass measured_step_s"),
+        ("--gpu none.json", "accordion plan --measure"),
+        ("--precision fp8", "bf16, fp16, fp32"),
+        ("--gpu-tflops -1", "positive"),
+        ("--gpu-memory-gib nan", "positive"),
+        ("--link-gbps inf", "positive"),
+        ("--network-gbps 0", "positive"),
+        (f"--html {NO_FOLDER}", "no folder"),
+        ("--html .", "is a folder"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(capsys, words, said):
+    assert cli.main(["plan", *words.split()]) == cli.BAD_INPUT
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert said in text
+
+
+def test_every_flag_is_hyphened_and_told(capsys):
+    assert cli.main(["plan", "--help"]) == 0
+    said = capsys.readouterr().out
+    for field in fields(Options):
+        assert f"--{field.name.replace('_', '-')}" in said
+    assert "--json true" not in said
+    assert "_gib" not in said.partition("options:")[2]
+
+
+@pytest.mark.parametrize(
+    ("written", "name"), [("h100-80", "h100"), ("H100-80GB", "h100"), ("a100", "a100-80"), ("RTX-4090", "rtx4090")]
+)
+def test_cards_answer_to_the_names_that_people_write(written, name):
+    assert gpu_named(written) is not None
+    assert gpu_named(written).source == GPUS[name].source

@@ -1,0 +1,70 @@
+"""The page of a plan in a browser: it opens, names the peak as JSON does, answers the pointer, and fits a phone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.planner.html import as_html
+from tests.plan import browser
+
+BINARY = browser.found()
+PHONE, DESK = (390, 844), (1200, 900)
+HOVERED = "[...document.querySelectorAll('#chart-{} .hoverlayer text')].map(t => t.textContent).join(' ')"
+MIDDLE = """(() => {{ const e = document.querySelector('#chart-{} .nsewdrag'); e.scrollIntoView({{block: 'center'}});
+    const r = e.getBoundingClientRect(); return [r.x + r.width * {}, r.y + r.height * {}] }})()"""
+
+
+def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().sum()
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)])
+    return acc.plan(model, total, torch.randn(4096, 256), gpus=2, strategy="full_shard", checkpoint_activations="none")
+
+
+@pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan, tmp_path):
+    page = tmp_path / "plan.html"
+    page.write_text(as_html(plan), encoding="utf-8")
+    found = plan.as_dict()
+    with browser.started(BINARY) as seen:
+        seen.open(page, *DESK)
+        label = seen.until("document.querySelector('#chart-0 .annotation-text')?.textContent")
+        for part in (f"{found['peak_allocated_bytes'] / 2**30:,.1f} GiB", *found["peak"].values()):
+            assert part in label
+        for chart, across, down, told in ((0, 0.5, 0.93, "GiB"), (1, 0.5, 0.2, "ms"), (2, 0.5, 0.25, "GPUs")):
+            x, y = seen.evaluate(MIDDLE.format(chart, across, down))
+            seen.point_at(x, y)
+            assert told in seen.until(HOVERED.format(chart)), f"chart {chart}"
+        for width, height in (DESK, PHONE):
+            seen.resize(width, height)
+            seen.until(f"innerWidth === {width} && document.querySelector('#chart-0 .main-svg').clientWidth <= {width}")
+            wide = seen.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width
+            cut = "[...document.querySelectorAll('.annotation-text, .gtitle, h1, h2, p, li')].filter("
+            assert (
+                seen.evaluate(cut + f"e => e.getBoundingClientRect().right > {width} + 1).map(e => e.textContent)")
+                == []
+            )
+            assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
+        assert seen.errors == []
+        assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+def test_what_a_page_does_wrong_is_seen(tmp_path):
+    """The test above would fail on a page with an error, or one that asks the network for a script."""
+    page = tmp_path / "wrong.html"
+    page.write_text(
+        "<div class=main-svg></div><script src=http://127.0.0.1:9/x.js></script><script>throw Error()</script>"
+    )
+    with browser.started(BINARY) as seen:
+        seen.open(page, *PHONE)
+        assert seen.evaluate("1 + 1") == 2
+        assert any("Error" in error for error in seen.errors)
+        assert any(url.startswith("http:") for url in seen.asked)

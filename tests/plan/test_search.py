@@ -1,0 +1,195 @@
+"""The search: what is left by what is fixed, logs carried over from others, accumulation, offload, and the verdicts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import accordion as acc
+from accordion.plan.accumulate import step_of_choice
+from accordion.plan.alike import alike
+from accordion.plan.allocator import reserved_bytes
+from accordion.plan.events import Alloc, Category, Free, Op
+from accordion.plan.hardware import GPUS, Cluster
+from accordion.plan.memory import peak_of
+from accordion.plan.offload import elements_of, host_bytes, offloaded
+from accordion.plan.predict import step_of
+from accordion.plan.scale import UnlikeError
+from accordion.plan.search import Found, least_bytes, search
+from accordion.plan.space import Choice, Space, choices
+from accordion.plan.trace import trace
+from tests.plan.test_plan import gpt, run_of
+
+CLUSTER = Cluster(gpu=GPUS["h100"])
+BF16 = acc.Precision(params=torch.bfloat16)
+GIB = 2**30
+
+
+def choice(**given: object) -> Choice:
+    defaults = {"strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "gpus": 8}
+    return Choice(**{**defaults, **given})
+
+
+# -- what is looked through
+
+
+def test_what_is_fixed_is_not_looked_for():
+    left = choices(Space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[2]), CLUSTER)
+    assert left == [choice(checkpoint_activations="full", micro_batch=2)]
+
+
+def test_accumulation_follows_from_the_global_batch():
+    left = choices(
+        Space(strategies=["full_shard"], checkpointing=["none"], global_batch=96, micro_batches=[1, 2, 4, 8]), CLUSTER
+    )
+    assert {(c.micro_batch, c.accumulate) for c in left} == {(1, 12), (2, 6), (4, 3)}
+    with pytest.raises(acc.UsageError, match="global-batch"):
+        choices(Space(global_batch=7), CLUSTER)
+
+
+def test_meshes_of_a_hybrid_have_shards_over_one_node_and_more():
+    space = Space(strategies=["hybrid_shard"], checkpointing=["none"], micro_batches=[1], gpus=[64])
+    assert [(c.replicas, c.shards) for c in choices(space, CLUSTER)] == [(8, 8), (4, 16), (2, 32)]
+    assert [c.replicas for c in choices(replace(space, replicas=2), CLUSTER)] == [2]
+    with pytest.raises(acc.UsageError, match="no configuration is left"):
+        choices(replace(space, replicas=3), CLUSTER)
+
+
+def test_a_search_of_200_is_what_several_nodes_span():
+    assert len(choices(Space(gpus=[16, 32]), CLUSTER)) >= 200
+
+
+# -- logs from other logs
+
+
+def test_sizes_change_alike_under_another_strategy():
+    """What a larger micro-batch changes is traced once for all strategies."""
+    base, more = (trace(gpt(3, batch=b), run_of(8)) for b in (1, 2))
+    mine, traced = (trace(gpt(3, batch=b), run_of(8, strategy=acc.SHARD_GRAD_OP)) for b in (1, 2))
+    made = alike(mine, base, more)
+    assert peak_of(made).num_bytes == peak_of(traced).num_bytes != peak_of(mine).num_bytes
+    assert peak_of(made).breakdown == peak_of(traced).breakdown
+    for expandable in (True, False):
+        assert reserved_bytes(made, expandable=expandable) == reserved_bytes(traced, expandable=expandable)
+    assert [(e.num_bytes, e.flops) for e in made.events if isinstance(e, Op)] == [
+        (e.num_bytes, e.flops) for e in traced.events if isinstance(e, Op)
+    ]
+    lost = replace(mine, events=[e for e in mine.events if not isinstance(e, Op)])
+    with pytest.raises(UnlikeError):
+        alike(lost, base, more)
+
+
+@pytest.mark.parametrize("strategy", [acc.FULL_SHARD, pytest.param(acc.SHARD_OPTIM, marks=pytest.mark.slow)])
+def test_micro_batches_between_the_first_and_the_last_are_worked_out(strategy):
+    run, asked = replace(run_of(8, strategy=strategy), accumulate=5), choice(strategy=strategy.name, accumulate=5)
+    part = replace(run, accumulate=asked.num_traced)
+    whole, some = trace(gpt(3), run), trace(gpt(3), part)
+    assert peak_of(some).num_bytes == pytest.approx(peak_of(whole).num_bytes, rel=1e-3)
+    made = step_of_choice(some, some, part, asked, CLUSTER, "middle")
+    wanted = step_of(whole, run, CLUSTER)
+    assert made.seconds == pytest.approx(wanted.seconds, rel=0.01)
+    assert made.flops == pytest.approx(wanted.flops, rel=1e-6)
+
+
+# -- offload
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return trace(gpt(4), run_of(8))
+
+
+def test_offload_takes_states_off_the_device_and_leaves_no_gradient_behind(plain):
+    before = peak_of(plain)
+    for offload, kept in (("optimizer", 0.5), ("all", 0.0), ("disk", 0.0)):
+        moved = offloaded(plain, choice(offload=offload), compute_bytes=2)
+        peak = peak_of(moved)
+        assert peak.highest["optimizer"] <= 0.01 * before.highest["optimizer"] + 4096
+        assert peak.highest["parameters"] == pytest.approx(kept * before.highest["parameters"], rel=0.05, abs=4096)
+        assert peak.num_bytes < before.num_bytes
+        gradients = {e.number for e in moved.events if isinstance(e, Alloc) and e.category is Category.GRADIENTS}
+        assert gradients <= {e.number for e in moved.events if isinstance(e, Free)}
+        for expandable in (True, False):
+            assert reserved_bytes(moved, expandable=expandable) >= peak.num_bytes
+
+
+def test_offload_copies_cost_time_and_host_memory(plain):
+    times = {}
+    for offload in ("none", "optimizer", "all", "disk"):
+        chosen = choice(offload=offload)
+        moved = offloaded(plain, chosen, compute_bytes=2)
+        times[offload] = step_of_choice(moved, plain, run_of(8), chosen, CLUSTER, "middle").seconds
+    assert times["none"] < times["optimizer"] <= times["all"] < times["disk"]
+    params = sum(p.numel() for p in gpt(4).make().parameters())
+    assert elements_of(plain) == pytest.approx(params / 8, rel=0.02)
+    for offload, each in (("none", 0), ("optimizer", 18), ("all", 18), ("disk", 10)):
+        asked = host_bytes(plain, choice(offload=offload), 2, "adamw", CLUSTER)
+        assert asked == pytest.approx(each * params, rel=0.02)
+
+
+def take_host_memory(mesh) -> int:
+    """Bytes of the arena that `shard` reports in its log."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("accordion")
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    acc.shard(gpt(4).make(), mesh, precision=BF16, offload=acc.Offload(params="host", optimizer="host"))
+    return next(int(text.split()[1]) for text in said if text.startswith("offload: "))
+
+
+def test_host_memory_is_what_the_engine_takes(run_fake):
+    """On one rank of eight; states are the optimizer's own memory beside the arena. Small tensors: padding, and room to land."""
+    params = sum(p.numel() for p in gpt(4).make().parameters())
+    assert run_fake(8, 0, take_host_memory) == pytest.approx(10 * params / 8, rel=0.25)
+
+
+# -- the search
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """A card on which states do not fit beside what a step needs."""
+    gpu = replace(GPUS["l40s"], memory_gib=2.097)
+    space = Space(
+        strategies=["full_shard"], checkpointing=["none", "full"], micro_batches=[2], gpus=[2], precision=BF16
+    )
+    return search(lambda size: gpt(7, batch=size), space, Cluster(gpu=gpu, node=2), 1_600_000)
+
+
+def test_a_tier_is_tried_where_the_one_before_does_not_fit(found):
+    by = {(c.choice.checkpoint_activations, c.choice.offload): c for c in found.candidates if c.choice.gpus == 2}
+    assert {key for key, c in by.items() if key[1] == "none" and c.fits} == set()
+    assert found.best is not None
+    assert found.best.choice.offload != "none"
+    for (checkpointing, offload), c in by.items():
+        if offload not in ("none",):
+            assert not by[checkpointing, "none"].fits
+        assert bool(c.why) == (c is not found.best)
+        if c.fits:
+            assert c.memory.needed_bytes < 2.097 * GIB
+
+
+def test_a_machine_that_is_too_small_for_offload_says_so():
+    gpu = replace(GPUS["l40s"], memory_gib=2.097)
+    space = Space(
+        strategies=["full_shard"], checkpointing=["full"], micro_batches=[2], gpus=[2], precision=BF16, offloads=["all"]
+    )
+    small = search(lambda size: gpt(7, batch=size), space, Cluster(gpu=gpu, node=2, host_memory_gib=0.001), 1_600_000)
+    assert small.best is None
+    assert "of a machine's memory" in small.candidates[0].why
+
+
+def test_no_strategy_is_said_to_take_less_than_its_states():
+    space = Space(precision=BF16)
+    billion = 10**9
+    assert least_bytes(choice(), space, billion) == 1.5 * billion
+    assert least_bytes(choice(strategy="shard_grad_op"), space, billion) == 3.5 * billion
+    assert least_bytes(choice(strategy="no_shard"), space, billion) == 14 * billion
+    assert least_bytes(choice(strategy="hybrid_shard", gpus=16, replicas=2), space, billion) == 1.5 * billion
+    assert least_bytes(choice(strategy="hybrid_shard_optim", gpus=16, replicas=2), space, billion) == 0.75 * billion
+    assert least_bytes(choice(offload="all"), space, billion) == 0
