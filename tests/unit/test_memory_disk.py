@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +161,42 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
             part.todo.entry.own[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)
+
+
+@contextmanager
+def mounted(path: Path, options: str) -> Iterator[Path]:
+    """A file system of its own at `path`; skips where this user may mount none."""
+    path.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):
+    with mounted(tmp_path / "full", "size=256k") as full:
+        with pytest.raises(OffloadError, match=r"has no room for 1048576 bytes .* \(No space left on device\)"):
+            SwapFile(full, 2**20)
+        assert os.listdir(full) == []
+        first = SwapFile(full, 2**17)
+        first.write(0, filled(2**17, 1))
+        with pytest.raises(OffloadError, match="has no room for 196608 bytes"):
+            SwapFile(full, 3 * 2**16)  # another job has taken what was there
+        into = aligned_buffer(2**17)
+        first.read(0, into)
+        assert torch.equal(into, filled(2**17, 1)), "which it keeps"
+        del first
+        SwapFile(full, 3 * 2**16)
+        assert os.listdir(full) == []
+    with (
+        mounted(tmp_path / "fixed", "ro") as fixed,
+        pytest.raises(OffloadError, match=r"cannot rest in .*: Read-only file"),
+    ):
+        check_folder(fixed)

@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.memory.disk import SwapFile, aligned_buffer
 from tests.world import models
-from tests.world.checks import assert_equal, one_loss
-from tests.world.offloads import HOST, disk, fresh
+from tests.world.checks import assert_equal, one_loss, units_of
+from tests.world.offloads import HOST, disk, disk_of_all, fresh
 from tests.world.reference import grads_of, params_of
 
 
 def disk_fails(mesh, path: Path) -> None:
     """The disk is full in the third step: the error names it, and the last checkpoint goes on as if nothing had been."""
     wanted = None
-    for fails in (False, True):
-        model, optimizer = fresh(mesh, offload=disk(path))
+    for fails, place in ((False, disk), (True, disk), (True, disk_of_all)):
+        model, optimizer = fresh(mesh, offload=place(path))
         for step in range(4):
             if step == 2:
                 acc.save(path / "ckpt", model, optimizer)
@@ -43,13 +43,14 @@ def disk_fails(mesh, path: Path) -> None:
                     break
             optimizer.zero_grad()
         if fails:
-            model, optimizer = fresh(mesh, seed=5, offload=disk(path))
+            model, optimizer = fresh(mesh, seed=5, offload=place(path))
             acc.load(path / "ckpt", model, optimizer)
             for step in (2, 3):
                 one_loss(model, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert_equal(acc.full_state_dict(model, rank0_only=False), wanted)
+            continue
         wanted = acc.full_state_dict(model, rank0_only=False)
 
 
@@ -89,6 +90,56 @@ def at_rest(mesh) -> None:
 
 def test_a_disk_that_fills_up_stops_with_its_name_and_the_last_checkpoint_goes_on(world, tmp_path):
     world.run(1, disk_fails, tmp_path)
+
+
+def broken_disk(mesh, path: Path) -> None:
+    """A read that fails, and a page that has changed: of states, of gradients and of parameters, each stops with its name."""
+    for what, offload in {
+        "states": disk(path),
+        "all": disk_of_all(path),
+        "device": disk_of_all(path, step="device"),
+    }.items():
+        for breaks, message in (
+            (failing_reads, "could not be read: Input/output error"),
+            (changed, "not what was written"),
+        ):
+            model, optimizer = fresh(mesh, offload=offload)
+            one_loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            acc.synchronize(model)
+            one_loss(model).backward()
+            with breaks(model), pytest.raises(acc.OffloadError, match=message):
+                stepped(model, optimizer)
+            assert os.listdir(path) == [], what
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    acc.synchronize(model)
+
+
+@contextmanager
+def failing_reads(model: torch.nn.Module) -> Iterator[None]:
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch.object(os, "preadv", broken):
+        yield
+
+
+@contextmanager
+def changed(model: torch.nn.Module) -> Iterator[None]:
+    """Every file of the model has other bytes in its first page than were written there."""
+    tiers = units_of(model)[0].engine.wiring.home
+    states = [file for one in tiers.states.values() for file in one.files]
+    for file in [*states, *(shelf.file for shelf in tiers.files)]:
+        os.pwrite(file._plain, b"some other bytes", 64)
+    yield
+
+
+def test_a_disk_that_does_not_read_and_one_that_lies_are_named(world, tmp_path):
+    world.run(1, broken_disk, tmp_path)
 
 
 def unwrapped(mesh, path: Path) -> None:

@@ -166,3 +166,19 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(self.block(self.first(x)).tanh())
+
+
+def hooked(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    one_loss(model).backward()
+    optimizer.step()
+    acc.synchronize(model)
+    assert calls == ["before"], "torch wraps a step in its hooks again when a state dict is loaded"
+
+
+def test_hooks_of_a_step_run_once_after_a_load_too(world):
+    world.run(1, hooked)
