@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -40,6 +41,21 @@ def saving_hook() -> Callable[[Tensor], Any] | None:
     """The hook of `saved_tensors_hooks` that packs what autograd saves now, the innermost one; no public name."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
+    """`tensor.register_hook` of what nobody takes away again: without a handle, 3.5 us in place of 7.8 with a view of its own."""
+    if tensor.grad_fn is None or tensor._backward_hooks is not None:
+        tensor.register_hook(function)
+        return
+    # An ordered one, as torch makes it: handles of the hooks that others set later hold it weakly. Their ids are not negative.
+    tensor._backward_hooks = OrderedDict({-1: function})
+    tensor.grad_fn._register_hook_dict(tensor)
+
+
+def node_of(tensor: Tensor) -> Any:
+    """The node that is given the gradient of a tensor: its own, or for a leaf the one that accumulates."""
+    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def queue_callback(function: Callable[[], None]) -> None:

@@ -231,7 +231,7 @@ class _Group(Group):
         self.room: Any = _Room(extended)
         self.views = self.room.views
 
-    def gather(self, room: Any = None) -> Flight | None:
+    def gather(self) -> Flight | None:
         """Begin to gather; the flight ends with what the subclasses make of it."""
         self.filled, axis = self.version(), self.wiring.shard
         with torch.no_grad():

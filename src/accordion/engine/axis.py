@@ -93,73 +93,89 @@ class Room:
 
 
 class Gathering:
-    """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time."""
+    """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time.
+
+    Owns the packed message, one row a rank: it has memory from `open` to `close`, and views that are cut once.
+    """
 
     def __init__(self, axis: Axis, msg: Message, home: Home, room: Room) -> None:
         num = axis.num_ranks
         self._axis, self._msg, self._room = axis, msg, room
-        self._num_packed = msg.row_numel * num if num > 1 else 0
         cast = home.dtype != room.flat.dtype or num == 1 or home.away
-        self._row = None if cast else home.pack_row  # the row that travels, where it lies as it is
         self.away = home.away
         # Alone on its axis everything is copied; a relay asks for it.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
         self._to, self._source = [room.own[i] for i in copied], [home.padded[i] for i in copied]
-        self._packed_sizes = [msg.cuts[i].shard_numel for i in msg.packed]
-        self._row_sizes, self._row_source = (
-            [*self._packed_sizes, msg.num_flags],
-            [*(home.padded[i] for i in msg.packed), home.tag],
-        )
-        if home.away and home.pack_row is not None:  # from elsewhere in one copy
-            self._row_sizes, self._row_source = [msg.row_numel], [home.pack_row]
         self._fulls = [room.rows[i] for i in msg.direct]
         self._shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
+        self._own = [] if cast else [room.own[i] for i in msg.direct]
+        self._arrive, self._travel = list(self._fulls), list(self._shards)
+        self._storage: torch.UntypedStorage | None = None
+        if num > 1 and msg.row_numel:
+            self._pack(room.flat.new_empty(msg.row_numel * num), home, cast)
         # The packed message stays a collective, which a rank can wait for in turns.
-        self._sends = axis.gather.sends and self._num_packed > 0 and bool(self._fulls)
+        self._sends = axis.gather.sends and self._storage is not None and bool(self._fulls)
         self._sent: list[
             tuple[Sequence[Tensor], list[Tensor]]
         ] = []  # made at the first run: torch cuts no storage of no bytes
-        self._own = [] if cast else [room.own[i] for i in msg.direct]
-        plain = num > 1 and all(msg.cuts[i].dim == 0 for i in msg.packed)
-        self._outs = [room.rows[i].view(num, -1) for i in msg.packed] if plain else None
 
-    def buffer(self) -> Tensor | None:
-        """Memory for one run of `steps`: the packed message, one row a rank."""
-        return self._room.flat.new_empty(self._num_packed) if self._num_packed else None
+    def _pack(self, packed: Tensor, home: Home, cast: bool) -> None:
+        """Cut what travels packed into the rows of ranks and the parts of tensors."""
+        msg, num = self._msg, self._axis.num_ranks
+        sizes = [msg.cuts[i].shard_numel for i in msg.packed]
+        rows = packed.view(num, -1)
+        row = rows[self._axis.rank] if cast or home.pack_row is None else home.pack_row
+        if row is not home.pack_row:
+            if home.away and home.pack_row is not None:  # from elsewhere in one copy
+                self._to, self._source = [*self._to, row], [*self._source, home.pack_row]
+            else:
+                self._to += row.split([*sizes, msg.num_flags])
+                self._source += [*(home.padded[i] for i in msg.packed), home.tag]
+        self._arrive.append(packed)
+        self._travel.append(row)
+        self._tags, self._numbers, self._sizes = rows[:, msg.pack_numel :], rows[:, : msg.pack_numel], sizes
+        self._parts = list(self._numbers.split(sizes, dim=1))
+        plain = all(msg.cuts[i].dim == 0 for i in msg.packed)
+        self._outs = [self._room.rows[i].view(num, -1) for i in msg.packed] if plain else None
+        self._one_kernel = packed.device.type != "cpu"
+        self._storage, self._num_bytes = packed.untyped_storage(), packed.nbytes
+        self._storage.resize_(0)
 
-    def load(self, packed: Tensor | None) -> None:
-        """Copy what does not travel from where it lies. `packed`: what `buffer` gave."""
-        to, source = self._to, self._source
-        if packed is not None and self._row is None:
-            row = packed.view(self._axis.num_ranks, -1)[self._axis.rank]
-            to, source = [*to, *row.split(self._row_sizes)], [*source, *self._row_source]
-        if to:
-            _torch.foreach_copy_(to, source, non_blocking=self.away)
+    def open(self) -> None:
+        """Before `load`: take memory for the packed message."""
+        if self._storage is not None:
+            self._storage.resize_(self._num_bytes)
 
-    def steps(self, packed: Tensor | None, check: Callable[[Tensor], None]) -> Steps:
-        """`packed`: what `buffer` gave, loaded already where the home is away.
+    def close(self) -> None:
+        """Once everything is where it stands, and the compute stream waits for that."""
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+    def load(self) -> None:
+        """Copy what does not travel from where it lies."""
+        if self._to:
+            _torch.foreach_copy_(self._to, self._source, non_blocking=self.away)
+
+    def steps(self, check: Callable[[Tensor], None]) -> Steps:
+        """After `load` where the home is away.
 
         `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there.
         """
-        num, pack_numel = self._axis.num_ranks, self._msg.pack_numel
         if not self.away:
-            self.load(packed)
-        if num == 1:
-            return
-        rows = None if packed is None else packed.view(num, -1)
-        row = rows[self._axis.rank] if rows is not None and self._row is None else self._row
-        if packed is None or rows is None or row is None:
-            yield self._axis.gather.gather(self._fulls, self._shards)
+            self.load()
+        if self._axis.num_ranks == 1:
             return
         if self._sends:
-            sends = self._send(num)
-            yield self._axis.gather.gather([packed], [row])._replace(sends=sends)
+            sends = self._send(self._axis.num_ranks)
+            yield self._axis.gather.gather(self._arrive[-1:], self._travel[-1:])._replace(sends=sends)
         else:
-            yield self._axis.gather.gather([*self._fulls, packed], [*self._shards, row])
+            yield self._axis.gather.gather(self._arrive, self._travel)
+        if self._storage is None:
+            return
         if self._msg.num_flags:
-            check(rows[:, pack_numel:])
-        if pack_numel:
-            self._unpack(rows[:, :pack_numel])
+            check(self._tags)
+        if self._msg.pack_numel:
+            self._unpack()
 
     def _send(self, num: int) -> list[Any]:
         if not self._sent:
@@ -170,20 +186,23 @@ class Gathering:
             _torch.foreach_copy_(self._own, self._shards)
         return works
 
-    def _unpack(self, rows: Tensor) -> None:
-        """Copy the packed message, one row a rank, to where each small parameter stands."""
-        msg, room, num, sizes = self._msg, self._room, self._axis.num_ranks, self._packed_sizes
-        if self._outs is not None:
-            torch.split_with_sizes_copy(rows, sizes, dim=1, out=self._outs)
+    def _unpack(self) -> None:
+        """Copy the packed message to where each small parameter stands."""
+        if self._outs is not None and self._one_kernel:
+            torch.split_with_sizes_copy(self._numbers, self._sizes, dim=1, out=self._outs)
+        elif self._outs is not None:  # where that is a loop over slices, those that are cut already take half of its time
+            _torch.foreach_copy_(self._outs, self._parts)
+        else:
+            for i, part in zip(self._msg.packed, self._parts, strict=True):
+                self._unpack_one(self._msg.cuts[i], self._room.rows[i], part)
+
+    def _unpack_one(self, c: Cut, to: Tensor, part: Tensor) -> None:
+        if c.dim == 0:
+            to.view(c.num_ranks, -1).copy_(part)
             return
-        for i, part in zip(msg.packed, rows.split(sizes, dim=1), strict=True):
-            c = msg.cuts[i]
-            if c.dim == 0:
-                room.rows[i].view(num, -1).copy_(part)
-                continue
-            assert c.dim is not None
-            by_row = part.reshape(num * c.chunk, *c.row_shape)[: c.rows]
-            room.rows[i].copy_(by_row.movedim(0, c.dim))
+        assert c.dim is not None
+        by_row = part.reshape(c.num_ranks * c.chunk, *c.row_shape)[: c.rows]
+        to.copy_(by_row.movedim(0, c.dim))
 
 
 class Plan:

@@ -75,6 +75,7 @@ class Engine:
         self._tasks: dict[int, list[Call]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
+        self._asked = -1, False  # a backward task, and whether it accumulates
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def dismantle(self) -> None:
@@ -288,10 +289,12 @@ class Engine:
 
     def accumulates(self) -> bool:
         """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
-        if torch.is_anomaly_enabled() or not _torch.walks_everything(self.anchor):
-            return False
-        self._wrote_on.add(self.wiring.reduce_lane.compute())
-        return True
+        task = _torch.current_graph_task()
+        if self._asked[0] != task:  # once a backward
+            self._asked = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
+        if self._asked[1]:
+            self._wrote_on.add(self.wiring.reduce_lane.compute())
+        return self._asked[1]
 
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,9 +179,10 @@ class Group:
             )
             self.room.close()
         self.views = self.home.locals if self.room is None else self.room.views
-        self._gathering = None if self.room is None else self._gathering_to(self.room)
         if wiring.relay:
-            self._to_relay = Gathering(wiring.replicate, self._inner, self.home, self._relay.room)
+            self._gatherings.append(Gathering(wiring.replicate, self._inner, self.home, self._relay.room))
+        if self.room is not None:
+            self._gatherings.append(Gathering(wiring.shard, self.message, tagged, self.room))
 
     def _prepare(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
         """What does not depend on how shards rest."""
@@ -190,9 +190,11 @@ class Group:
         self.wiring = wiring
         self.params, self.dtype, self.reduce_dtype = planned
         self.tag = self.index % NUM_TAGS + 1
+        self._gatherings: list[Gathering] = []  # to the relay, where there is one, and to the room
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
+        self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
         self.rescale(wiring.scale)
 
@@ -230,46 +232,47 @@ class Group:
     def is_stale(self) -> bool:
         return not self.alias and self.filled != self.version()
 
-    def gather(self, room: Room | None = None) -> Flight | None:
-        """Begin to fill the full storage, or another `room` of the same layout."""
-        gathering = self._gathering
-        if room is not None and room is not self.room:
-            gathering = self._gathering_to(room)
-        if gathering is None:
+    def gather(self) -> Flight | None:
+        """Begin to fill the full storage; `landed` follows."""
+        if self.room is None:
             return None
         self.home.ready()
         now = self.version()
-        if room is None or room is self.room:
-            assert self.room is not None, "what is gathered has room"
-            self.room.open()
-            self.filled = now
-        todo = [gathering]
-        if self.wiring.relay and self._relay.filled != now:
+        self.room.open()
+        self.filled = now
+        todo = self._gatherings
+        if self.wiring.relay and self._relay.filled == now:
+            todo = todo[1:]
+        elif self.wiring.relay:
             self._relay.filled = now
             self._relay.room.open()
-            todo.insert(0, self._to_relay)
-        buffers = [g.buffer() for g in todo]
-        fetched = self._fetch(todo[0], buffers[0], now) if len(todo) > 1 or not self.wiring.relay else None
+        for gathering in todo:
+            gathering.open()
+        fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
+        lane, what = self.wiring.gather_lane, self._gathers
+        if fetched is None and len(todo) == 1:
+            return lane.start(todo[0].steps(self._check), [], what)
 
         def steps() -> Steps:
             if fetched is not None:
-                fetched.join(self.wiring.gather_lane)
-            for gathering, buffer in zip(todo, buffers, strict=True):
-                yield from gathering.steps(buffer, self._check)
+                fetched.join(lane)
+            for gathering in todo:
+                yield from gathering.steps(self._check)
 
-        return self.wiring.gather_lane.start(steps(), [*buffers, fetched], f"gathers {self.place}")
+        return lane.start(steps(), [fetched], what)
 
-    def _fetch(self, gathering: Gathering, buffer: Tensor | None, version: int) -> Flight | None:
+    def landed(self) -> None:
+        """What `gather` began has landed: let go what it needed on the way."""
+        for gathering in self._gatherings:
+            gathering.close()
+
+    def _fetch(self, gathering: Gathering, version: int) -> Flight | None:
         """Bring shards to the device, where they rest elsewhere."""
         flight = self.home.refresh(version)
         if gathering.away:
-            flight = self.wiring.fetch_lane.copy(partial(gathering.load, buffer), [buffer], f"fetches {self.place}")
+            flight = self.wiring.fetch_lane.copy(gathering.load, [], f"fetches {self.place}")
             self.home.read_by(flight)
         return flight
-
-    def _gathering_to(self, room: Room) -> Gathering:
-        home = self._relay if self.wiring.relay else self.home
-        return Gathering(self.wiring.shard, self.message, home, room)
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
@@ -346,7 +349,7 @@ class Reduced:
         reductions[0].load(present, flags, [mine or g is None for g, mine in zip(grads, ours, strict=True)])
         self._last = reductions[-1]
         held = [tensor for r in reductions for tensor in r.held]
-        self._flight = wiring.reduce_lane.start(self._steps(*reductions), held, f"reduces {group.place}")
+        self._flight = wiring.reduce_lane.start(self._steps(*reductions), held, group.reduces)
         self._results = self._last.results
 
     def _steps(self, first: Reduction, second: Reduction | None = None) -> Steps:

@@ -246,8 +246,8 @@ class Hooks:
             if may_view and tensor is given:
                 tensor = tensor.view_as(tensor)
             reference = weakref.ref(call)
-            tensor.register_hook(lambda grad: _input_done(reference))
-            call.inputs.append(torch.autograd.graph.get_gradient_edge(tensor).node)
+            _torch.on_gradient(tensor, lambda grad: _input_done(reference))
+            call.inputs.append(_torch.node_of(tensor))
         done[id(given)] = tensor
         return tensor
 
@@ -320,13 +320,13 @@ class Hooks:
         others = [t for t in found if id(t) not in replaced]
         for tensor in (*others, *tensors_in(out, opaque_depth=3), *self.unit.window.leaked(), *written_into(inputs)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(begin)
+                _torch.on_gradient(tensor, begin)
         return out
 
     def _mark(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
         if call.reached is not None and self.engine.collects():
             mark = call.reached.view(())  # a node without a kernel
-            mark.register_hook(begin)
+            _torch.on_gradient(mark, begin)
             self.engine.to_reach.append(mark)
 
     def _end_lease(self, call: Call, *, keep: bool) -> None:

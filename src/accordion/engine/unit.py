@@ -138,7 +138,10 @@ class Unit:
     def _land(self) -> None:
         for flight in self._flights:
             flight.land()
-        self._flights = []
+        if self._flights:
+            for group in self.groups:
+                group.landed()
+            self._flights = []
         self.resident = True
 
     def release(self) -> None:
