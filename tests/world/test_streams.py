@@ -64,11 +64,12 @@ def released_too_early() -> Iterator[None]:
     """The lease ends when it begins: module and backward read what was let go."""
     plain = Unit.acquire
 
-    def acquire(unit: Unit) -> None:
-        plain(unit)
+    def acquire(unit: Unit) -> int:
+        version = plain(unit)
         if unit.name == FAULTY:
             unit.release()
             unit.leases += 1
+        return version
 
     with mock.patch.object(Unit, "acquire", acquire):
         yield
@@ -79,8 +80,9 @@ def backward_without_a_lease() -> Iterator[None]:
     """The backward counts a lease and gathers nothing."""
     plain = Call.begin
 
-    def count(unit: Unit) -> None:
+    def count(unit: Unit) -> int:
         unit.leases += 1
+        return unit.version()
 
     def begin(call: Call, *args: object) -> None:
         with mock.patch.object(Unit, "acquire", count) if call.unit.name == FAULTY else contextlib.nullcontext():

@@ -59,7 +59,7 @@ class Room:
         self.flat = flat
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
-        self.num_bytes = self._storage.nbytes()
+        self._key, self.num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
         self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
@@ -81,7 +81,7 @@ class Room:
             self.flat.data.fill_(float("nan"))
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        return _torch.storage_key(self._storage) == _torch.storage_key(storage)
+        return self._key == _torch.storage_key(storage)
 
     def close(self) -> None:
         """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
@@ -111,13 +111,13 @@ class Gathering:
         self._own = [] if cast else [room.own[i] for i in msg.direct]
         self._arrive, self._travel = list(self._fulls), list(self._shards)
         self._storage: torch.UntypedStorage | None = None
-        if num > 1 and msg.row_numel:
+        packs = num > 1 and msg.row_numel > 0
+        if packs:
             self._pack(room.flat.new_empty(msg.row_numel * num), home, cast)
         # The packed message stays a collective, which a rank can wait for in turns.
-        self._sends = axis.gather.sends and self._storage is not None and bool(self._fulls)
-        self._sent: list[
-            tuple[Sequence[Tensor], list[Tensor]]
-        ] = []  # made at the first run: torch cuts no storage of no bytes
+        self._sends = axis.gather.sends and packs and bool(self._fulls)
+        # Made at the first run: torch cuts no storage of no bytes.
+        self._sent: list[tuple[Sequence[Tensor], list[Tensor]]] = []
 
     def _pack(self, packed: Tensor, home: Home, cast: bool) -> None:
         """Cut what travels packed into the rows of ranks and the parts of tensors."""
@@ -190,7 +190,9 @@ class Gathering:
         """Copy the packed message to where each small parameter stands."""
         if self._outs is not None and self._one_kernel:
             torch.split_with_sizes_copy(self._numbers, self._sizes, dim=1, out=self._outs)
-        elif self._outs is not None:  # where that is a loop over slices, those that are cut already take half of its time
+        elif (
+            self._outs is not None
+        ):  # where that is a loop over slices, those that are cut already take half of its time
             _torch.foreach_copy_(self._outs, self._parts)
         else:
             for i, part in zip(self._msg.packed, self._parts, strict=True):
@@ -322,7 +324,8 @@ class Reduction:
             if self._pack.numel():
                 outs.append(self._out_pack)
                 inputs.append(self._pack.view(-1))
-            yield joined(link.scatter_sum(outs, inputs), link.sum(self._whole))
+            scattered = link.scatter_sum(outs, inputs)
+            yield joined(scattered, link.sum(self._whole)) if self._whole else scattered
 
     def _parts(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """For each direct gradient, by rank: where its part of this rank's rows comes to lie, and what goes to it."""

@@ -41,13 +41,7 @@ class Engine:
     """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
 
     def __init__(
-        self,
-        wiring: Wiring,
-        strategy: Strategy,
-        precision: Precision,
-        prefetch: Prefetch,
-        *,
-        announce: bool = False,
+        self, wiring: Wiring, strategy: Strategy, precision: Precision, prefetch: Prefetch, *, announce: bool = False
     ) -> None:
         self.wiring, self.strategy, self.precision, self.prefetch = wiring, strategy, precision, prefetch
         self.units: list[Unit] = []
@@ -148,7 +142,7 @@ class Engine:
 
     def enters(self, unit: Unit, differentiable: bool) -> None:
         """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
-        step = Step(unit.index, differentiable, self.depth - len(self.together.standing), tuple(unit.trained.indices))
+        step = Step(unit.index, differentiable, self.depth - len(self.together.standing), unit.trained.indices)
         if not (self.together.calm and self.announced.comes(Phase.FORWARD, step)):
             doing = (
                 f"training {len(step.trained)} of {len(unit.params)} parameters"
@@ -168,7 +162,7 @@ class Engine:
 
     def comes_back(self, unit: Unit) -> None:
         """`unit` is needed in a backward. Where it was not in the last one, ranks agree first: no collective is out of step."""
-        event = (unit.index, tuple(unit.trained.indices))
+        event = (unit.index, unit.trained.indices)
         if not self.announced.comes(Phase.BACKWARD, event):
             self.announced.note(Phase.BACKWARD, event)
         elif not self.announce:
@@ -262,7 +256,7 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        unit.add_up(Trained([i], [unit.params[i].sharded], [unit.views[i]]), [grad])
+        unit.add_up(Trained((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
 
     def add(self, held: Tensor, grad: Tensor) -> None:
         """Add a gradient to what stands in `grad` already, once it is there."""

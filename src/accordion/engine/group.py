@@ -15,10 +15,11 @@ from accordion.engine.around import Around
 from accordion.engine.axis import Axis, Gathering, Plan, Reduction, Room, dense
 from accordion.engine.collectives import Link, gathered_rows
 from accordion.engine.home import Home, HomeMaker
-from accordion.engine.layout import Cut, Message, aligned, full_offsets, message
+from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
 from accordion.engine.streams import Flight, Lane, Steps
 from accordion.engine.watch import ADVICE, Watch
 
+KEPT_FLAG_BYTES = 16 * KIB
 NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
 
 
@@ -149,12 +150,10 @@ class Group:
         params, dtype = self.params, self.dtype
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(wiring, cuts, dtype)
-        rank = wiring.shard.rank
+        rank, late = wiring.shard.rank, wiring.gather_lane.late
         if wiring.relay:
             over = wiring.replicate
-            self._relay = Relay(
-                self.message, self._inner, over.rank, dtype, wiring.device, poison=wiring.gather_lane.late
-            )
+            self._relay = Relay(self.message, self._inner, over.rank, dtype, wiring.device, poison=late)
         own = over.rank if wiring.relay else rank
         self.home = wiring.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
         tagged = self._relay if wiring.relay else self.home
@@ -170,13 +169,8 @@ class Group:
         self.room: Room | None = None
         if not self.alias:
             offsets, numel = full_offsets(cuts, dtype.itemsize)
-            self.room = Room(
-                cuts,
-                offsets,
-                torch.empty(numel, dtype=dtype, device=wiring.device),
-                rank,
-                poison=wiring.gather_lane.late,
-            )
+            flat = torch.empty(numel, dtype=dtype, device=wiring.device)
+            self.room = Room(cuts, offsets, flat, rank, poison=late)
             self.room.close()
         self.views = self.home.locals if self.room is None else self.room.views
         if wiring.relay:
@@ -220,7 +214,7 @@ class Group:
         Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there, and
         neither on `home.locals`, which are the same memory.
         """
-        return sum([p.sharded._version + _torch.local_of(p.sharded)._version for p in self.params])
+        return _torch.versions_of([p.sharded for p in self.params])
 
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
@@ -249,9 +243,9 @@ class Group:
         for gathering in todo:
             gathering.open()
         fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
-        lane, what = self.wiring.gather_lane, self._gathers
+        lane = self.wiring.gather_lane
         if fetched is None and len(todo) == 1:
-            return lane.start(todo[0].steps(self._check), [], what)
+            return lane.start(todo[0].steps(self._check), [], self._gathers)
 
         def steps() -> Steps:
             if fetched is not None:
@@ -259,7 +253,7 @@ class Group:
             for gathering in todo:
                 yield from gathering.steps(self._check)
 
-        return lane.start(steps(), [fetched], what)
+        return lane.start(steps(), [fetched], self._gathers)
 
     def landed(self) -> None:
         """What `gather` began has landed: let go what it needed on the way."""
@@ -276,13 +270,15 @@ class Group:
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
+        if not self.wiring.watch.listens:
+            return
 
         def text(tags: list[Any]) -> str:
             others = {r: int(tag[0]) - 1 for r, tag in enumerate(tags) if int(tag[0]) - 1 != self.index % NUM_TAGS}
             where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
             return f"ranks are in different units: this rank gathers {self.place}, {where}; {ADVICE}"
 
-        self.wiring.watch.same_everywhere(tags, self._tag.to(tags.dtype), text)
+        self.wiring.watch.same_everywhere(tags, self._tag, text)
 
     def reduce(
         self, chosen: Sequence[int], grads: Sequence[Tensor | None], sent: torch.dtype, ours: Sequence[bool]
@@ -305,15 +301,16 @@ class Group:
         return self._plans[key]
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """(rows, count + 1): one where this rank has a gradient, and the unit's tag. The all-present one is made once."""
+        """(rows, count + 1): one where this rank has a gradient, and the unit's tag. Kept only where few ranks make it small."""
         key = (rows * count, dtype)
-        if key not in self._ones:
-            self._ones[key] = torch.ones(rows, count + 1, dtype=dtype, device=self.wiring.device)
-            self._ones[key][:, count] = self.tag
-        if not absent:
+        if not absent and key in self._ones:
             return self._ones[key]
-        flags = self._ones[key].clone()
-        flags[:, list(absent)] = 0
+        flags = torch.ones(rows, count + 1, dtype=dtype, device=self.wiring.device)
+        flags[:, count] = self.tag
+        if absent:
+            flags[:, list(absent)] = 0
+        elif flags.nbytes <= KEPT_FLAG_BYTES:
+            self._ones[key] = flags
         return flags
 
 
@@ -338,15 +335,17 @@ class Reduced:
             ]
             self._finish_sums([r for r in self._results if r is not None])
             return
-        present = [
-            torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in zip(chosen, grads, strict=True)
-        ]
+        present: Sequence[Tensor] = grads  # type: ignore[assignment]
+        if self._absent:
+            pairs = zip(chosen, grads, strict=True)
+            present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
+            ours = [mine or g is None for g, mine in zip(grads, ours, strict=True)]
         reductions = [Reduction(plan, wiring.device) for plan in group.plans(chosen, sent)]
         if wiring.reduce_lane.late:
             for r in reductions:
                 r.poison()
         flags = group.flags(self._absent, len(chosen), wiring.shard.num_ranks, sent)
-        reductions[0].load(present, flags, [mine or g is None for g, mine in zip(grads, ours, strict=True)])
+        reductions[0].load(present, flags, ours)
         self._last = reductions[-1]
         held = [tensor for r in reductions for tensor in r.held]
         self._flight = wiring.reduce_lane.start(self._steps(*reductions), held, group.reduces)
@@ -360,7 +359,8 @@ class Reduced:
             second.load(first.results, flags, [True] * len(first.results))
             yield from second.steps()
         else:
-            yield wiring.replicate.reduce.sum(first.buffers)
+            if wiring.replicate.num_ranks > 1:
+                yield wiring.replicate.reduce.sum(first.buffers)
         self._finish_sums(self._last.buffers, self._last.flag_sums)
 
     def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
@@ -376,11 +376,11 @@ class Reduced:
                 flag_sums.copy_(flags)
 
     def _check(self) -> None:
-        """Ranks that reduce different units at the same time would add up each other's gradients."""
-        group = self._group
-        if group.reduce_dtype.itemsize >= 4:  # two bytes do not count as far as all ranks' tags add up to
+        """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
+        group, watch = self._group, self._group.wiring.watch
+        if watch.listens and group.reduce_dtype.itemsize >= 4:
             text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
-            group.wiring.watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
+            watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
 
     def bring_home(self, adding: Sequence[bool]) -> tuple[Sequence[Tensor | None], Flight | None]:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `Home.put`."""
@@ -395,5 +395,5 @@ class Reduced:
                 sums = self._last.flag_sums.tolist()
                 nobody = [k for k in self._absent if sums[k] == 0]
                 self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
-        params = self._group.params
-        return [None if r is None else r.to(params[i].dtype) for i, r in zip(self._chosen, self._results, strict=True)]
+        dtypes = [self._group.params[i].dtype for i in self._chosen]
+        return [r if r is None or r.dtype is d else r.to(d) for r, d in zip(self._results, dtypes, strict=True)]

@@ -131,7 +131,7 @@ class Hooks:
         call = Call(self.unit, self.engine.sync)
         if not call.sync:
             return call, self.engine.anchor
-        token: Tensor = Stage.apply(call, self.engine.anchor, *call.trained.params)  # type: ignore[no-untyped-call]
+        token: Tensor = _torch.apply(Stage, call, self.engine.anchor, *call.trained.params)
         return call, token
 
     def take(self) -> tuple[Call, Tensor]:
@@ -193,16 +193,16 @@ class Hooks:
         outside = _torch.current_graph_task() == -1
         unit.window.check_registry()
         unit.stays = False
-        unit.acquire()
+        version = unit.acquire()
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
             return Call(unit, engine.sync), unit.window.around(unit.views)
         call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
-        call.version = unit.version()
+        call.version = version
         if outside:
             self.stage_ahead()
-        call.reached, *outs = Gather.apply(call, token)  # type: ignore[no-untyped-call]
+        call.reached, *outs = _torch.apply(Gather, call, token)
         fulls = list(unit.views)
         for i, full in zip(call.trained.indices, outs, strict=True):
             fulls[i] = full

@@ -14,16 +14,7 @@ from accordion.engine.watch import Watch
 
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
-
-
-class _Nothing:
-    """The stream of a device that has none: all work is done in the order of the calls."""
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def record_event(self) -> None:
-        pass
+NOWHERE = nullcontext()  # keeps nothing, and may be entered again
 
 
 class Lane:
@@ -38,15 +29,34 @@ class Lane:
     def __init__(self, device: torch.device, watch: Watch, late: bool = False) -> None:
         self._device, self.watch, self.late = device, watch, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self.stream: Any = _Nothing() if self._module is None else self._module.Stream(device, priority=-1)
+        self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
 
     @property
     def sleeps(self) -> bool:
         return self._module is not None
 
     def compute(self) -> Any:
-        """The stream on which the caller computes."""
-        return self.stream if self._module is None else self._module.current_stream(self._device)
+        """The stream on which the caller computes; None on a device whose work is done in the order of the calls."""
+        return None if self._module is None else self._module.current_stream(self._device)
+
+    def record(self) -> Any:
+        """What has been begun on this lane by now."""
+        return None if self._module is None else self.stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let this lane wait for what another one recorded."""
+        if self._module is not None:
+            self.stream.wait_event(event)
+
+    def follow(self) -> None:
+        """Let this lane wait for what was begun on the compute stream by now."""
+        if self._module is not None:
+            self.stream.wait_event(self.compute().record_event())
+
+    def lead(self, event: Any) -> None:
+        """Let the compute stream wait for what this lane recorded."""
+        if self._module is not None:
+            self.compute().wait_event(event)
 
     def join(self, streams: Iterable[Any]) -> None:
         """Let the caller's stream wait for others on which the caller computed."""
@@ -56,7 +66,7 @@ class Lane:
                 now.wait_stream(stream)
 
     def entered(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._module is None else self._module.stream(self.stream)
+        return NOWHERE if self._module is None else self._module.stream(self.stream)
 
     def copy(self, copies: Callable[[], None], held: list[Any], what: str) -> Flight:
         """Begin copies on this lane; nothing is waited for."""
@@ -82,7 +92,7 @@ class Flight:
         self._pending: Pending | None = None
         self._ended = False
         self._end: Any = None
-        lane.stream.wait_event(lane.compute().record_event())
+        lane.follow()
         if not lane.late:
             self._advance()
         elif lane.sleeps:
@@ -93,23 +103,23 @@ class Flight:
     def _advance(self) -> None:
         """Run on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
         with self._lane.entered():
-            while not self._ended and self._pending is None:
-                pending = next(self._steps, None)
-                self._ended = pending is None
-                self._pending = pending if pending is not None and pending.works else None
-            if self._ended:
-                self._end = self._lane.stream.record_event()  # not at landing: the lane goes on with other flights
+            for pending in self._steps:
+                if pending.works:
+                    self._pending = pending
+                    return
+            self._ended = True
+            self._end = self._lane.record()  # not at landing: the lane goes on with other flights
 
     def land(self) -> None:
         """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
         self._finish()
-        self._lane.compute().wait_event(self._end)
+        self._lane.lead(self._end)
         self._held.clear()
 
     def join(self, lane: Lane) -> None:
         """Let another lane wait for the end; the buffers stay until this flight, or a later one of that lane, has landed."""
         self._finish()
-        lane.stream.wait_event(self._end)
+        lane.wait(self._end)
 
     def block(self) -> None:
         """Let the calling thread, any one, wait for the end of what was begun; nothing is let go."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Trained:
     """The parameters of a unit that required gradients when a call began, by index, as shards and in full."""
 
-    indices: list[int]
+    indices: tuple[int, ...]
     params: list[nn.Parameter]
     views: list[Tensor]
 
@@ -88,8 +88,8 @@ class Unit:
         self.window.guard_conversions(self)
         engine.units.append(self)
 
-    def _trains_now(self) -> list[int]:
-        return [i for i, p in enumerate(self.params) if p.sharded.requires_grad]
+    def _trains_now(self) -> tuple[int, ...]:
+        return tuple([i for i, p in enumerate(self.params) if p.sharded.requires_grad])
 
     def _trained_now(self) -> Trained:
         indices = self._trains_now()
@@ -128,12 +128,16 @@ class Unit:
             self._flights = [f for f in (g.gather() for g in self.groups) if f is not None]
             self.resident = not self._flights
 
-    def acquire(self) -> None:
-        """Promise that the full parameters stand until `release`."""
-        if not self.resident:
+    def acquire(self) -> int:
+        """Promise that the full parameters stand until `release`; the version of the shards that they show."""
+        if self.resident:
+            version = self.version()
+        else:
             self.launch()
             self._land()
+            version = sum([g.filled for g in self.groups if not g.alias])
         self.leases += 1
+        return version
 
     def _land(self) -> None:
         for flight in self._flights:
@@ -165,7 +169,7 @@ class Unit:
 
     def version(self) -> int:
         """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""
-        return sum(g.version() for g in self.groups if not g.alias)
+        return sum([g.version() for g in self.groups if not g.alias])
 
     def mark_stale(self) -> None:
         for group in self.groups:
@@ -173,7 +177,7 @@ class Unit:
 
     def writes(self) -> int:
         """Counts writes into full parameters, which are lost; a gather does not count."""
-        return sum(g.room.flat._version for g in self.groups if g.room is not None)
+        return sum([g.room.flat._version for g in self.groups if g.room is not None])
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""
@@ -185,8 +189,13 @@ class Unit:
 
     # -- gradients
 
-    def _by_group(self, trained: Trained, values: Sequence[Any]) -> Iterator[tuple[Group, list[int], list[Any]]]:
+    def _by_group(
+        self, trained: Trained, values: Sequence[Any]
+    ) -> Iterator[tuple[Group, Sequence[int], Sequence[Any]]]:
         """Split what is given per trained parameter into groups: (group, indices in it, values)."""
+        if len(self.groups) == 1:
+            yield self.groups[0], trained.indices, values
+            return
         start = 0
         pairs = list(zip(trained.indices, values, strict=True))
         for group in self.groups:
@@ -242,11 +251,10 @@ class Unit:
         if added:
             grads = [self._with_sum(i, p, g) for i, p, g in zip(trained.indices, trained.params, grads, strict=True)]
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
+        by_group = zip(self._by_group(trained, grads), self._by_group(trained, ours), strict=True)
         return [
-            group.reduce(
-                chosen, [g for g, _ in pairs], group.reduce_dtype if added else group.dtype, [mine for _, mine in pairs]
-            )
-            for group, chosen, pairs in self._by_group(trained, list(zip(grads, ours, strict=True)))
+            group.reduce(chosen, given, group.reduce_dtype if added else group.dtype, mine)
+            for (group, chosen, given), (_, _, mine) in by_group
         ]
 
     def _with_sum(self, i: int, param: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -39,6 +39,7 @@ class Watch:
         links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
         self._ranks = sorted(ranks)
         self._store: Any = _torch.default_store() if links else None
+        self.listens = self._store is not None  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = (
             None  # what a rank does that waits, where others ask where it is

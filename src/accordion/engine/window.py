@@ -102,16 +102,19 @@ class Window:
     def _install(self) -> None:
         """Let modules show what was shown last, or the shards."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
+        in_registry = fulls if registered else None
+        in_dict = None if registered else fulls
+        params = self._params
         for ref, attr, i in self._places:
             module = ref()
             if module is None:
                 continue
-            sharded = self._params[i].sharded
-            module._parameters[attr] = fulls[i] if fulls is not None and registered else sharded  # type: ignore[assignment]
-            if fulls is not None and not registered:
-                module.__dict__[attr] = fulls[i]
-            else:
-                module.__dict__.pop(attr, None)
+            attributes = module.__dict__
+            if in_dict is not None:
+                attributes[attr] = in_dict[i]
+            elif attr in attributes:
+                del attributes[attr]
+            attributes["_parameters"][attr] = params[i].sharded if in_registry is None else in_registry[i]
         for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
             rnn: Any = ref()
             if rnn is not None:
