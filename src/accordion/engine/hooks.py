@@ -309,7 +309,9 @@ class Hooks:
         """
         engine, begin = self.engine, partial(call.begin, fulls)
         self._mark(call, begin)
-        found = list({id(t): t for t in tensors_of(out) if t.requires_grad}.values())
+        single = isinstance(out, Tensor)
+        tensors = [out] if single else tensors_of(out)
+        found = list({id(t): t for t in tensors if t.requires_grad}.values())
         to_reach = engine.take_marks()
         replaced: dict[int, Tensor] = {}
         if found and to_reach:
@@ -318,7 +320,8 @@ class Hooks:
             replaced = {id(t): new for t, new in zip(found, left, strict=True)}
             out = map_tensors(lambda t: replaced.get(id(t), t), out)
         others = [t for t in found if id(t) not in replaced]
-        for tensor in (*others, *tensors_in(out, opaque_depth=3), *self.unit.window.leaked(), *written_into(inputs)):
+        hidden = () if single else tensors_in(out, opaque_depth=3)
+        for tensor in (*others, *hidden, *self.unit.window.leaked(), *written_into(inputs)):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 _torch.on_gradient(tensor, begin)
         return out
