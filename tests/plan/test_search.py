@@ -18,7 +18,7 @@ from accordion.plan.memory import peak_of
 from accordion.plan.offload import elements_of, host_bytes, offloaded
 from accordion.plan.predict import step_of
 from accordion.plan.scale import UnlikeError
-from accordion.plan.search import Found, least_bytes, search
+from accordion.plan.search import Found, Job, _Floor, _Part, least_bytes, search
 from accordion.plan.space import Choice, Space, choices
 from accordion.plan.trace import trace
 from tests.plan.test_plan import gpt, run_of
@@ -193,3 +193,22 @@ def test_no_strategy_is_said_to_take_less_than_its_states():
     assert least_bytes(choice(strategy="hybrid_shard", gpus=16, replicas=2), space, billion) == 1.5 * billion
     assert least_bytes(choice(strategy="hybrid_shard_optim", gpus=16, replicas=2), space, billion) == 0.75 * billion
     assert least_bytes(choice(offload="all"), space, billion) == 0
+
+
+def test_a_strategy_that_could_not_win_is_not_traced():
+    """FULL_SHARD bounds the others: in memory, and in time without waiting. Tracing would fail here."""
+    job = Job(subject_for=lambda size: None, space=Space(precision=BF16), cluster=CLUSTER, num_params=10**6)
+    part = _Part(job, lambda text: None)
+    part._rates[8] = 2.0  # samples a second of the fastest that fits
+    for seconds, num_bytes, said in (
+        (0.625, GIB, "20 % slower"),
+        (0.495, GIB, "only 1 % faster"),
+        (0.1, 100 * GIB, "107.0 GiB"),
+    ):
+        part._floors[choice()] = _Floor(num_bytes, seconds)
+        candidate = part.candidate(choice(strategy="shard_grad_op"))
+        assert said in candidate.bound
+        assert not candidate.fits
+    part._floors[choice()] = _Floor(GIB, 0.4)  # a quarter faster if nothing waited: it may win
+    with pytest.raises((TypeError, AttributeError)):
+        part.candidate(choice(strategy="shard_grad_op"))

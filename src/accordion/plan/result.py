@@ -83,7 +83,12 @@ class Plan:
         if memory is None or steps is None:
             keys = ("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s")
             nothing = dict.fromkeys((*keys, "tokens_per_s_per_gpu", "mfu"))
-            return {"fits": False, **nothing, "config": self._config(c), "least_bytes": c.least_bytes}
+            return {
+                "fits": None if c.bound else False,
+                **nothing,
+                "config": self._config(c),
+                "least_bytes": c.least_bytes,
+            }
         step = steps["middle"]
         return {
             "fits": c.fits,

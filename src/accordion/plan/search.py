@@ -20,8 +20,9 @@ from accordion.plan.predict import Memory, memory_of
 from accordion.plan.rig import Subject
 from accordion.plan.simulate import Step
 from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Choice, Space, choices
-from accordion.plan.traces import Traces
+from accordion.plan.traces import Traces, traced_as
 
+FIRST = "full_shard"  # is predicted first: it takes least memory, and others can only wait less
 AS_FAST = 0.02  # of choices that are as fast, the one that leaves most room is taken
 HOST_MARGIN = 1.1  # on what ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
@@ -30,7 +31,8 @@ Say = Callable[[str], None]
 @dataclass(slots=True, kw_only=True)
 class Candidate:
     """A choice with what it takes. `memory`, `steps`: None where a bound, `least_bytes`, says that it does not fit. `host_bytes`:
-    of one machine. `steps`: at middle rates, of the best one at low and high ones too. `why`: it was not chosen.
+    of one machine. `steps`: at middle rates, of the best one at low and high ones too. `bound`: why it was not worked out.
+    `why`: it was not chosen.
     """
 
     choice: Choice
@@ -39,6 +41,7 @@ class Candidate:
     host_bytes: int = 0
     memory: Memory | None = None
     steps: dict[str, Step] | None = None
+    bound: str = ""
     why: str = ""
 
     @property
@@ -88,13 +91,17 @@ def search(
     Raises `UsageError` where the space is empty.
     """
     job = Job(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
-    choices(space, cluster)
+    every = choices(space, cluster)
+    first = [c for c in every if c.strategy == FIRST] or every
+    theirs = _theirs(first) if processes > 1 else []
+    part = _Part(job, say)
     with ExitStack() as stack:
-        helped = _second(job, stack) if processes > 1 else None
-        part = _Part(replace(job, space=helped[0]) if helped else job, say)
-        candidates = part.candidates()
-        if helped:
-            candidates += _result(helped[1], replace(job, space=helped[2]), part.traces, say)
+        future = _second(job, theirs, stack) if theirs else None
+        candidates = part.candidates([c for c in first if c not in theirs])
+        if future is not None:
+            candidates += _result(future, theirs, part, say)
+    if len(first) < len(every):
+        candidates += part.candidates([c for c in every if c.strategy != FIRST])
     best = part.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
     if fewest and len(space.gpus) == 1 and best is not None:
         candidates += _frugal(job, part.traces, say)
@@ -124,29 +131,44 @@ def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
     return int(num_params * (space.compute_bytes / over * (OFFLOADS[choice.offload][0] == "device") + copies))
 
 
+@dataclass(frozen=True, slots=True)
+class _Floor:
+    """What FULL_SHARD takes, and no other strategy falls below: allocated bytes, and seconds without waiting for others."""
+
+    num_bytes: int
+    seconds: float
+
+
 class _Part:
-    """Owns the traces of a part of a space, and what FULL_SHARD was found to take, which no other strategy falls below."""
+    """Owns the traces of a part of a search, and the bounds that were found so far."""
 
     def __init__(self, job: Job, say: Say) -> None:
         self._job, self._space, self._cluster = job, job.space, job.cluster
         self.traces = Traces(job.subject_for, job.space, job.cluster, say)
-        self._floor: dict[Choice, int] = {}
+        self._floors: dict[Choice, _Floor] = {}
+        self._rates: dict[int, float] = {}  # of the fastest that fits so many GPUs
         self._most = int((job.cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)  # allocated bytes beyond which nothing fits
 
-    def candidates(self) -> list[Candidate]:
-        return [c for choice in choices(self._space, self._cluster) for c in self._tiers(choice)]
+    def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
+        return [c for choice in chosen for c in self._tiers(choice)]
+
+    def adopt(self, candidates: Sequence[Candidate], logs: Mapping[Choice, Log]) -> None:
+        """Take over what another process found."""
+        self.traces.traced.update(logs)
+        for candidate in candidates:
+            self._bound(candidate)
+            choice = candidate.choice
+            if choice.micro_batch == min(self._space.micro_batches) and traced_as(choice) in logs:
+                self.traces.of(
+                    replace(choice, micro_batch=max(self._space.micro_batches))
+                )  # so that others can do alike
 
     def _tiers(self, choice: Choice) -> Iterator[Candidate]:
         """The choice with each offload in turn, until it fits; where none of them can, the one that comes closest alone."""
         tiers = self._space.tiers_of(choice)
         first = self.candidate(replace(choice, offload=tiers[0]))
         yield first
-        floor = self._floor.get(_as_full_shard(choice), 0)
-        if (
-            first.fits
-            or len(tiers) == 1
-            or (choice.strategy != "full_shard" and floor > self._most and first.memory is None)
-        ):
+        if first.fits or first.bound or len(tiers) == 1:
             return
         furthest = replace(choice, offload=tiers[-1])
         if peak_of(offloaded(self.traces.of(choice), furthest, self._space.compute_bytes)).num_bytes > self._most:
@@ -160,13 +182,42 @@ class _Part:
 
     def candidate(self, choice: Choice) -> Candidate:
         least = least_bytes(choice, self._space, self._job.num_params)
-        if choice.strategy != "full_shard" and choice.offload == NO_OFFLOAD:
-            smallest = replace(_as_full_shard(choice), micro_batch=min(self._space.micro_batches))
-            if self._floor.get(smallest, 0) > self._most:
-                least = max(least, self._floor.get(_as_full_shard(choice), 0))
         if least > self._most:
             return Candidate(choice=choice, fits=False, least_bytes=least)
+        bound = self._bound_of(choice)
+        if bound:
+            return Candidate(choice=choice, fits=False, least_bytes=least, bound=bound)
         return self._filled(Candidate(choice=choice, fits=False, least_bytes=least), self.traces.of(choice))
+
+    def _bound_of(self, choice: Choice) -> str:
+        """Why a choice need not be traced: FULL_SHARD does not fit either, or not even without waiting would it be faster."""
+        floor = self._floors.get(_as_full_shard(choice))
+        if choice.strategy == FIRST or choice.offload != NO_OFFLOAD or floor is None:
+            return ""
+        if floor.num_bytes > self._most:
+            return f"takes more than full_shard, which needs at least {self._needed(floor.num_bytes) / GIB:,.1f} GiB"
+        fastest = self._rates.get(choice.gpus, 0.0)
+        rate = choice.micro_batch * choice.accumulate * self._space.tokens / floor.seconds
+        if rate > fastest * (1 + AS_FAST):
+            return ""
+        gain = (rate / fastest - 1) * 100
+        return f"even if nothing waited {'only ' if gain > 0 else ''}{abs(gain):.0f} % {'faster' if gain > 0 else 'slower'}"
+
+    @staticmethod
+    def _needed(num_bytes: int) -> int:
+        return int(num_bytes * MARGIN) + OUTSIDE_BYTES
+
+    def _bound(self, candidate: Candidate) -> None:
+        """Keep what a candidate says of others."""
+        choice = candidate.choice
+        if candidate.memory is None or candidate.steps is None:
+            return
+        step = candidate.steps["middle"]
+        if choice == _as_full_shard(choice):
+            self._floors[choice] = _Floor(candidate.memory.peak.num_bytes, step.seconds - step.exposed_s)
+        if candidate.fits:
+            rate = candidate.tokens_per_s(self._space.tokens)
+            self._rates[choice.gpus] = max(rate, self._rates.get(choice.gpus, 0.0))
 
     def _filled(self, candidate: Candidate, log: Log) -> Candidate:
         space, cluster, choice = self._space, self._cluster, candidate.choice
@@ -176,8 +227,7 @@ class _Part:
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, space.optimizer, cluster)
         on_host = candidate.host_bytes * HOST_MARGIN <= cluster.host_bytes
         candidate.fits = candidate.memory.fits(cluster) and on_host
-        if choice == _as_full_shard(choice):
-            self._floor[choice] = candidate.memory.peak.num_bytes
+        self._bound(candidate)
         return candidate
 
     def _step(self, moved: Log, log: Log, choice: Choice, rate: str) -> Step:
@@ -210,42 +260,41 @@ class _Part:
 
 
 def _as_full_shard(choice: Choice) -> Choice:
-    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD)
+    return replace(choice, strategy=FIRST, replicas=1, offload=NO_OFFLOAD)
 
 
 # -- the second process
 
+Half = tuple[list[Candidate], dict[Choice, Log]]
 
-def _second(
-    job: Job, stack: ExitStack
-) -> tuple[Space, Future[tuple[list[Candidate], dict[Choice, Log]]], Space] | None:
-    """Every other way of checkpointing, searched through in another process: (ours, what it will find, its own)."""
-    ours, theirs = job.space.checkpointing[0::2], job.space.checkpointing[1::2]
-    if not theirs:
-        return None
-    spaces = replace(job.space, checkpointing=ours), replace(job.space, checkpointing=theirs)
+
+def _theirs(first: Sequence[Choice]) -> list[Choice]:
+    """What the second process takes of these: every other way of checkpointing."""
+    ways = list(dict.fromkeys(c.checkpoint_activations for c in first))
+    return [c for c in first if c.checkpoint_activations in ways[1::2]]
+
+
+def _second(job: Job, theirs: Sequence[Choice], stack: ExitStack) -> Future[Half]:
     pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
-    return spaces[0], pool.submit(_search_part, replace(job, space=spaces[1])), spaces[1]
+    return pool.submit(_search_half, job, theirs)
 
 
-def _search_part(job: Job) -> tuple[list[Candidate], dict[Choice, Log]]:
-    """In the second process: its candidates, and the log of the one that may be chosen."""
+def _search_half(job: Job, theirs: Sequence[Choice]) -> Half:
     part = _Part(job, lambda text: None)
-    candidates = part.candidates()
-    best = part.verified([c for c in candidates if c.choice.gpus == max(job.space.gpus)])
-    chosen = None if best is None else replace(best.choice, offload=NO_OFFLOAD)
-    return candidates, {choice: log for choice, log in part.traces.traced.items() if choice == chosen}
+    return part.candidates(theirs), part.traces.traced
 
 
-def _result(
-    future: Future[tuple[list[Candidate], dict[Choice, Log]]], job: Job, traces: Traces, say: Say
-) -> list[Candidate]:
+def _result(future: Future[Half], theirs: Sequence[Choice], part: _Part, say: Say) -> list[Candidate]:
     try:
         candidates, logs = future.result()
-    except (BrokenProcessPool, pickle.PicklingError, AttributeError):
+    except (
+        BrokenProcessPool,
+        pickle.PicklingError,
+        AttributeError,
+    ):  # killed, or told of a model that cannot be pickled
         say("the second process ended early; its part is searched here")
-        return _Part(job, say).candidates()
-    traces.traced.update(logs)
+        return part.candidates(theirs)
+    part.adopt(candidates, logs)
     return candidates
 
 
@@ -260,7 +309,7 @@ def _frugal(job: Job, traces: Traces, say: Say) -> list[Candidate]:
         counts.append(counts[-1] // 2)
     frugal = replace(
         space,
-        strategies=["full_shard"] if "full_shard" in space.strategies else space.strategies[:1],
+        strategies=[FIRST] if FIRST in space.strategies else space.strategies[:1],
         checkpointing=["full"] if "full" in space.checkpointing else space.checkpointing[-1:],
         micro_batches=[min(space.micro_batches)],
         offloads=space.offloads[:1],
@@ -282,6 +331,8 @@ def _frugal(job: Job, traces: Traces, say: Say) -> list[Candidate]:
 
 def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cluster) -> str:
     card = cluster.card_bytes / GIB
+    if candidate.bound:
+        return candidate.bound
     if candidate.memory is None:
         return f"takes {candidate.least_bytes / GIB:,.0f} GiB at least, of {card:.0f}"
     if not candidate.memory.fits(cluster):
