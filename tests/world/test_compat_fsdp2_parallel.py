@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
+from tests.pool import Pool
 from tests.world import models
 from tests.world.checks import assert_close, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import SIDES, assert_same_gradients, describe, grads_of
@@ -85,6 +86,15 @@ def whole_and_clipped(pair) -> None:
 def test_tensor_parallelism_inside(world):
     world.run_mesh((2, 2), ("dp", "tp"), parallel)
     world.run_mesh((2, 1, 2), ("replicate", "dp", "tp"), parallel)
+
+
+@pytest.mark.slow
+def test_replicas_shards_and_tensor_parallelism_on_eight_ranks():
+    ranks = Pool(8)
+    try:
+        ranks.run_mesh((2, 2, 2), ("replicate", "dp", "tp"), parallel, timeout_s=300.0)
+    finally:
+        ranks.close()
 
 
 def layers() -> list[nn.Module]:

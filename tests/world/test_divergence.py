@@ -22,14 +22,14 @@ SOON_S = 20.0
 
 
 @contextlib.contextmanager
-def impatient() -> Iterator[None]:
+def impatient(lost_s: float = watch.LOST_S) -> Iterator[None]:
     """Ranks ask each other after a second and not after four."""
-    before = watch.PATIENCE_S, watch.POLL_S
-    watch.PATIENCE_S, watch.POLL_S = 1.0, 0.3
+    before = watch.PATIENCE_S, watch.POLL_S, watch.LOST_S
+    watch.PATIENCE_S, watch.POLL_S, watch.LOST_S = 1.0, 0.3, lost_s
     try:
         yield
     finally:
-        watch.PATIENCE_S, watch.POLL_S = before
+        watch.PATIENCE_S, watch.POLL_S, watch.LOST_S = before
 
 
 # What rank 1 does where the others train, and what its message or theirs names.
@@ -128,6 +128,22 @@ def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
     for rank, text in enumerate(alone.run(3, raises_alone, steps)):
         assert "missing" in text
         assert rank == 1 or "rank 1 failed" in text
+
+
+def never_comes(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    if dist.get_rank() == 1:
+        time.sleep(4)  # without a word, as one that waits on its device
+        return
+    with (
+        impatient(lost_s=2.0),
+        pytest.raises(acc.DivergenceError, match="begins a forward .* come to anything new in 2 s"),
+    ):
+        one_loss(model)
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_without_end(alone):
+    alone.run(2, never_comes)
 
 
 def slow(mesh) -> None:

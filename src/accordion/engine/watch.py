@@ -18,6 +18,7 @@ from accordion import _torch
 from accordion.engine.collectives import Link, Pending, broadcast
 from accordion.errors import DivergenceError
 
+LOST_S = 600.0  # as long as NCCL lets a collective wait
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
@@ -31,7 +32,7 @@ class Watch:
     Ranks meet where one leaves the order of the last pass. A rank that did not leave it waits in its next collective
     meanwhile, notices that others ask, and comes too; `Together` finds what each does. Where ranks wait for each other in
     other ways, each says so after `PATIENCE_S`: when all wait and nobody can go on, each says where all are.
-    On streams of NCCL the host does not wait and notices nothing; the ranks that left the order name themselves.
+    On streams of NCCL the host does not wait and notices nothing; the ranks that left the order name themselves after `LOST_S`.
     """
 
     def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
@@ -68,10 +69,14 @@ class Watch:
         self._store.add(same, 1)
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
-        polls = 0
+        polls, deadline = 0, time.monotonic() + LOST_S
         while not self._is_there(go, POLL_S if polls else PATIENCE_S):
             polls += 1
             self._look(self._ranks, said["what"], polls)
+            if time.monotonic() > deadline:
+                self.fail(
+                    f"this rank {said['what']}, and not all others have come to anything new in {LOST_S:g} s; {ADVICE}"
+                )
         found = None
         if self._store.get(go) != same.encode():
             found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
