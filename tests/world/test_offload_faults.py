@@ -198,7 +198,7 @@ def pin_on(module: Any) -> list[str]:
         pass
 
     owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8)
-    arena.pin(owner, memory, module)
+    arena.pin(owner, memory, module, lambda: module.calls.append("settle"))
     del owner
     return module.calls
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
+import accordion.compat.fsdp2 as compat
 from accordion.config import STRATEGIES
 from accordion.engine.schedule import Expected
 from accordion.engine.together import Follow, Step, choose
@@ -143,7 +144,7 @@ def test_of_every_strategy(world, strategy):
         {"checkpoint_activations": "full"},
         {"checkpoint_activations": "selective"},
         {"prefetch": acc.Prefetch(budget_bytes=1 << 20)},
-        {"debug": ("streams", "order")},
+        {"debug": ("streams", "order", "finite")},
         {"offload": acc.Offload(params="host", optimizer="host")},
     ],
     ids=["no_sync", "full", "selective", "prefetch", "debug", "offload"],
@@ -214,20 +215,82 @@ def test_frozen_blocks(world):
     world.run(3, frozen)
 
 
-def steady(mesh) -> None:
+def steady(mesh, no_sync: int, settled: int) -> None:
     model, plain = paths(mesh)
     watch = model.__dict__["_accordion"].engine.wiring.watch
-    for step in range(2):
-        check_step(mesh, model, plain, WHOLE, step)
+    for step in range(settled):
+        check_step(mesh, model, plain, WHOLE, step, no_sync)
     before = watch._num_met
-    for step in range(2, 5):
-        check_step(mesh, model, plain, WHOLE, step)
+    for step in range(3):
+        check_step(mesh, model, plain, WHOLE, step, no_sync)
     assert watch._num_met == before, "ranks that do as before say nothing"
     assert before > 0
 
 
-def test_the_common_case_says_nothing(world):
-    world.run(2, steady)
+@pytest.mark.parametrize(("no_sync", "settled"), [(0, 2), (2, 9)], ids=["plain", "accumulating"])
+def test_the_common_case_says_nothing(world, no_sync, settled):
+    """With accumulation what follows depends on more than the last pass, and on no more than the last 32."""
+    world.run(2, steady, no_sync, settled)
+
+
+def evaluates(mesh, strategy: acc.Strategy) -> None:
+    """Apart in a forward that no backward follows, while others are on in the next one."""
+    model, plain = paths(mesh, strategy=strategy)
+    check_step(mesh, model, plain, WHOLE, 0)
+    with torch.no_grad():
+        for step in range(6):
+            way = WHOLE[:-1] if step >= 3 and dist.get_rank() == 1 else WHOLE
+            torch.testing.assert_close(model(numbers(step), way), plain(numbers(step), way), rtol=1e-6, atol=0)
+    check_step(mesh, model, plain, WHOLE, 1)
+
+
+def unequal(mesh, strategy: acc.Strategy) -> None:
+    """Full copies stand: rank 0 evaluates more batches than the others, in ways of its own, and training goes on."""
+    model, plain = paths(mesh, strategy=strategy)
+    for step in range(3):
+        check_step(mesh, model, plain, WHOLE, step)
+        with torch.no_grad():
+            assert model(numbers(0), WHOLE).isfinite()
+            for way in (WHOLE, (0, 2), (2,))[: 3 * (dist.get_rank() == 0)]:
+                assert model(numbers(0), way).isfinite()
+
+
+def test_evaluations(world):
+    for strategy in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD):
+        world.run(2, evaluates, strategy)
+    for strategy in (acc.SHARD_OPTIM, acc.NO_SHARD):
+        world.run(2, unequal, strategy)
+
+
+def parts_while_adding_up(mesh) -> None:
+    """In a pass that nobody communicates in."""
+    for strategy in (acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD):
+        model, plain = paths(mesh, strategy=strategy)
+        for step in range(4):
+            way = APART["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
+            check_step(mesh, model, plain, way, step, no_sync=2)
+
+
+def test_under_no_sync(world):
+    world.run(2, parts_while_adding_up)
+
+
+def two_in_one(mesh) -> None:
+    """A unit of two modules, the second of which has a unit inside that one rank leaves out."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Paths())
+    plain, model = made
+    compat.fully_shard(model.blocks[3].blocks[0], mesh=mesh)
+    compat.fully_shard([model.blocks[0], model.blocks[3]], mesh=mesh)
+    compat.fully_shard(model, mesh=mesh)
+    for step in range(2):
+        check_step(mesh, model, plain, (0, (3, (0, 1) if dist.get_rank() else (1,))), step)
+
+
+def test_a_unit_of_two_modules(world):
+    world.run(2, two_in_one)
 
 
 def extra(mesh) -> str:

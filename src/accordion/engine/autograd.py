@@ -142,7 +142,6 @@ class Stage(torch.autograd.Function):
         if parts is None:  # the unit adds up since that forward
             return None, None, *[None] * len(call.trained.indices)
         engine = call.unit.engine
-        engine.flying.pop(id(parts), None)
         engine.land_gradients()
         if engine.after_unit is not None:
             engine.after_unit(call.unit)
@@ -150,8 +149,8 @@ class Stage(torch.autograd.Function):
         held = [p.grad for p in params]
         listens = [not accumulates or _listens(p, g) for p, g in zip(params, held, strict=True)]
         adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
-        grads, flights = call.unit.as_gradients(call.trained, parts, adding)
-        engine.arriving += flights
+        grads = call.unit.as_gradients(call.trained, parts, adding)
+        engine.flying.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
         if any(listens):
             engine.land_gradients()
         if not accumulates:

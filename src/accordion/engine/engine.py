@@ -51,6 +51,7 @@ class Engine:
         self.anchor = torch.zeros((), device=wiring.device, requires_grad=True)  # in place of a token under no_sync
         self.announced = Expected()
         self.announce = announce  # ranks agree on everything, and not only on what is new
+        self.silent = False  # the forward under way needs nothing of other ranks, and may be this one's alone
         self.together = Together(wiring.watch, self.announced, self.siblings, always=announce)
         self.finite: Finite | None = None  # looks for NaN and inf
         self.after_backward: Callable[[], None] | None = None
@@ -102,9 +103,11 @@ class Engine:
             if any(changed):
                 self.root_call += 1
             how = (torch.is_grad_enabled(), self.sync)
-            self.together.begin(is_new=not self.announced.knows(how))
-            if not self.announced.begin(Phase.FORWARD, how) or self.together.always:
-                self.together.must("begins a forward with gradients {}, communicating {}".format(*how))
+            self.silent = self.wiring.resident and not how[0] and all(unit.resident for unit in self.units)
+            if not self.silent:
+                self.together.begin(is_new=not self.announced.knows(how))
+                if not self.announced.begin(Phase.FORWARD, how) or self.announce:
+                    self.together.must("begins a forward with gradients {}, communicating {}".format(*how))
             if self.kept:
                 stale = not all(kept.unit.resident for kept in self.kept)
                 self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
@@ -143,7 +146,7 @@ class Engine:
     def enters(self, unit: Unit, differentiable: bool) -> None:
         """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
         step = Step(unit.index, differentiable, self.depth - len(self.together.standing), unit.trained.indices)
-        if not (self.together.calm and self.announced.comes(Phase.FORWARD, step)):
+        if not (self.silent or (self.together.calm and self.announced.comes(Phase.FORWARD, step))):
             doing = (
                 f"training {len(step.trained)} of {len(unit.params)} parameters"
                 if differentiable
@@ -153,7 +156,7 @@ class Engine:
 
     def leaves(self, unit: Unit) -> None:
         """The call of `unit` outside a backward is about to end, and others may be about to enter units inside of it."""
-        if not self.together.has_inner(unit.index):
+        if self.silent or not self.together.has_inner(unit.index):
             return
         step = Step(unit.index, False, self.depth - len(self.together.standing), (), leaves=True)
         following: Any = self.announced.following(Phase.FORWARD)
@@ -322,7 +325,7 @@ class Engine:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
             parts = unit.reduce(trained, nothing, [False] * len(nothing))
-            grads, self.arriving = unit.as_gradients(trained, parts, [False] * len(nothing))
+            grads = unit.as_gradients(trained, parts, [False] * len(nothing))
             self.land_gradients()
             for param, grad in zip(trained.params, grads, strict=True):
                 if grad is None:

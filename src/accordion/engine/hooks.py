@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from accordion.engine.autograd import Call, Gather, Leave, Stage
 from accordion.engine.engine import IN_BACKWARD
 from accordion.engine.finite import Moment
 from accordion.engine.schedule import Phase
-from accordion.engine.tree import map_tensors, tensors_in, tensors_of
+from accordion.engine.tree import map_tensors, overlapping, tensors_in, tensors_of, written_into
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 
@@ -33,6 +32,7 @@ class Hooks:
         self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._handles: list[RemovableHandle] = []
+        self.modules: list[weakref.ref[nn.Module]] = []
         self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
         self._last_hooks: dict[int, int] = {}  # by id of the module
         self.engine.siblings[unit.index] = self
@@ -40,6 +40,7 @@ class Hooks:
     def attach(self, module: nn.Module) -> None:
         """Make each call of `module` one of the unit."""
         module.__dict__["_accordion"] = self.unit
+        self.modules.append(weakref.ref(module))
         # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
         before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
         # First, so that the pre-hooks of others (weight_norm's, say) see full parameters.
@@ -189,11 +190,19 @@ class Hooks:
 
     def _open(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
         """Take the lease of the forward, gather and stage ahead, and give what the module shall see."""
-        engine, unit = self.engine, self.unit
+        unit = self.unit
         outside = _torch.current_graph_task() == -1
         unit.window.check_registry()
         unit.stays = False
         version = unit.acquire()
+        try:
+            return self._opened(differentiable, version, outside)
+        except BaseException:
+            unit.release()
+            raise
+
+    def _opened(self, differentiable: bool, version: int, outside: bool) -> tuple[Call, Sequence[Tensor]]:
+        engine, unit = self.engine, self.unit
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
@@ -254,8 +263,7 @@ class Hooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if not self._calls:
             return None
-        entry = self._calls.pop()
-        if entry is None:
+        if (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry
         engine, unit = self.engine, self.unit
@@ -343,11 +351,20 @@ class Hooks:
     # -- a call for others, whose output nobody uses
 
     def open_for_others(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
-        self.engine.depth += 1
         with torch.set_grad_enabled(differentiable):
-            return self._open(differentiable)
+            self.engine.depth += 1
+            try:
+                opened = self._open(differentiable)
+            except BaseException:
+                self.engine.depth -= 1
+                raise
+        if self.engine.finite is not None:  # all ranks look at the same places
+            self.engine.finite.look(self.unit.index, Moment.PARAMETERS, self.unit.views)
+        return opened
 
     def close_for_others(self, call: Call, fulls: Sequence[Tensor]) -> None:
+        if self.engine.finite is not None:
+            self.engine.finite.look(self.unit.index, Moment.FORWARD, ())
         with torch.enable_grad():
             self._mark(call, partial(call.begin, fulls))
         self._end_lease(call, keep=self._keeps_lease(inside=False))
@@ -375,21 +392,6 @@ def read(saved: Any) -> Tensor:
         saved.begin()
         return saved.tensor
     return cast(Tensor, saved)
-
-
-def written_into(inputs: Any) -> Iterator[Tensor]:
-    """Tensors in the lists and mappings among a call's arguments: those that it came with, and those that it put there."""
-    args, kwargs = inputs
-    for given in (*args, *kwargs.values()):
-        if isinstance(given, (list, dict)):
-            yield from tensors_of(given)
-
-
-def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """The outputs whose memory another one, or one of `others`, has too."""
-    count = Counter(t.untyped_storage()._cdata for t in outputs if t.layout is torch.strided)
-    count.update({t.untyped_storage()._cdata for t in others if t.layout is torch.strided})
-    return [t for t in outputs if t.layout is torch.strided and count[t.untyped_storage()._cdata] > 1]
 
 
 def _input_done(reference: weakref.ref[Call]) -> None:

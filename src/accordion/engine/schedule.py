@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from enum import IntEnum
 
@@ -14,6 +15,10 @@ class Phase(IntEnum):
 START, END = -1, -2
 
 
+HISTORY = 32  # passes: what follows depends on them where gradients accumulate, or an evaluation comes now and then
+MANY = 1024
+
+
 class Expected:
     """Owns what came in the last pass of each kind (a forward, a backward), event by event, and which kind followed which.
 
@@ -22,14 +27,20 @@ class Expected:
 
     def __init__(self) -> None:
         self._passes: dict[Hashable, list[Hashable]] = {}
-        self._followed_by: dict[Hashable, Hashable] = {}
-        self._last: Hashable = None
+        self._followed_by: dict[Hashable, Hashable] = {}  # by the last kind, and by the last `HISTORY` kinds
+        self._last: deque[Hashable] = deque(maxlen=HISTORY)
         # of each pass under way: its kind, what came, the place in the last pass of that kind
         self._open: dict[Phase, tuple[Hashable, list[Hashable], list[int]]] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
-        known = self._last is not None and self._followed_by.get(self._last) == kind
-        self._followed_by[self._last] = self._last = kind
+        known = False
+        if self._last:
+            history, last = tuple(self._last), self._last[-1]
+            known = self._followed_by.get(history, self._followed_by.get((last,))) == kind
+            if len(self._followed_by) > MANY:  # an order that never repeats
+                self._followed_by.clear()
+            self._followed_by[history] = self._followed_by[last,] = kind
+        self._last.append(kind)
         self._open[phase] = (kind, [], [0])
         return known
 

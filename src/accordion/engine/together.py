@@ -8,10 +8,11 @@ nobody asks. The first one is gone through together, step by step, and so is eve
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from accordion.engine.schedule import Expected, Phase
 from accordion.engine.watch import ADVICE, Watch
@@ -108,9 +109,7 @@ class Together:
     def has_inner(self, unit: int) -> bool:
         """Whether other units lie inside a unit."""
         if self._outer is None:
-            names = {i: hooks.unit.name for i, hooks in self._siblings.items()}
-            inside = {i: f"{name}." if name else "" for i, name in names.items()}
-            self._outer = {i for i in names if any(j != i and names[j].startswith(inside[i]) for j in names)}
+            self._outer = {i for i, hooks in self._siblings.items() if any(map(_holds_units, hooks.modules))}
         return unit in self._outer
 
     def come(self, step: Step, what: str) -> None:
@@ -146,6 +145,9 @@ class Together:
     def must(self, what: str) -> None:
         """Come back when all ranks are about to do `what`, which none can do in another's place."""
         while (said := self._watch.meet({"what": what, "step": None, "must": what, **self._place()})) is not None:
+            if all(s.get("must") == what for s in said.values()):  # a forward that says nothing may be one rank's alone
+                self._root = max(s["root"] for s in said.values())
+                return
             self._outcome(said)
 
     def noticed(self, what: str) -> dict[int, dict[str, Any]]:
@@ -199,3 +201,10 @@ class Together:
 
     def forget(self) -> None:
         self.standing.clear()
+
+
+def _holds_units(reference: weakref.ref[nn.Module]) -> bool:
+    """Whether a module of a unit has another unit's inside."""
+    module = reference()
+    found = {id(m.__dict__["_accordion"]) for m in module.modules() if "_accordion" in m.__dict__} if module else set()
+    return len(found) > 1

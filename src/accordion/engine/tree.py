@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -70,3 +72,18 @@ def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
                 yield value
             else:
                 yield from tensors_in(value, opaque_depth - 1)
+
+
+def written_into(inputs: Any) -> Iterator[Tensor]:
+    """Tensors in the lists and mappings among a call's arguments: those that it came with, and those that it put there."""
+    args, kwargs = inputs
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, (list, dict)):
+            yield from tensors_of(given)
+
+
+def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """The outputs whose memory another one, or one of `others`, has too."""
+    count = Counter(t.untyped_storage()._cdata for t in outputs if t.layout is torch.strided)
+    count.update({t.untyped_storage()._cdata for t in others if t.layout is torch.strided})
+    return [t for t in outputs if t.layout is torch.strided and count[t.untyped_storage()._cdata] > 1]

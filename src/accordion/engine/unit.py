@@ -267,19 +267,16 @@ class Unit:
             return grad if grad is None else grad.to(self._reduce_dtypes[i])
         return held if grad is None else held + grad
 
-    def as_gradients(
-        self, trained: Trained, parts: Sequence[Reduced], adding: Sequence[bool]
-    ) -> tuple[list[DTensor | None], list[Flight]]:
+    def as_gradients(self, trained: Trained, parts: Sequence[Reduced], adding: Sequence[bool]) -> list[DTensor | None]:
         """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter.
 
-        And the copies under way that bring them there, where gradients rest off the device. `adding`: see `Home.put`.
+        Where gradients rest off the device, the copies that bring them there are `arriving` then. `adding`: see `Home.put`.
         """
         local: list[Tensor | None] = []
-        flights: list[Flight] = []
         for (_, _, mine), part in zip(self._by_group(trained, adding), parts, strict=True):
             rows, flight = part.bring_home(mine)
             local += rows
             if flight is not None:
-                flights.append(flight)
+                self.engine.arriving.append(flight)
         pairs = zip(local, trained.params, strict=True)
-        return [None if g is None else _torch.as_dtensor(g, p) for g, p in pairs], flights
+        return [None if g is None else _torch.as_dtensor(g, p) for g, p in pairs]

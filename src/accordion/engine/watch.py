@@ -23,7 +23,7 @@ PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
 POLLS = 3  # in all of which the ranks must be found apart: one may just be leaving
-ADVICE = "ranks may call different units only in a forward that all begin and walk back; put the rest inside one unit."
+ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
 
 class Watch:
@@ -84,7 +84,8 @@ class Watch:
         self._num_met += 1
         for key in self._passed:  # every rank has passed the one before
             self._store.delete_key(key)
-        self._passed = (f"{here}/{self._rank}", *([same, go, f"{here}/all"] if self._rank == self._ranks[0] else []))
+        of_all = (go, f"{here}/all") if self._rank == self._ranks[0] else ()
+        self._passed = (f"{here}/{self._rank}", same, *of_all)
         return found
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
@@ -106,15 +107,15 @@ class Watch:
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
         for work in pending.works:
-            polls, waited_s, next_s = 0, 0.0, NOTICE_S
+            polls, waited_s, asked_s, next_s = 0, 0.0, None, NOTICE_S
             while not self._done(work, next_s, what):
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)
                 if self._store is not None and self._store.check([f"{self._prefix}/met/{self._num_met}/all"]):
                     assert self.noticed is not None, "who meets others can be asked by them"
-                    said = self.noticed(what)
-                    if waited_s > POLLS * PATIENCE_S:  # was asked before, and is where it was
-                        self.apart(said)
+                    said, asked_s = self.noticed(what), waited_s if asked_s is None else asked_s
+                    if waited_s - asked_s > POLLS * PATIENCE_S and not work.is_completed():
+                        self.apart(said)  # was asked before, and is where it was
                 elif waited_s >= PATIENCE_S:
                     polls += 1
                     self._look(pending.link.ranks, what, polls)

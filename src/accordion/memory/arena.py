@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class Arena:
         if device.type != "cpu" and num_bytes:
             driver = getattr(torch.get_device_module(device), "cudart", None)
             if driver is not None:  # another accelerator's copies are right, and slower
-                pin(self, self.memory, driver())
+                pin(self, self.memory, driver(), partial(torch.get_device_module(device).synchronize, device))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of zeros in a part that nobody has."""
@@ -48,10 +50,10 @@ class Arena:
         return self.memory[start : start + num_bytes].view(dtype).zero_()
 
 
-def pin(owner: object, memory: Tensor, runtime: Any) -> None:
+def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None]) -> None:
     """Let a device copy from and to `memory` by itself, as long as `owner` lives. Raises `UsageError` where it is refused.
 
-    `runtime`: the driver, as `torch.cuda.cudart()` gives it.
+    `runtime`: the driver, as `torch.cuda.cudart()` gives it. `settle`: waits until no copy is under way any more.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
@@ -60,10 +62,11 @@ def pin(owner: object, memory: Tensor, runtime: Any) -> None:
             "limit of locked memory (ulimit -l), offload less, or use more machines."
         )
     # The finalizer holds the memory: it must not be given back while it is registered.
-    weakref.finalize(owner, _unpin, runtime, memory)
+    weakref.finalize(owner, _unpin, runtime, memory, settle)
 
 
-def _unpin(runtime: Any, memory: Tensor) -> None:
+def _unpin(runtime: Any, memory: Tensor, settle: Callable[[], None]) -> None:
+    settle()
     runtime.cudaHostUnregister(memory.data_ptr())
 
 

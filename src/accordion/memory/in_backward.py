@@ -45,7 +45,7 @@ class InBackward:
             self._optimizers.append((weakref.ref(optimizer), kind))
 
     def after_unit(self, unit: Unit) -> None:
-        """The gradients of `unit` come. Raises `UsageError` where it had some already, or in a second backward."""
+        """The gradients of `unit` come. Raises `UsageError` where it had some already, in a second backward, or for hooks."""
         task = _torch.current_graph_task()
         if task != self._task:  # what a backward left that raised is gone
             self._task, self._waiting = task, None
@@ -55,6 +55,11 @@ class InBackward:
             raise UsageError(
                 f"{PROMISE}; this is another backward before optimizer.step(): call step after each, or leave it out "
                 "to accumulate."
+            )
+        heard = [p.name for p in unit.params if _torch.has_hooks(p.sharded)]
+        if heard:  # autograd accumulates those itself, on a device behind the step
+            raise UsageError(
+                f"{PROMISE}; {heard[0]!r} has a hook, which would see it stepped: remove the hook, or the promise."
             )
         self._come(unit)
         self._step_waiting()

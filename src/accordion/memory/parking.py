@@ -51,12 +51,12 @@ class Parked:
 
     def __init__(self, parking: Parking, tensor: Tensor, before: weakref.ref[Parked] | None) -> None:
         self._parking, self._before = parking, before
+        self._coming: tuple[Flight, Tensor] | None = None
         self._piece = parking.take(page_aligned(tensor.nbytes))
         self._live: Tensor | None = tensor  # until the block's forward has ended
         self._like = torch.empty_like(tensor, device="meta")  # its shape and strides, where it is dense
         flat = self._piece.memory[: tensor.nbytes].view(tensor.dtype)
         self._host = flat.as_strided(self._like.shape, self._like.stride())
-        self._coming: tuple[Flight, Tensor] | None = None
         copy = partial(self._host.copy_, tensor.detach(), non_blocking=True)
         self.flight = parking.store_lane.copy(lambda: void(copy()), [tensor], "copies activations to the host")
 
@@ -91,6 +91,8 @@ class Parked:
 
     def __del__(self) -> None:
         if hasattr(self, "_piece"):
+            if self._coming is not None:  # fetched, and never used: nobody waits for it on the device
+                self._coming[0].synchronize()
             self._parking.give(self._piece)
 
 

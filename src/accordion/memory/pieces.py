@@ -237,7 +237,8 @@ def step_piece(recipe: Recipe, piece: Piece, views: Sequence[Tensor]) -> None:
                     f"the optimizer made a state {key!r} that it had not when it was wrapped; states that a step brings piece by "
                     "piece are laid out then: set its options before wrap_optimizer, or keep the optimizer where it steps."
                 )
-        part.todo.made = made
+        # What was copied into its place is not kept beside it.
+        part.todo.made = {k: part.todo.place.shown.get(k, v) if k in mine else v for k, v in made.items()}
         if part.row is not None:
             views[part.row].copy_(own)
 

@@ -299,6 +299,8 @@ def _start(
         with torch.no_grad():
             step_here(recipe, here)
     if states is not None and on_device:
+        if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
+            tiers.stepper.submit(_nothing).result()
         with telling(engine):
             step_on_device(recipe, on_device, states)
     stream = None

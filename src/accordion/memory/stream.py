@@ -49,8 +49,8 @@ class Stream:
         for i, (strip, view) in enumerate(zip(piece.strips, self._views(coming, piece), strict=True)):
             if strip.file is not None and strip.reads:
                 strip.file.read(strip.offset, whole_pages(view, strip))
-            elif not strip.reads and i < len(piece.area.keys):  # a state that is not there yet
-                view.zero_()
+            elif not strip.reads and i < len(piece.area.keys) and view.device.type == "cpu":
+                view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
 
     def take(self, which: int) -> tuple[Piece, list[Tensor]]:
         """A piece, in their order, and its strips."""

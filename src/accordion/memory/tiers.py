@@ -98,12 +98,16 @@ class Tiers:
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
         """The threads that read and write files, a piece each."""
-        return ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="accordion-disk")
+        return self._made(NUM_BUFFERS, "accordion-disk")
 
     @cached_property
     def stepper(self) -> ThreadPoolExecutor:
         """The thread on which units are stepped, one after the other: the kernels of a step have threads of their own."""
-        return ThreadPoolExecutor(1, thread_name_prefix="accordion-step")
+        return self._made(1, "accordion-step")
+
+    def _made(self, num_threads: int, name: str) -> ThreadPoolExecutor:
+        """Threads that wait for events of this rank's device."""
+        return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._wiring.device))
 
     def guard(self, before_step: Callable[[Optimizer, Any, Any], None]) -> None:
         """Have torch call this before the step of any optimizer, as long as the model lives."""
@@ -183,3 +187,9 @@ def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], Parked] | None:
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
     return tiers.parking.park
+
+
+def _choose(device: torch.device) -> None:
+    """A new thread is at the first device, where its events would make a context."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
