@@ -222,7 +222,7 @@ class FakeAccelerator:
 
 def test_memory_that_cannot_be_pinned_is_named(world):
     world.run(2, refused)
-    assert pin_on(FakeAccelerator(0)) == ["register 4096", "unregister"]
+    assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
 
 
 def ranks_differ(mesh) -> None:
