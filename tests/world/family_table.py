@@ -240,8 +240,8 @@ and has a bound where the model adds or keeps gradients in another precision tha
 |---|---:|---|---|---:|---:|---|
 """
 OUTRO = """
-The table was made with layer drop off (`layerdrop=0.0` and the like; some configs of transformers default to 0.1). With it on, ranks skip
-different layers, and each stands in for those that it leaves out.
+The table was made with layer drop off (`layerdrop=0.0` and the like; some configs of transformers default to 0.1). With it
+on, ranks skip different layers, and each stands in for those that it leaves out.
 
 ## What does not train
 
