@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# A file's tests stay with one worker: they share what was costly to make. Each worker has four ranks of its own.
+WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 .PHONY: train test test-all lint format clean
@@ -15,10 +17,10 @@ train: $(STAMP)
 	$(BIN)/python -m accordion train $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check src tests bench

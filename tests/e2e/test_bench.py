@@ -23,6 +23,7 @@ from accordion.bench.model import shape_of
 from accordion.bench.ranks import BenchError, Seat, Team, World, interleaved
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
+from tests.sample import sampled
 
 ONE = World(num_ranks=1)
 TINY = Setting(model="gpt-tiny", batch=1, seq=16)
@@ -262,7 +263,8 @@ def test_saves_and_loads_are_timed_and_leave_nothing(tmp_path, capsys):
     assert not (tmp_path / "to").exists()
 
 
-def test_the_gpu_script_runs_every_part_on_cpu(tmp_path):
+@pytest.mark.parametrize("letters", sampled(["abcdefg", "cg"], "cg".__eq__))
+def test_the_gpu_script_runs_on_cpu(tmp_path, letters):
     import subprocess
     import sys
 
@@ -271,18 +273,20 @@ def test_the_gpu_script_runs_every_part_on_cpu(tmp_path):
     for name in ("rich", "plotly", "jsonargparse", "transformers"):
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text("raise ImportError('not at hand')")
-    words = [sys.executable, str(script), "--tiny", "--device", "cpu", "--parts", "abcdefg", "--out", str(tmp_path)]
+    words = [sys.executable, str(script), "--tiny", "--device", "cpu", "--parts", letters, "--out", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(blocked)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*.json")
     parts = json.loads(path.read_text())["parts"]
-    assert list(parts) == list("abcdefg")
+    assert list(parts) == list(letters)
     safe = parts["c"]["data"]
     assert safe["2 ranks"]["wrong"] == safe["4 ranks"]["wrong"] == []
     assert len(safe["4 ranks"]["losses"]) == 7
-    for letter, titles in {"a": 2, "b": 1, "c": 2, "d": 1, "e": 1, "f": 1, "g": 1}.items():
-        assert len(parts[letter]["tables"]) == titles
+    for letter, found in parts.items():
+        assert len(found["tables"]) == {"a": 2, "c": 2}.get(letter, 1)
+    if letters == "cg":
+        return
     assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
     assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())
     sizes = parts["f"]["data"]["sizes"]

@@ -82,7 +82,8 @@ def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path
     assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-def test_one_rank_sees_the_same_batches_and_losses(main_job: tuple[Metrics, Path], place: Path) -> None:
+@pytest.mark.slow
+def test_one_rank_sees_the_batches_and_losses_of_the_main_job(main_job: tuple[Metrics, Path], place: Path) -> None:
     flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "30")
     one = losses(train(place / "one", *flags))
     assert one == pytest.approx(losses(main_job[0]), abs=1e-4)
@@ -122,6 +123,11 @@ def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]
         assert words in shown
     assert f"checkpoint: {Path('whole', 'checkpoints', 'step-000012')}" in shown
     assert "sample:" in shown
+
+
+def test_one_rank_sees_the_same_batches_and_losses(whole: tuple[Metrics, str], place: Path) -> None:
+    flags = ("--launch.nproc", "1", "--train.accumulate", "2", "--train.steps", "12")
+    assert losses(train(place / "alone", *TINY, *flags)) == pytest.approx(losses(whole[0]), abs=1e-4)
 
 
 def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place: Path) -> None:
@@ -215,24 +221,31 @@ def several(place: Place, store: Store, jobs: list[tuple[Any, ...]]) -> None:
         loop.train(place, PrefixStore(str(i), store), *job)
 
 
-def test_every_switch_trains_the_same_model(place: Path) -> None:
-    file = place / "ds_config.json"
+USUAL = ("full_shard", "hybrid", "accumulated", "recomputed selectively", "units by class", "offloaded", "fp16")
+
+
+@pytest.mark.parametrize("names", [USUAL, pytest.param(tuple(VARIANTS), marks=pytest.mark.slow)], ids=["usual", "all"])
+def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...]) -> None:
+    file, variants = place / "ds_config.json", place / "variants" / str(len(names))
     file.write_text(json.dumps(DEEPSPEED))
-    runs = {name: flags for name, (flags, _) in VARIANTS.items()}
+    runs = {name: VARIANTS[name][0] for name in names}
     runs |= {"deepspeed": ["--deepspeed", str(file)], "deepspeed as flags": AS_FLAGS}
     jobs = []
     for name, flags in runs.items():
-        config = translated(read([*TINY, "--train.steps", "6", "--run.dir", f"variants/{name}", *flags]), (), 2)
+        config = translated(
+            read([*TINY, "--train.steps", "6", "--run.dir", f"variants/{len(names)}/{name}", *flags]), (), 2
+        )
         jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
-    expected = losses(metrics(place / "variants" / "full_shard"))
+    expected = losses(metrics(variants / "full_shard"))
     assert len(expected) == 6
-    for name, (_, tolerance) in VARIANTS.items():
-        assert losses(metrics(place / "variants" / name)) == pytest.approx(expected, rel=0, abs=tolerance), name
-    by_file, by_flags = (metrics(place / "variants" / name) for name in ("deepspeed", "deepspeed as flags"))
+    for name in names:
+        found = losses(metrics(variants / name))
+        assert found == pytest.approx(expected, rel=0, abs=VARIANTS[name][1]), name
+    by_file, by_flags = (metrics(variants / name) for name in ("deepspeed", "deepspeed as flags"))
     for key in ("loss", "grad_norm", "lr"):
         assert [line[key] for line in by_file] == [line[key] for line in by_flags], key
-    assert losses(by_file) != losses(metrics(place / "variants" / "accumulated"))
+    assert losses(by_file) != losses(metrics(variants / "accumulated"))
 
 
 def test_under_torchrun(whole: tuple[Metrics, str], place: Path) -> None:
@@ -244,6 +257,7 @@ def test_under_torchrun(whole: tuple[Metrics, str], place: Path) -> None:
     assert done.stdout.count("validation loss") == 1
 
 
+@pytest.mark.slow
 def test_under_srun(whole: tuple[Metrics, str], place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -105,7 +105,10 @@ def test_tensors_are_referred_to_by_place():
     assert values.decode(words, tensors.__getitem__) == {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), {1, 2}, object(), {"deep": [b"bytes"]}], ids=repr)
+CANNOT_HOLD = {"tensor": torch.ones(1), "set": {1, 2}, "object": object(), "bytes": {"deep": [b"bytes"]}}
+
+
+@pytest.mark.parametrize("value", CANNOT_HOLD.values(), ids=CANNOT_HOLD.keys())
 def test_what_json_cannot_hold_is_named(value):
     with pytest.raises(CheckpointError, match=r"extra.* is a (Tensor|set|object|bytes), which JSON cannot hold"):
         values.encode(value, "extra")

@@ -244,8 +244,8 @@ def test_full_params_closes_after_an_error(world):
 
 def clip(mesh, strategy: acc.Strategy) -> None:
     plain, model = models.uneven(), acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
-    for norm_type in (1, 2, 3.0, float("inf")):
-        for max_norm in (0.05, 1e4):
+    for norm_type, max_norms in {2: (0.05, 1e4), 1: (0.05,), 3.0: (0.05,), float("inf"): (0.05,)}.items():
+        for max_norm in max_norms:
             one_loss(plain).backward()
             one_loss(model).backward()
             for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):

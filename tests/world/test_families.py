@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.pool import Pool
+from tests.sample import sampled
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,18 +46,15 @@ def in_float32(world: Pool, name: str) -> list[Found]:
     return world.run(RANKS, compare, name)
 
 
-@pytest.mark.parametrize("name", WORKING)
+@pytest.mark.parametrize("name", sampled(WORKING, USUAL.__contains__))
 def test_two_steps_are_those_of_the_unsharded_model(world, name):
     assert_equal_within(in_float32(world, name))
 
 
-def in_bfloat16() -> list[Any]:
-    """All that can; the usual run takes a few of each kind."""
-    names = [name for name in WORKING if FAMILIES[name].bf16 in ("yes", "with buffers")]
-    return [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in names]
+IN_BFLOAT16 = [name for name in WORKING if FAMILIES[name].bf16 in ("yes", "with buffers")]
 
 
-@pytest.mark.parametrize("name", in_bfloat16())
+@pytest.mark.parametrize("name", sampled(IN_BFLOAT16, USUAL.__contains__))
 def test_bfloat16_over_float32_masters(world, name):
     assert_equal_within(world.run(RANKS, compare, name, compute=BF16), FAMILIES[name].bf16_tolerance)
 
@@ -67,19 +65,25 @@ def test_some_do_not_compute_in_bfloat16_at_all(name):
         unsharded(FAMILIES[name].build(), FAMILIES[name], 1, BF16)
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
-@pytest.mark.parametrize("name", [LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA])
+@pytest.mark.parametrize("num_ranks", sampled([3, 4], lambda num_ranks: num_ranks == 3))
+@pytest.mark.parametrize(
+    "name", sampled([LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], {LLAMA, MIXTRAL, T5, CLIP}.__contains__)
+)
 def test_more_ranks(world, name, num_ranks):
     assert_equal_within(world.run(num_ranks, compare, name))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("name", [LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT])
+@pytest.mark.parametrize(
+    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT], {LLAMA, MIXTRAL, WHISPER}.__contains__)
+)
 def test_checkpointing_of_transformers(world, name, use_reentrant):
     assert_equal_within(world.run(RANKS, compare, name, use_reentrant=use_reentrant))
 
 
-@pytest.mark.parametrize("name", [LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA])
+@pytest.mark.parametrize(
+    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA], {LLAMA, T5, VIT}.__contains__)
+)
 def test_checkpointing_of_units(world, name):
     assert_equal_within(world.run(RANKS, compare, name, checkpoint_activations="full"))
 
@@ -120,6 +124,7 @@ def without_errors(text: str) -> str:
     return re.sub(r"\| (0|< 1e-?\d+) (?=\|)", "| . ", text)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_documentation(world):
     written = DOCUMENT.read_text()
     if f"transformers {transformers.__version__}," not in written:

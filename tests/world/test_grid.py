@@ -13,6 +13,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from tests.sample import sampled
 from tests.world import models, reference
 from tests.world.reference import Recipe, Trace
 
@@ -79,7 +80,12 @@ def match(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> None:
     reference.assert_same(found, wanted)
 
 
-@pytest.mark.parametrize(("strategy", "precision", "case"), GRID, ids=["-".join(row) for row in GRID])
+def usual(strategy: str, precision: str, case: str) -> bool:
+    """Every case in float32; of lower precision what they change: casts, sums, the scale."""
+    return precision == "fp32" or case in {"bf16": ("wide", "tied", "spare"), "fp16": ("uneven",)}[precision]
+
+
+@pytest.mark.parametrize(("strategy", "precision", "case"), sampled(GRID, usual), ids=["-".join(row) for row in GRID])
 def test_training_is_that_of_the_unsharded_model(world, strategy, precision, case):
     policy = {**STRATEGIES, **FORCED}[strategy]
     num_ranks, recipe = CASES[case]

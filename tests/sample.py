@@ -1,0 +1,17 @@
+"""What of a grid the usual run takes; the whole of it runs under `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def sampled(rows: Iterable[Any], usual: Callable[..., bool]) -> list[Any]:
+    """`rows` for `parametrize`: tuples, or single values; those of which `usual` is false are marked `slow`."""
+    found = []
+    for row in rows:
+        values = row if isinstance(row, tuple) else (row,)
+        found.append(row if usual(*values) else pytest.param(*values, marks=pytest.mark.slow))
+    return found
