@@ -42,9 +42,8 @@ class Watch:
         self._store: Any = _torch.default_store() if links else None
         self.listens = self._store is not None  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
-        self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = (
-            None  # what a rank does that waits, where others ask where it is
-        )
+        # What a rank does that waits, where others ask where it is.
+        self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = None
         self._posted = False
         self._num_met = 0
         self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
@@ -127,8 +126,9 @@ class Watch:
         try:
             work.wait(*([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
         except RuntimeError as error:
-            if timeout_s is not None and "Operation timed out" in str(error) and not work.is_completed():
-                return False
+            if timeout_s is not None and "Operation timed out" in str(error):
+                # It may have ended since; whether well, a wait that cannot time out says.
+                return work.is_completed() and self._done(work, None, what)
             # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
             text = (
                 f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, "
