@@ -22,7 +22,7 @@ LOST_S = 600.0  # as long as NCCL lets a collective wait
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
-POLLS = 3  # in all of which the ranks must be found apart: one may just be leaving
+POLLS = 3  # one after the other, in all of which ranks must be found apart: one may just be leaving
 ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
 
@@ -68,10 +68,9 @@ class Watch:
         self._store.add(same, 1)
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
-        polls, deadline = 0, time.monotonic() + LOST_S
-        while not self._is_there(go, POLL_S if polls else PATIENCE_S):
-            polls += 1
-            self._look(self._ranks, said["what"], polls)
+        num_apart, next_s, deadline = 0, PATIENCE_S, time.monotonic() + LOST_S
+        while not self._is_there(go, next_s):
+            num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 self.fail(
                     f"this rank {said['what']}, and not all others have come to anything new in {LOST_S:g} s; {ADVICE}"
@@ -106,7 +105,7 @@ class Watch:
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
         for work in pending.works:
-            polls, waited_s, asked_s, next_s = 0, 0.0, None, NOTICE_S
+            num_apart, waited_s, asked_s, next_s = 0, 0.0, None, NOTICE_S
             while not self._done(work, next_s, what):
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)
@@ -116,8 +115,7 @@ class Watch:
                     if waited_s - asked_s > POLLS * PATIENCE_S and not work.is_completed():
                         self.apart(said)  # was asked before, and is where it was
                 elif waited_s >= PATIENCE_S:
-                    polls += 1
-                    self._look(pending.link.ranks, what, polls)
+                    num_apart = self._look(pending.link.ranks, what, num_apart)
         for work in pending.sends:
             self._done(work, None, what)
         self.forget()
@@ -136,7 +134,11 @@ class Watch:
             self.fail(f"{text}cannot be reached, or is elsewhere: {ADVICE}", error)
         return True
 
-    def _look(self, ranks: list[int], what: str, polls: int) -> None:
+    def _look(self, ranks: list[int], what: str, num_apart: int) -> int:
+        """Tell the others that this rank waits for `ranks`; fail where all wait for each other in different places.
+
+        `num_apart`: in how many polls up to now, one after the other, that was so; returns it with this one.
+        """
         self._post({"ranks": ranks, "what": what})
         posts = self._posts()
         for rank, post in posts.items():
@@ -144,9 +146,11 @@ class Watch:
                 self._break(f"while this rank {what}, rank {rank} failed: {post['failed']}")
         # Where all whom a rank waits for are there, it is slow, but it goes on.
         complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
-        if polls < POLLS or complete or len(posts) < len(self._ranks):
-            return
-        self.fail(f"ranks wait for each other in different places: {_each(posts)}; {ADVICE}")
+        if complete or len(posts) < len(self._ranks):
+            return 0
+        if num_apart + 1 == POLLS:
+            self.fail(f"ranks wait for each other in different places: {_each(posts)}; {ADVICE}")
+        return num_apart + 1
 
     def _post(self, what: dict[str, Any]) -> None:
         self._store.set(self._key(self._rank), json.dumps(what))
