@@ -313,30 +313,3 @@ def test_without_the_package_xxhash(tmp_path, monkeypatch):
     assert b'"checksum":"crc32"' in (tmp_path / "b" / "manifest.json").read_bytes()
     load(tmp_path / "b", other)
     assert torch.equal(other.weight, model.weight)
-
-
-def read_by_the_book(folder):
-    """A reader written from docs/checkpoint.md with the standard library and numpy alone."""
-    import numpy as np
-
-    text = (folder / "manifest.json").read_bytes()
-    assert text.endswith(f',"crc32":"{zlib.crc32(text[:-21]):08x}"}}\n'.encode())
-    words, found = json.loads(text), {}
-    for name, entry in words["tensors"].items():
-        whole = np.empty(entry["shape"], {"F32": "<f4", "I64": "<i8", "U8": "u1"}[entry["dtype"]])
-        for chunk in entry["chunks"]:
-            box = tuple(slice(a, a + n) for a, n in zip(chunk["offset"], chunk["shape"], strict=True))
-            count = math.prod(chunk["shape"])
-            data = np.fromfile(folder / chunk["file"], whole.dtype, count, offset=chunk["at"])
-            whole[box] = data.reshape(chunk["shape"])
-        found[name] = whole
-    return found, words
-
-
-def test_a_reader_can_be_written_from_the_documentation(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
-    save(tmp_path / "c", model, extra=(1, math.inf))
-    found, words = read_by_the_book(tmp_path / "c")
-    for name, tensor in model.state_dict().items():
-        assert found["model/" + name].tolist() == tensor.tolist(), name
-    assert words["extra"] == {"$tuple": [1, {"$float": "inf"}]}

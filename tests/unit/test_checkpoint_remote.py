@@ -1,4 +1,4 @@
-"""Checkpoints on remote storage, through fsspec: in memory here, and on a local S3 server where moto and s3fs are installed."""
+"""Checkpoints on remote storage, through fsspec: in memory, and on a local S3 server."""
 
 import os
 import uuid
@@ -131,6 +131,7 @@ def s3(monkeypatch):
     server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_on_s3(s3):
     assert os.environ["AWS_ENDPOINT_URL"]

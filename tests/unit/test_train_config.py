@@ -9,7 +9,7 @@ import pytest
 
 from accordion.errors import UsageError
 from accordion.train import command
-from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, parse_units
+from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, parse_units, spread
 
 
 def test_defaults_are_valid() -> None:
@@ -154,3 +154,18 @@ def test_presets_name_their_size() -> None:
     named = {"llama-10m": 10, "llama-30m": 30, "llama-125m": 125, "llama-1b": 1000, "llama-8b": 8000}
     for name, millions in named.items():
         assert sizes[name] == pytest.approx(millions, rel=0.2), (name, sizes[name])
+
+
+def test_a_global_batch_is_spread_over_the_ranks_that_there_are() -> None:
+    config = Config(train=TrainConfig(global_batch=48, micro_batch=4))
+    named = {"train.global_batch", "train.micro_batch"}
+    for ranks, accumulate in ((1, 12), (2, 6), (12, 1)):
+        assert spread(config, named, ranks).train.accumulate == accumulate
+    with pytest.raises(UsageError, match=r"48, which 5 ranks x train\.micro_batch 4 do not divide"):
+        spread(config, named, 5)
+    with pytest.raises(UsageError, match=r"48, and train\.accumulate is given too"):
+        spread(config, {*named, "train.accumulate"}, 2)
+    by_file = Config(train=TrainConfig(global_batch=48, deepspeed="ds.json"))
+    with pytest.raises(UsageError, match=r"48, and train\.deepspeed is given too"):
+        spread(by_file, {"train.global_batch", "train.deepspeed"}, 2)
+    assert spread(Config(), set(), 5) == Config()

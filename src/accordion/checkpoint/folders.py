@@ -79,8 +79,12 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
-    """The folder to read a checkpoint from: where a save was killed while it replaced an older one, the older one."""
-    folder = folder_at(path)
+    """The folder to read a checkpoint from."""
+    return readable(folder_at(path))
+
+
+def readable(folder: Folder) -> Folder:
+    """`folder`, or where a save was killed while it replaced an older checkpoint of this name, the older one."""
     if isinstance(folder, Local) and not folder.path.exists() and (folder.replaced().path / MANIFEST).is_file():
         return folder.replaced()
     return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from accordion.checkpoint.folders import Folder, Local, checkpoint_at, folder_at
+from accordion.checkpoint.folders import Folder, Local, folder_at, readable
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.reading import read_manifest
 from accordion.errors import CheckpointError, UsageError
@@ -28,7 +28,7 @@ def good_ones(folder: Folder) -> list[Folder]:
     names = set(folder.folders())
     if isinstance(folder, Local):
         names |= folder.replaced_names()
-    found = [(_age(at, name), at) for name in names if is_complete(at := checkpoint_at(f"{folder}/{name}"))]
+    found = [(_age(at, name), at) for name in names if is_complete(at := readable(folder.inside(name)))]
     return [at for _, at in sorted(found, key=lambda pair: pair[0])]
 
 

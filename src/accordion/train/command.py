@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from accordion.errors import UsageError
 from accordion.train import launch, loop
-from accordion.train.config import Config, check, flat
+from accordion.train.config import Config, check, flat, spread
 from accordion.train.deepspeed import translated
 from accordion.train.lifeline import watch_store
 from accordion.train.options import given, parse
@@ -62,7 +62,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
         launch.guarded(_started_rank, config, named, cache)
         return 0
     device, world = launch.choose(config.launch, None, torch.cuda.device_count())
-    config = translated(config, named, world)
+    config = translated(spread(config, named, world), named, world)
     config, expected = planned(config, named, world, device, Screen().note)
     prepared = replace(prepare(config, world, world, cache, Screen().note), expected=expected)
     return launch.start(loop.train, (config, prepared, device), world)
@@ -72,7 +72,7 @@ def _started_rank(place: launch.Place, store: Store, config: Config, named: froz
     """One rank that another launcher started: the first on each host prepares for the others."""
     watch_store(store, place.rank, config.launch.timeout_s)
     device, world = launch.choose(config.launch, place, torch.cuda.device_count())
-    config = translated(config, named, world)
+    config = translated(spread(config, named, world), named, world)
     if config.train.plan != "none":
         raise UsageError(
             "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from accordion.config import Offload, checkpointing_named, nearest, strategy_named
@@ -104,6 +105,8 @@ class TrainConfig:
         steps: optimizer steps in all
         micro_batch: sequences in one forward of one rank
         accumulate: micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences
+        global_batch: sequences of a step over all ranks, in place of `accumulate`, so that a job that goes on with another
+            number of ranks makes the same steps; 0: as `accumulate` says
         lr: learning rate at the peak
         warmup: steps of linear warmup
         weight_decay: decay of matrices; vectors have none
@@ -124,6 +127,7 @@ class TrainConfig:
     steps: int = 100
     micro_batch: int = 8
     accumulate: int = 1
+    global_batch: int = 0
     lr: float = 1e-3
     warmup: int = 5
     weight_decay: float = 0.1
@@ -214,6 +218,7 @@ AT_LEAST = {
     "train.steps": 1,
     "train.micro_batch": 1,
     "train.accumulate": 1,
+    "train.global_batch": 0,
     "train.lr": 0,
     "train.warmup": 0,
     "train.weight_decay": 0,
@@ -277,6 +282,26 @@ def check(config: Config) -> None:
             )
         if config.model.init == "pretrained":
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+
+
+def spread(config: Config, named: Collection[str], num_ranks: int) -> Config:
+    """`config` whose `train.accumulate` makes up `train.global_batch` on `num_ranks`; `named`: the keys that were given.
+
+    Raises `UsageError` where it cannot, or where something else says how much a step sees too.
+    """
+    options = config.train
+    if not options.global_batch:
+        return config
+    other = "train.deepspeed" if options.deepspeed is not None else "train.accumulate"
+    if other in named:
+        raise UsageError(f"train.global_batch is {options.global_batch}, and {other} is given too; say it in one place.")
+    accumulate, rest = divmod(options.global_batch, num_ranks * options.micro_batch)
+    if rest:
+        raise UsageError(
+            f"train.global_batch is {options.global_batch}, which {num_ranks} ranks x train.micro_batch {options.micro_batch} "
+            "do not divide; take a multiple, or a smaller train.micro_batch."
+        )
+    return replace(config, train=replace(options, accumulate=accumulate))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,152 @@
+"""A reader written from docs/checkpoint.md alone, without torch, reads what `save` wrote and what `load` gives."""
+
+import json
+import math
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.checkpoint import RandomState, save
+from accordion.checkpoint.format import CODES
+
+# -- the reader: every line follows a sentence of "The format"
+
+NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+    "C64": "<c8",
+    "I64": "<i8",
+}
+NUMPY |= {"I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?"}
+
+
+def sum_of(kind, data):
+    if kind == "crc32":
+        return f"{zlib.crc32(data):08x}"
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def read_manifest(folder):
+    text = (folder / "manifest.json").read_bytes()
+    assert text[-21:] == f',"crc32":"{zlib.crc32(text[:-21]):08x}"}}\n'.encode()
+    words = json.loads(text)
+    assert words["schema"] == 2
+    for name, file in words["files"].items():
+        data = (folder / name).read_bytes()
+        assert len(data) == file["bytes"]
+        assert 8 + int.from_bytes(data[:8], "little") == file["header_bytes"]
+        assert sum_of(words["checksum"], data[: file["header_bytes"]]) == file["header_sum"]
+    return words
+
+
+def read_tensor(folder, words, name):
+    entry = words["tensors"][words["aliases"].get(name, name)]
+    whole = np.empty(entry["shape"], NUMPY[entry["dtype"]])
+    for chunk in entry["chunks"]:
+        length, size = math.prod(chunk["shape"]) * whole.itemsize, words["piece_bytes"]
+        data = (folder / chunk["file"]).read_bytes()[chunk["at"] : chunk["at"] + length]
+        assert [sum_of(words["checksum"], data[i : i + size]) for i in range(0, length, size)] == chunk["sums"]
+        header = json.loads((folder / chunk["file"]).read_bytes()[8 : words["files"][chunk["file"]]["header_bytes"]])
+        key = f"{words['aliases'].get(name, name)}[{','.join(map(str, chunk['offset']))}]"
+        start, end = header[key]["data_offsets"]
+        assert (end - start, header[key]["dtype"]) == (length, entry["dtype"])
+        box = tuple(slice(a, a + n) for a, n in zip(chunk["offset"], chunk["shape"], strict=True))
+        whole[box] = np.frombuffer(data, whole.dtype).reshape(chunk["shape"])
+    return whole
+
+
+def value_of(folder, words, value):
+    if isinstance(value, list):
+        return [value_of(folder, words, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    meanings = {
+        "$float": float,
+        "$tuple": lambda items: tuple(value_of(folder, words, item) for item in items),
+        "$dict": lambda pairs: {value_of(folder, words, k): value_of(folder, words, v) for k, v in pairs},
+        "$tensor": lambda name: read_tensor(folder, words, name),
+    }
+    if len(value) == 1 and next(iter(value)) in meanings:
+        return meanings[next(iter(value))](next(iter(value.values())))
+    return {key: value_of(folder, words, item) for key, item in value.items()}
+
+
+# -- what it is held against
+
+EXTRA = {"step": 3, "odd": (1, math.inf, [None, {2: "two", "$x": -0.0}])}
+
+
+class Mixed(nn.Module):
+    """A tie, and every dtype that a checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 7, bias=False)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        for dtype, code in CODES.items():
+            self.register_buffer(f"as_{code}", torch.tensor([[0, 1, 1]]).to(dtype))
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(4))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def saved(mesh, path):
+    """Two steps, saved; all that `load` gives to others, whole, as bytes."""
+    torch.manual_seed(0)
+    model = acc.shard(Mixed(), mesh, units={nn.Linear})
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True))
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(mesh.get_rank() + 5)
+    save(path, model, optimizer, extra=EXTRA, state={"random": RandomState()})
+    torch.manual_seed(1)
+    again = acc.shard(Mixed(), mesh, units={nn.Linear})
+    other = acc.wrap_optimizer(torch.optim.AdamW(again.parameters()))
+    acc.load(path, again, other, state={"random": RandomState()})
+    tensors = {f"model/{name}": tensor for name, tensor in again.state_dict().items()}
+    for name, param in again.named_parameters():
+        tensors |= {f"optimizer/state/{name}/{key}": value for key, value in other.state[param].items()}
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    draws = torch.get_rng_state()
+    return {name: (tuple(t.shape), bytes_of(t)) for name, t in whole.items()}, bytes_of(draws)
+
+
+def bytes_of(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_a_reader_by_the_book_finds(world, tmp_path, ranks):
+    found = world.run(ranks, saved, tmp_path / "c")
+    words = read_manifest(tmp_path / "c")
+    names = [*words["tensors"], *words["aliases"]]
+    assert {name for name in names if not name.startswith("rank/")} == set(found[0][0])
+    for name, (shape, data) in found[0][0].items():
+        tensor = read_tensor(tmp_path / "c", words, name)
+        assert (tensor.shape, tensor.tobytes()) == (shape, data), name
+    assert value_of(tmp_path / "c", words, words["extra"]) == EXTRA
+    (group,) = words["optimizer"]["groups"]
+    assert value_of(tmp_path / "c", words, group["options"])["betas"] == (0.9, 0.999)
+    for param in group["params"]:
+        state = value_of(tmp_path / "c", words, words["optimizer"]["state"][param])
+        assert state["exp_avg"].tobytes() == found[0][0][f"optimizer/state/{param}/exp_avg"][1]
+    for rank, (_, draws) in enumerate(found):
+        text = json.loads(read_tensor(tmp_path / "c", words, f"rank/{rank:05d}/state").tobytes())
+        assert value_of(tmp_path / "c", words, text)["random"]["torch"].tobytes() == draws
