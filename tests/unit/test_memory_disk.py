@@ -139,15 +139,14 @@ def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 2048)
+def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path):
     keys = {"a": torch.float32, "b": torch.float32}
     sizes = [5000, 1, 1024, 2048, 3, 0]
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
         at += -(-size // 1024) * 1024
-    area = pieces.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4)
+    area = pieces.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
     todos = [pieces.Todo(e, pieces.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
@@ -161,6 +160,15 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
             part.todo.entry.own[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)
+
+
+@pytest.mark.parametrize(("total", "wanted"), [(10, 2**16), (10**7, 10**5), (10**9, 2**21)])
+def test_pieces_are_small_beside_what_is_stepped_and_never_large(total, wanted):
+    for itemsize in (2, 4):
+        step = PAGE // itemsize
+        numel = pieces.piece_numel(itemsize, total)
+        assert numel % step == 0
+        assert wanted - step < numel <= wanted
 
 
 @contextmanager
