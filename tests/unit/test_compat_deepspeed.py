@@ -401,7 +401,10 @@ def test_offload_is_where_shards_rest(zero: dict[str, Any], expected: Offload) -
 
 NOT_OFFLOADED = [
     ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path is None; device 'nvme' needs a folder"),
-    ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path is None; device 'nvme' needs a folder"),
+    (
+        {"stage": 3, "offload_param": {"device": "nvme"}},
+        "offload_param.nvme_path is None; device 'nvme' needs a folder",
+    ),
     ({"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/s"}}, "parameters to 'nvme' .* in stage 2"),
     ({"stage": 3, "offload_param": {"device": "disk"}}, "'disk'; valid: none, cpu, nvme"),
     ({"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}, "in stage 2"),
@@ -460,7 +463,9 @@ def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
     rests = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/s"}, "offload_param": {"device": "cpu"}}
     assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(params="host", optimizer="disk:/s")
     rests["offload_param"] = {"device": "nvme", "nvme_path": "/p"}
-    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(params="disk:/p", optimizer="disk:/s")
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(
+        params="disk:/p", optimizer="disk:/s"
+    )
     words = ["--shard.offload_optimizer", "host"]
     assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload() == Offload(optimizer="host")
 

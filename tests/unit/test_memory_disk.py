@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from accordion.errors import OffloadError
 from accordion.memory import disk, pieces
 from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
 from accordion.memory.entries import Entry
+from tests.disks import mounted
 
 PAGE = disk.ALIGN_BYTES
 
@@ -81,6 +78,27 @@ def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
     first.read(0, into)
     assert torch.equal(into, filled(PAGE, 1))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("never_named", [True, False])
+def test_no_file_has_a_name_and_names_that_a_kill_left_are_taken_away(tmp_path, monkeypatch, never_named):
+    if not never_named:  # a file system that makes none without a name
+        monkeypatch.setattr(disk, "NEVER_NAMED", 0)
+    elif not disk.NEVER_NAMED:
+        pytest.skip("this system has no files without a name")
+    else:
+        monkeypatch.setattr(disk.tempfile, "mkstemp", None)
+    running = SwapFile(tmp_path, PAGE)
+    if not never_named:
+        (tmp_path / f"{disk.PREFIX}left").write_text("by a job that was killed before its file lost its name")
+    (tmp_path / "other").write_text("")
+    file = SwapFile(tmp_path, PAGE)
+    assert os.listdir(tmp_path) == ["other"]
+    for seed, one in enumerate((running, file)):
+        one.write(0, filled(PAGE, seed))
+    into = aligned_buffer(PAGE)
+    running.read(0, into)
+    assert torch.equal(into, filled(PAGE, 0))
 
 
 def test_a_block_that_changed_on_the_disk_is_named(tmp_path):
@@ -169,23 +187,6 @@ def test_pieces_are_small_beside_what_is_stepped_and_never_large(total, wanted):
         numel = pieces.piece_numel(itemsize, total)
         assert numel % step == 0
         assert wanted - step < numel <= wanted
-
-
-@contextmanager
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    """A file system of its own at `path`; skips where this user may mount none."""
-    path.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):

@@ -268,9 +268,7 @@ def _offload(said: Mapping[str, Any]) -> Offload:
             f"zero_optimization offloads parameters to {params!r} and the optimizer to {optimizer!r} in stage {stage}; "
             "parameters are offloaded in stage 3, the optimizer from stage 1 on."
         )
-    return Offload(
-        params=_place(said, "offload_param", params), optimizer=_place(said, "offload_optimizer", optimizer)
-    )
+    return Offload(params=_place(said, "offload_param", params), optimizer=_place(said, "offload_optimizer", optimizer))
 
 
 def _place(said: Mapping[str, Any], section: str, device: str) -> str:
