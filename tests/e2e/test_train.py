@@ -204,11 +204,12 @@ VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losse
 
 
 # A DeepSpeed configuration, and the same settings as flags; its optimizer decays vectors too, so that neither has any decay.
+ON_DISK = {"device": "nvme", "nvme_path": "."}
 DEEPSPEED = {
     "train_batch_size": 16,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.25,
-    "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "none"}},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": ON_DISK, "offload_optimizer": ON_DISK},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0}},
     "steps_per_print": 10,
 }

@@ -382,6 +382,15 @@ OFFLOADED = [
         },
         Offload(params="host", optimizer="disk:/scratch"),
     ),
+    (
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"},
+            "offload_param": {"device": "nvme", "nvme_path": "/rows", "buffer_size": 1e8, "max_in_cpu": 1e9},
+        },
+        Offload(params="disk:/rows", optimizer="disk:/scratch"),
+    ),
+    ({"stage": 3, "offload_param": {"device": "cpu"}}, Offload(params="host")),
 ]
 
 
@@ -392,9 +401,12 @@ def test_offload_is_where_shards_rest(zero: dict[str, Any], expected: Offload) -
 
 NOT_OFFLOADED = [
     ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path is None; device 'nvme' needs a folder"),
-    ({"stage": 3, "offload_param": {"device": "nvme"}}, "on the host at most; take 'cpu'"),
-    ({"stage": 3, "offload_param": {"device": "disk"}}, "'disk'; valid: none, cpu"),
-    ({"stage": 3, "offload_param": {"device": "cpu"}}, "without offload_optimizer"),
+    (
+        {"stage": 3, "offload_param": {"device": "nvme"}},
+        "offload_param.nvme_path is None; device 'nvme' needs a folder",
+    ),
+    ({"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/s"}}, "parameters to 'nvme' .* in stage 2"),
+    ({"stage": 3, "offload_param": {"device": "disk"}}, "'disk'; valid: none, cpu, nvme"),
     ({"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}, "in stage 2"),
     ({"stage": 0, "cpu_offload": True}, "from stage 1 on"),
     ({"stage": 3, "cpu_offload": 1}, "takes true or false"),
@@ -450,6 +462,10 @@ def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
     assert config.shard.offload() == Offload()
     rests = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/s"}, "offload_param": {"device": "cpu"}}
     assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(params="host", optimizer="disk:/s")
+    rests["offload_param"] = {"device": "nvme", "nvme_path": "/p"}
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(
+        params="disk:/p", optimizer="disk:/s"
+    )
     words = ["--shard.offload_optimizer", "host"]
     assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload() == Offload(optimizer="host")
 

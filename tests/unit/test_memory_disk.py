@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from accordion.errors import OffloadError
 from accordion.memory import disk, pieces
 from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
 from accordion.memory.entries import Entry
+from tests.disks import mounted
 
 PAGE = disk.ALIGN_BYTES
 
@@ -83,6 +80,27 @@ def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("never_named", [True, False])
+def test_no_file_has_a_name_and_names_that_a_kill_left_are_taken_away(tmp_path, monkeypatch, never_named):
+    if not never_named:  # a file system that makes none without a name
+        monkeypatch.setattr(disk, "NEVER_NAMED", 0)
+    elif not disk.NEVER_NAMED:
+        pytest.skip("this system has no files without a name")
+    else:
+        monkeypatch.setattr(disk.tempfile, "mkstemp", None)
+    running = SwapFile(tmp_path, PAGE)
+    if not never_named:
+        (tmp_path / f"{disk.PREFIX}left").write_text("by a job that was killed before its file lost its name")
+    (tmp_path / "other").write_text("")
+    file = SwapFile(tmp_path, PAGE)
+    assert os.listdir(tmp_path) == ["other"]
+    for seed, one in enumerate((running, file)):
+        one.write(0, filled(PAGE, seed))
+    into = aligned_buffer(PAGE)
+    running.read(0, into)
+    assert torch.equal(into, filled(PAGE, 0))
+
+
 def test_a_block_that_changed_on_the_disk_is_named(tmp_path):
     file = SwapFile(tmp_path, 2 * PAGE, checksums=True)
     file.write(PAGE, filled(PAGE, 1))
@@ -139,15 +157,14 @@ def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 2048)
+def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path):
     keys = {"a": torch.float32, "b": torch.float32}
     sizes = [5000, 1, 1024, 2048, 3, 0]
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
         at += -(-size // 1024) * 1024
-    area = pieces.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4)
+    area = pieces.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
     todos = [pieces.Todo(e, pieces.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
@@ -163,21 +180,13 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
     assert all(bool((t <= 1).all()) for t in tensors)
 
 
-@contextmanager
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    """A file system of its own at `path`; skips where this user may mount none."""
-    path.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("no file system can be mounted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+@pytest.mark.parametrize(("total", "wanted"), [(10, 2**16), (10**7, 10**5), (10**9, 2**21)])
+def test_pieces_are_small_beside_what_is_stepped_and_never_large(total, wanted):
+    for itemsize in (2, 4):
+        step = PAGE // itemsize
+        numel = pieces.piece_numel(itemsize, total)
+        assert numel % step == 0
+        assert wanted - step < numel <= wanted
 
 
 def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):

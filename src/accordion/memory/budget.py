@@ -32,6 +32,10 @@ class Shape:
     gathered: torch.dtype
 
     @cached_property
+    def trained_numel(self) -> int:
+        return sum(c.shard_numel for c, trains in zip(self.msg.cuts, self.trained, strict=True) if trains)
+
+    @cached_property
     def trained_bytes(self) -> int:
         return self._bytes(only_trained=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -18,6 +19,8 @@ from accordion.errors import OffloadError
 from accordion.memory.arena import ALIGN_BYTES, page_aligned
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)
+NEVER_NAMED: int = getattr(os, "O_TMPFILE", 0)
+PREFIX = ".accordion-swap-"
 
 
 class SwapFile:
@@ -141,20 +144,32 @@ class Shelf:
 
 
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
-    """A new file opened twice, for ordinary and for direct access (the same handle where there is none), and its name removed."""
+    """A new file without a name, opened for ordinary and for direct access (the same handle where there is none)."""
     try:
-        plain, name = tempfile.mkstemp(prefix=".accordion-swap-", dir=folder)
+        plain = _opened(folder)
     except OSError as error:
         raise OffloadError(
             f"what is offloaded cannot rest in {folder}: {error.strerror}; name a folder that exists and can be written."
         ) from error
     try:
-        fast = os.open(name, os.O_RDWR | DIRECT) if direct and DIRECT else plain
+        return plain, os.open(f"/proc/self/fd/{plain}", os.O_RDWR | DIRECT) if direct and DIRECT else plain
     except OSError:
-        fast = plain
-    finally:
-        os.unlink(name)
-    return plain, fast
+        return plain, plain
+
+
+def _opened(folder: Path) -> int:
+    """A file that never has a name; where the file system has no such files, one whose name goes at once.
+
+    Names left by a job that was killed in between are taken away then.
+    """
+    if NEVER_NAMED:
+        with contextlib.suppress(OSError):
+            return os.open(folder, os.O_RDWR | NEVER_NAMED, 0o600)
+    for left in folder.glob(f"{PREFIX}*"):  # a job that is about to do this itself needs its name no more
+        left.unlink(missing_ok=True)
+    plain, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    Path(name).unlink(missing_ok=True)
+    return plain
 
 
 def check_folder(folder: Path) -> None:

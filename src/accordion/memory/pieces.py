@@ -16,7 +16,9 @@ from accordion.memory.disk import Spot, SwapFile
 from accordion.memory.entries import Entry, Recipe, flat_of, local_of, write_back
 from accordion.memory.host import Offloaded
 
-PIECE_NUMEL = 2**21  # stepped at a time: 8 MiB of each float32 state, where disks reach their speed
+PIECE_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
+LEAST_NUMEL = 2**16  # and at least: with four requests in flight disks still reach their speed with 256 KiB each
+NUM_PIECES = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Area:
     """A part of a store for the parameters of one unit, param group and dtype: for each state a run of `numel` elements.
 
     `keys`: the states that have an element for each of the parameter's, with their dtypes; `starts`: where each one's run
-    begins, in bytes. `itemsize`: the smallest of whatever is stepped with them. `from_disk`, `besides`: bytes an element of
-    parameter, gradient and row, those on disk and all of them.
+    begins, in bytes. `itemsize`: the smallest of whatever is stepped with them. `most`: elements of the largest piece.
+    `from_disk`, `besides`: bytes an element of parameter, gradient and row, those on disk and all of them.
     """
 
     store: SwapFile | Memory
@@ -45,6 +47,7 @@ class Area:
     keys: dict[str, torch.dtype]
     starts: dict[str, int]
     itemsize: int
+    most: int
     from_disk: int = 0
     besides: int = 0
 
@@ -64,11 +67,6 @@ class Area:
     @property
     def _state_bytes(self) -> int:
         return sum(dtype.itemsize for dtype in self.keys.values())
-
-    @property
-    def most(self) -> int:
-        """Elements of the largest piece."""
-        return piece_numel(self.itemsize)
 
     @property
     def _piece_numel(self) -> int:
@@ -142,10 +140,13 @@ class Piece:
     strips: list[Strip]
 
 
-def piece_numel(itemsize: int) -> int:
-    """Elements of the largest piece where the smallest dtype has `itemsize` bytes: pieces are cut at pages of each."""
+def piece_numel(itemsize: int, total: int) -> int:
+    """Elements of the largest piece of a step of `total`, where the smallest dtype has `itemsize` bytes.
+
+    Pieces are cut at pages of each dtype.
+    """
     step = ALIGN_BYTES // itemsize
-    return max(step, PIECE_NUMEL // step * step)
+    return max(step, min(PIECE_NUMEL, max(LEAST_NUMEL, total // NUM_PIECES)) // step * step)
 
 
 def pieces_of(todos: Sequence[Todo]) -> Iterator[Piece]:

@@ -92,6 +92,7 @@ def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM
     pairs = list(zip(offloads, shapes, strict=True))
     resting = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))
+    total = sum(s.trained_numel for offload, mine in pairs for s in mine if offload.streams)
     host_buffer = device_buffer = 0
     for offload, mine in pairs:
         folder = folder_of(offload.optimizer)
@@ -102,7 +103,7 @@ def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM
             else:
                 resting[offload.optimizer] += num_bytes
             if offload.streams and s.trained_bytes:
-                on_host, on_device = _buffer_bytes(s, offload, num_states)
+                on_host, on_device = _buffer_bytes(s, offload, num_states, total)
                 host_buffer, device_buffer = max(host_buffer, on_host), max(device_buffer, on_device)
     on_device = sum(device_bytes(offload, mine, num_states=0) for offload, mine in pairs)
     return Stated(
@@ -123,10 +124,13 @@ def _laid_out(s: Shape) -> int:
     return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
 
 
-def _buffer_bytes(s: Shape, offload: Offload, num_states: int) -> tuple[int, int]:
-    """The largest piece of a group, in a buffer of the host and in one of the device (0 where it is not stepped there)."""
+def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
+    """The largest piece of a group, in a buffer of the host and in one of the device (0 where it is not stepped there).
+
+    `total`: elements whose step is streamed.
+    """
     own = max(dtype.itemsize for dtype, trains in zip(s.dtypes, s.trained, strict=True) if trains)
-    numel = min(piece_numel(s.gathered.itemsize), _laid_out(s) // own)
+    numel = min(piece_numel(s.gathered.itemsize, total), _laid_out(s) // own)
     row = s.gathered.itemsize if own != s.gathered.itemsize and offload.offloads else 0
     from_disk = [
         num_states * own if folder_of(offload.optimizer) else 0,

@@ -15,7 +15,7 @@ from accordion.memory.arena import ALIGN_BYTES, Arena
 from accordion.memory.disk import Spot, SwapFile, aligned_buffer
 from accordion.memory.entries import Entry, Recipe, local_of
 from accordion.memory.host import Offloaded
-from accordion.memory.pieces import Area, Memory, Piece, Place, Todo, show
+from accordion.memory.pieces import Area, Memory, Piece, Place, Todo, piece_numel, show
 from accordion.memory.stream import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DeviceStream, Stream
 
 
@@ -44,6 +44,7 @@ class States:
         self._buffers: list[Tensor] = []
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
+        self._total = 0  # elements, of those that came first: later ones use their buffers
         self.is_exposed = False  # the outside has had states in its hands, and may have written them
 
     @property
@@ -63,6 +64,7 @@ class States:
         by_place: dict[str, list[list[Wanted]]] = {}
         for (place, *_), members in by_area.items():
             by_place.setdefault(place, []).append(members)
+        self._total = self._total or sum(w.own.numel() for members in by_area.values() for w in members)
         keys_of = {(group, dtype): recipe.shaped_states(group, dtype) for _, _, group, dtype in by_area}
         for place, areas in by_place.items():
             self._cover(place, [(members, keys_of[members[0].group, members[0].own.dtype]) for members in areas])
@@ -79,15 +81,15 @@ class States:
             for w in members:
                 starts.append(numel)
                 numel += -(-w.own.numel() // step) * step
-            planned.append((members, starts, numel, keys, (itemsize, from_disk, in_all), total))
+            planned.append((members, starts, numel, keys, itemsize, (from_disk, in_all), total))
             total += sum(d.itemsize for d in keys.values()) * numel
         store = self._store(place, total)
-        for members, starts, numel, keys, besides, base in planned:
+        for members, starts, numel, keys, itemsize, besides, base in planned:
             bases = {}
             for key, dtype in keys.items():
                 bases[key] = base
                 base += numel * dtype.itemsize
-            area = Area(store, numel, keys, bases, *besides)
+            area = Area(store, numel, keys, bases, itemsize, piece_numel(itemsize, self._total), *besides)
             for w, start in zip(members, starts, strict=True):
                 shown = {k: _shown(area, k, start, w.own) for k in keys}
                 self._places[id(w.param)] = (w.param, Place(area, start, shown), w)

@@ -99,7 +99,7 @@ def _optimizer(model: nn.Module, given: Any, groups: list[Any] | None, settings:
             )
         for group in given.param_groups:
             group["params"] = [_now(p) for p in group["params"]]
-        return wrap_optimizer(given) if settings.offload.folder is not None else given
+        return wrap_optimizer(given) if settings.offload.streams else given
     make = given or settings.optimizer
     if make is None:
         raise UsageError("the configuration names no optimizer and initialize() was given none; give one of both.")

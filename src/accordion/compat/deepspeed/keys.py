@@ -156,8 +156,10 @@ ZERO: dict[str, Key] = {
     _Z + "mics_shard_size": used("stage 3: HYBRID_SHARD on a mesh whose inner axis has so many ranks"),
     _Z + "mics_hierarchical_params_gather": not_needed("parameters are gathered inside the inner axis only"),
     _Z + "offload_param.device": used(
-        'stage 3: "cpu" is `Offload(params="host")`, rows are brought at each gather; "nvme" is refused'
+        'stage 3: "cpu" is `Offload(params="host")`, rows are brought at each gather; "nvme" is `"disk:nvme_path"`, rows and '
+        "masters in a file there, read ahead"
     ),
+    _Z + "offload_param.nvme_path": used('the folder, where the device is "nvme"'),
     _Z + "offload_optimizer.device": used(
         'from stage 1 on: "cpu" is `Offload(optimizer="host")`, states, masters and gradients; "nvme" is `"disk:nvme_path"`, the '
         "states in a file there"
@@ -168,7 +170,7 @@ ZERO: dict[str, Key] = {
     _Z + "cpu_offload_param": used("an older name of offload_param to cpu"),
     **{
         _Z + f"offload_param.{name}": not_needed(WITH_OFFLOAD)
-        for name in ("nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
+        for name in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
     },
     **{
         _Z + f"offload_optimizer.{name}": not_needed(WITH_OFFLOAD)

@@ -35,7 +35,7 @@ from accordion.errors import UsageError
 
 log = logging.getLogger("accordion")
 STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
-PLACES = {"none": DEVICE, "cpu": HOST}
+PLACES = {"none": DEVICE, "cpu": HOST}  # and "nvme", a folder
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INTEGERS = {  # key -> the least it may be
     "train_batch_size": 1,
@@ -204,7 +204,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "communication_data_type": tuple(DTYPES),
     "data_types.buffer_dtype": tuple(DTYPES),
     "gradient_allreduce_op": ("mean", "sum"),
-    "zero_optimization.offload_param.device": ("none", "cpu"),
+    "zero_optimization.offload_param.device": ("none", "cpu", "nvme"),
     "zero_optimization.offload_optimizer.device": ("none", "cpu", "nvme"),
 }
 
@@ -220,11 +220,6 @@ def _checked(name: str, value: Any) -> Any:
         raise UsageError(f"{name} is {value!r}; it takes a number of at least 0.")
     if name in SWITCHES and not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}; it takes true or false.")
-    if name == "zero_optimization.offload_param.device" and value == "nvme":
-        raise UsageError(
-            f"{name} is 'nvme', which is not supported: rows that are gathered rest on the host at most; take 'cpu', and 'nvme' "
-            "for offload_optimizer."
-        )
     if name in CHOICES and value not in CHOICES[name]:
         raise UsageError(f"{name} is {value!r}; valid: {', '.join(CHOICES[name])}.")
     return value
@@ -273,19 +268,18 @@ def _offload(said: Mapping[str, Any]) -> Offload:
             f"zero_optimization offloads parameters to {params!r} and the optimizer to {optimizer!r} in stage {stage}; "
             "parameters are offloaded in stage 3, the optimizer from stage 1 on."
         )
-    if params != "none" and optimizer == "none":
+    return Offload(params=_place(said, "offload_param", params), optimizer=_place(said, "offload_optimizer", optimizer))
+
+
+def _place(said: Mapping[str, Any], section: str, device: str) -> str:
+    if device != "nvme":
+        return PLACES[device]
+    folder = said.get(f"zero_optimization.{section}.nvme_path")
+    if not isinstance(folder, str) or not folder:
         raise UsageError(
-            "zero_optimization.offload_param is given without offload_optimizer: parameters rest where they are stepped; offload "
-            "the optimizer too."
+            f"zero_optimization.{section}.nvme_path is {folder!r}; device 'nvme' needs a folder on that disk."
         )
-    folder = said.get(f"{z}offload_optimizer.nvme_path")
-    if optimizer == "nvme":
-        if not isinstance(folder, str) or not folder:
-            raise UsageError(
-                f"zero_optimization.offload_optimizer.nvme_path is {folder!r}; device 'nvme' needs a folder on that disk."
-            )
-        return Offload(params=PLACES[params], optimizer=f"{DISK}{folder}")
-    return Offload(params=PLACES[params], optimizer=PLACES[optimizer])
+    return f"{DISK}{folder}"
 
 
 def _precision(said: Mapping[str, Any]) -> Precision:
