@@ -354,6 +354,15 @@ def fake_tensors() -> Any:
     return _fake.FakeTensorMode(allow_non_fake_inputs=True)
 
 
+ASKS_DEVICE: Any = torch.ops.prim.device.default
+"""How a dispatch mode is asked for the device of a fake tensor: two of three calls."""
+
+
+def told_device(tensor: Any) -> Any:
+    """The answer without the modes below; None where the tensor is no fake one. No public name (all versions)."""
+    return tensor.fake_device if isinstance(tensor, _fake.FakeTensor) else None
+
+
 def forget_references() -> None:
     """Let `are_ours` find out anew what the counts of references are, which differ between real and fake tensors."""
     _alone.cache_clear()

@@ -12,13 +12,15 @@ import accordion as acc
 from accordion.plan.accumulate import step_of_choice
 from accordion.plan.alike import alike
 from accordion.plan.allocator import reserved_bytes
+from accordion.plan.bounds import Floor, floor_of, lanes_s, least_bytes
 from accordion.plan.events import Alloc, Category, Free, Op
 from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.memory import peak_of
 from accordion.plan.offload import elements_of, host_bytes, offloaded
+from accordion.plan.part import Job, Part
 from accordion.plan.predict import step_of
 from accordion.plan.scale import UnlikeError
-from accordion.plan.search import Found, Job, _Floor, _Part, least_bytes, search
+from accordion.plan.search import Found, search
 from accordion.plan.space import Choice, Space, choices
 from accordion.plan.trace import trace
 from tests.plan.test_plan import gpt, run_of
@@ -65,10 +67,11 @@ def test_a_search_of_200_is_what_several_nodes_span():
 # -- logs from other logs
 
 
-def test_sizes_change_alike_under_another_strategy():
-    """What a larger micro-batch changes is traced once for all strategies."""
-    base, more = (trace(gpt(3, batch=b), run_of(8)) for b in (1, 2))
-    mine, traced = (trace(gpt(3, batch=b), run_of(8, strategy=acc.SHARD_GRAD_OP)) for b in (1, 2))
+@pytest.mark.parametrize("sharding", [{"strategy": acc.SHARD_GRAD_OP}, {"checkpoint_activations": "full"}])
+def test_sizes_change_alike_under_another_strategy_and_checkpointing(sharding):
+    """What a larger micro-batch changes is traced once for all."""
+    base, more = (trace(gpt(3, batch=b), run_of(8)) for b in (3, 6))
+    mine, traced = (trace(gpt(3, batch=b), run_of(8, **sharding)) for b in (3, 6))
     made = alike(mine, base, more)
     assert peak_of(made).num_bytes == peak_of(traced).num_bytes != peak_of(mine).num_bytes
     assert peak_of(made).breakdown == peak_of(traced).breakdown
@@ -197,18 +200,43 @@ def test_no_strategy_is_said_to_take_less_than_its_states():
 
 def test_a_strategy_that_could_not_win_is_not_traced():
     """FULL_SHARD bounds the others: in memory, and in time without waiting. Tracing would fail here."""
-    job = Job(subject_for=lambda size: None, space=Space(precision=BF16), cluster=CLUSTER, num_params=10**6)
-    part = _Part(job, lambda text: None)
-    part._rates[8] = 2.0  # samples a second of the fastest that fits
-    for seconds, num_bytes, said in (
-        (0.625, GIB, "20 % slower"),
-        (0.495, GIB, "only 1 % faster"),
-        (0.1, 100 * GIB, "107.0 GiB"),
+    cluster = replace(CLUSTER, network_gbps=1.0)
+    job = Job(subject_for=lambda size: None, space=Space(precision=BF16), cluster=cluster, num_params=10**6)
+    part = Part(job, lambda text: None)
+    part._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits
+    for gpus, floor, said in (
+        (8, Floor(GIB, 0.625), "20 % slower"),
+        (8, Floor(GIB, 0.495), "only 1 % faster"),
+        (8, Floor(100 * GIB, 0.1), "107.0 GiB"),
+        (64, Floor(GIB, 0.1, gathered=(GIB,)), "if its messages alone took time"),
+        (64, Floor(GIB, 0.1, reduced=(GIB,)), "if its messages alone took time"),
     ):
-        part._floors[choice()] = _Floor(num_bytes, seconds)
-        candidate = part.candidate(choice(strategy="shard_grad_op"))
+        part._floors[choice(gpus=gpus)] = floor
+        candidate = part.candidate(choice(strategy="shard_grad_op", gpus=gpus))
         assert said in candidate.bound
         assert not candidate.fits
-    part._floors[choice()] = _Floor(GIB, 0.4)  # a quarter faster if nothing waited: it may win
+    inside = choice(strategy="hybrid_shard", gpus=64, replicas=8)  # its messages stay in the node: it comes first
+    part._floors[choice(gpus=64)] = Floor(GIB, 0.1, gathered=(GIB,))
+    assert part.promising([choice(strategy="shard_grad_op", gpus=64), inside])[0] == inside
+    part._floors[choice()] = Floor(GIB, 0.4)  # a quarter faster if nothing waited: it may win
     with pytest.raises((TypeError, AttributeError)):
         part.candidate(choice(strategy="shard_grad_op"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid_shard_optim",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("shard_grad_op", "hybrid_shard", "shard_optim")),
+    ],
+)
+def test_no_step_is_faster_than_its_messages(name):
+    """Seconds of the lanes, from FULL_SHARD's own log, beside what is traced: close to it where only messages take time."""
+    cluster = replace(CLUSTER, network_gbps=0.01)
+    space = Space(precision=BF16, gpus=[16])
+    base, asked = choice(gpus=16), choice(strategy=name, gpus=16, replicas=2 if "hybrid" in name else 1)
+    log = trace(gpt(3), space.run_of(base, cluster))
+    floor = floor_of(log, 0, step_of(log, space.run_of(base, cluster), cluster), base, cluster)
+    run = space.run_of(asked, cluster)
+    step = step_of(trace(gpt(3), run), run, cluster)
+    assert 0.3 * step.seconds < lanes_s(asked, floor, space, cluster) <= step.seconds

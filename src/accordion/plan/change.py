@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from accordion.plan.hardware import GIB, Cluster
+from accordion.plan.part import Candidate, Say
 from accordion.plan.rig import Subject
-from accordion.plan.search import Candidate, Say, search
+from accordion.plan.search import search
 from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
 
 DOUBLINGS = 7  # of the GPUs, at most

@@ -10,7 +10,8 @@ import torch
 
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
-from accordion.plan.search import HOST_MARGIN, Candidate, Found, closest
+from accordion.plan.part import HOST_MARGIN, Candidate
+from accordion.plan.search import Found, closest
 from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
 
 NOT_KNOWN = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from accordion.plan.alike import alike
@@ -47,6 +47,10 @@ class Traces:
             subject = self._subject_for(choice.micro_batch)
             self.traced[choice], _ = log_of(subject, self._space.run_of(choice, self._cluster))
         return self.traced[choice]
+
+    def known(self, chosen: Sequence[Choice]) -> dict[Choice, Log]:
+        """Those of these choices that were traced."""
+        return {c: self.traced[c] for c in map(traced_as, chosen) if c in self.traced}
 
     def _family(self, choice: Choice) -> Family | None:
         """The log of all micro-batches, and of all numbers of GPUs on one side of the node's size, or with as many shards."""
@@ -99,16 +103,17 @@ class Traces:
         return self.trace(wanted)
 
     def _similar(self, base: Choice, wanted: Choice, which: int) -> Iterator[_Lines]:
-        """Families in which the same step is taken: from one micro-batch to the other whatever the strategy does, from one number
-        of GPUs to the other whatever is recomputed.
+        """Families in which the same step is taken: from one micro-batch to the other whatever the strategy does and is
+        recomputed, from one number of GPUs to the other whatever is recomputed.
         """
-        for lines in self._lines:
+        alike_first = sorted(
+            self._lines, key=lambda lines: lines.choices[0].checkpoint_activations != base.checkpoint_activations
+        )
+        for lines in alike_first:
             first, other = lines.choices[0], lines.choices[which]
             if other is None or first.accumulate != base.accumulate:
                 continue
-            if which == 1 and (first.checkpoint_activations, first.micro_batch, other.micro_batch) == (
-                base.checkpoint_activations, base.micro_batch, wanted.micro_batch,
-            ):  # fmt: skip
+            if which == 1 and (first.micro_batch, other.micro_batch) == (base.micro_batch, wanted.micro_batch):
                 yield lines
             if which == 2 and (first.strategy, first.micro_batch, first.gpus, other.gpus) == (
                 base.strategy, base.micro_batch, base.gpus, wanted.gpus,

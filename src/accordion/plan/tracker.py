@@ -118,6 +118,8 @@ class Tracker(_Mode):  # type: ignore[misc]
     # -- what is seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.ASKS_DEVICE and (device := _torch.told_device(args[0])) is not None:
+            return device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come back here
         kwargs = kwargs or {}

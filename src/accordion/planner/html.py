@@ -15,8 +15,8 @@ from accordion.plan.cost import costs_of
 from accordion.plan.events import Category
 from accordion.plan.hardware import GIB, REACHED
 from accordion.plan.memory import curve_of, name_of
+from accordion.plan.part import Candidate
 from accordion.plan.result import Plan, gib
-from accordion.plan.search import Candidate
 from accordion.plan.simulate import Stretch, simulate
 from accordion.planner.pages import of_plan
 

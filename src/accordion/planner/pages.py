@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from accordion.bench.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
+from accordion.plan.part import Candidate
 from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib
-from accordion.plan.search import Candidate
 from accordion.plan.space import NO_OFFLOAD
 
 SHOWN = 24  # candidates on the screen; JSON has all

@@ -16,8 +16,9 @@ from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
 from accordion.plan.models import language_subject
+from accordion.plan.part import Candidate
 from accordion.plan.rig import Subject
-from accordion.plan.search import Candidate, search
+from accordion.plan.search import search
 from accordion.plan.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
 from accordion.train.config import Config, parse_units
 from accordion.train.launch import Device
