@@ -147,9 +147,10 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     mesh = next(iter(cut.values())).device_mesh
     for axis in range(mesh.ndim):
         gathered: list[dict[str, Tensor]] = [{}] * mesh.size(axis)
-        dist.all_gather_object(gathered, {name: parts[name] for name in cut}, group=mesh.get_group(axis))
+        sent = {name: parts[name].cpu() for name in cut}  # a tensor of another rank's device would come back there
+        dist.all_gather_object(gathered, sent, group=mesh.get_group(axis))
         for name, t in cut.items():
-            pieces, placement = [part[name] for part in gathered], t.placements[axis]
+            pieces, placement = [part[name].to(parts[name].device) for part in gathered], t.placements[axis]
             if isinstance(placement, Replicate):
                 assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs over {placement}"
             else:
