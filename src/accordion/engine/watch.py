@@ -127,8 +127,8 @@ class Watch:
         try:
             work.wait(*([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
         except RuntimeError as error:
-            if timeout_s is not None and "Operation timed out" in str(error) and not work.is_completed():
-                return False
+            if timeout_s is not None and "Operation timed out" in str(error):
+                return work.is_completed() and self._done(work, None, what)  # it may have ended since, well or not
             # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
             text = (
                 f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, "
