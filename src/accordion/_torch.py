@@ -58,6 +58,22 @@ def node_of(tensor: Tensor) -> Any:
     return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
+def reserve_number() -> int:
+    """A number in the order of this thread's autograd nodes, newer than all before and older than all to come.
+
+    autograd runs the newest node that is ready. A node takes a number when it is made; this one is made and dropped. No public names.
+    """
+    number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    torch._C._functions.UndefinedGrad()
+    return int(number)
+
+
+def set_number(tensor: Tensor, number: int) -> None:
+    """Give the node of a tensor another place in that order; not while the node waits to run. No public name."""
+    assert tensor.grad_fn is not None
+    tensor.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Run `function` when the backward that runs now has ended without raising. No public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -4,14 +4,16 @@ What happens in one call of a unit:
 1. forward, before: the unit is gathered, the next one is gathered ahead and staged, the full parameters are shown.
 2. forward, after: they are hidden and let go; a mark, made last, and hooks on outputs wait for the backward.
 3. backward, its mark or an output is reached: the unit is gathered again, the one before it ahead.
-4. backward, gradients of the inputs are there: the lease ends. Gather.backward begins the reduce.
-5. Stage.backward waits for the reduce and hands the sharded gradients to autograd. Stage was made one unit earlier than
-   Gather, so its sequence number is lower than those of the unit before, and autograd runs it after that unit's backward.
+4. Gather.backward, the last of the unit's nodes: the lease ends, the reduce begins.
+5. Stage.backward waits for the reduce and hands the sharded gradients to autograd. Its sequence number was reserved one
+   unit earlier than Gather's, so it is lower than those of the unit before, and autograd runs it after that unit's backward.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,25 +32,28 @@ from accordion.errors import UsageError
 class Call:
     """One call of a unit. State in flight belongs to (call, backward task): a graph may be walked twice.
 
-    `waiting`: for each backward task, how many inputs still lack their gradient. Graph nodes hold a call; a call holds
-    nodes of its inputs only, which lie before it: no cycle keeps a graph alive.
+    `waiting`: for each backward task, how many inputs still lack the gradient with which the lease ends; with none, Gather ends
+    it. Graph nodes hold a call; a call holds nodes of its inputs only, which lie before it: no cycle keeps a graph alive.
     """
 
     __slots__ = (
-        *("__weakref__", "inputs", "kept", "parts", "reached", "root", "shown"),
-        *("sync", "trained", "unit", "version", "waiting", "writes"),
+        *("__weakref__", "gather", "inputs", "kept", "number", "reached", "root", "shown"),
+        *("staged", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
     )
 
     def __init__(self, unit: Unit, sync: bool) -> None:
         self.unit, self.sync, self.trained = unit, sync, unit.trained
+        self.staged: Staged | None = None
+        self.number = 0  # in autograd's sequence, of the Stage
         self.writes = unit.writes()
         self.root = unit.engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
         self.kept: Kept | None = None
         self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
         self.version: int | None = None  # of the parameters that the forward saw
-        self.inputs: list[Any] = []
+        self.gather: weakref.ref[Any] | None = None  # its node
+        self.inputs: Sequence[Any] = ()
         self.waiting: dict[int, int] = {}
-        self.parts: dict[int, list[Reduced]] = {}
+        self.watching: list[Any] = []  # handles of hooks on nodes of inputs
         self.shown: dict[int, Sequence[Tensor]] = {}
 
     @property
@@ -76,10 +81,12 @@ class Call:
                 "reference to the model until the backward has run."
             )
         self.refuse_double_backward()
-        try:
-            self.waiting[task] = sum(_torch.will_execute(node) for node in self.inputs)
-        except RuntimeError:  # autograd.grad does not say it of a leaf: then the lease ends with the backward
-            self.waiting[task] = -1
+        if self.staged is not None:
+            _torch.set_number(self.staged.token, self.number)
+        self.waiting[task] = 0
+        node = self.gather and self.gather()
+        if node is None or self.unit.views_inputs or not _torch.will_execute(node):
+            self._watch_inputs(task)
         engine.join(task, self)
         engine.comes_back(self.unit)
         version = self.unit.version() if engine.take(self.kept) else self.unit.acquire()
@@ -104,6 +111,22 @@ class Call:
                 "sharded model carry no graph; compute the second derivative inside of one unit's forward, or unsharded."
             )
 
+    def _watch_inputs(self, task: int) -> None:
+        """End the lease when the gradients of the inputs are there, where no Gather says that the last node has run.
+
+        autograd runs the newest node that is ready, Gather's node is older than all others of its call, and what they wait for is
+        newer still: when Gather runs, all of them have. Unless another device's thread has one of them, one without a
+        gradient for a parameter.
+        """
+        try:
+            nodes = [node for node in dict.fromkeys(self.inputs) if _torch.will_execute(node)]
+        except RuntimeError:  # autograd.grad does not say it of a leaf: then the lease ends with the backward
+            self.waiting[task] = -1
+            return
+        self.waiting[task] = len(nodes)
+        done = partial(_input_done, weakref.ref(self))
+        self.watching += [node.register_prehook(done) for node in nodes]
+
     def input_done(self) -> None:
         task = _torch.current_graph_task()
         if task in self.waiting:
@@ -115,57 +138,108 @@ class Call:
         """The backward of this call needs full parameters no longer."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
+            for handle in self.watching:
+                handle.remove()
+            self.watching.clear()
             self.unit.window.hide(fulls)
             self.unit.stays = self.unit.habits.keep_on
             self.unit.release()
+
+    def drop(self) -> None:
+        """Forget gradients that nobody will ask for."""
+        if self.staged is not None:
+            self.staged.reducing.clear()
 
     def end_all(self) -> None:
         for task in list(self.shown):
             self.end(task)
 
 
+def _input_done(reference: weakref.ref[Call], _: Any) -> None:
+    call = reference()
+    if call is not None:
+        call.input_done()
+
+
+class Staged:
+    """Owns the Stage of some parameters: one node for all their calls, since the nodes of nine parameters take 40 us to make.
+
+    `reducing`: by backward task, the calls whose gradients are being reduced. A node runs on the `stream` on which it was made.
+    """
+
+    __slots__ = ("__weakref__", "reducing", "stream", "token")
+
+    def __init__(self, engine: Engine, params: Sequence[nn.Parameter], stream: Any) -> None:
+        self.reducing: dict[int, list[tuple[Call, list[Reduced]]]] = {}
+        self.stream = stream
+        self.token: Tensor = _torch.apply(Stage, weakref.ref(self), engine.anchor, *params)
+
+    @staticmethod
+    def of(call: Call) -> Staged:
+        """The one of a call's parameters on the stream that computes now."""
+        trained, engine = call.trained, call.unit.engine
+        now = engine.wiring.reduce_lane.compute()
+        staged: Staged | None = trained.staged
+        if staged is None or staged.stream != now:
+            staged = trained.staged = Staged(engine, trained.params, now)
+        return staged
+
+
 class Stage(torch.autograd.Function):
-    """Shards to a token; its backward waits for the reduce that Gather's backward began.
+    """Shards to a token; its backward waits for the reduces that Gather's backward began.
 
     `anchor`: the engine's leaf for which nobody asks a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor, *shards: Tensor) -> Tensor:
-        ctx.call = call
-        return call.unit.engine.token()
+    def forward(ctx: Any, staged: weakref.ref[Staged], anchor: Tensor, *shards: Tensor) -> Tensor:
+        ctx.staged, ctx.nothing = staged, (None,) * (2 + len(shards))
+        return anchor.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        call: Call = ctx.call
-        parts = call.parts.pop(_torch.current_graph_task(), None)
-        if parts is None:  # the unit adds up since that forward
-            return None, None, *[None] * len(call.trained.indices)
-        engine = call.unit.engine
+        staged: Staged | None = ctx.staged()
+        calls = staged.reducing.pop(_torch.current_graph_task(), ()) if staged is not None else ()
+        found = ctx.nothing
+        for call, parts in calls:  # none where the unit adds up since that forward
+            grads = _landed(call, parts)
+            if grads is not None:
+                found = grads if found is ctx.nothing else _sums(found, grads)
+        return found
+
+
+def _landed(call: Call, parts: list[Reduced]) -> tuple[Tensor | None, ...] | None:
+    """Wait for the gradients of a call, and write them where nobody listens; what is left, as Stage returns it."""
+    engine = call.unit.engine
+    engine.land_gradients()
+    if engine.after_unit is not None:
+        engine.after_unit(call.unit)
+    params, accumulates = call.trained.params, engine.accumulates()
+    held = [p.grad for p in params]
+    listens = [not accumulates or _listens(p, g) for p, g in zip(params, held, strict=True)]
+    adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
+    grads = call.unit.as_gradients(call.trained, parts, adding)
+    engine.flying.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
+    heard = any(listens)
+    if heard:
         engine.land_gradients()
-        if engine.after_unit is not None:
-            engine.after_unit(call.unit)
-        params, accumulates = call.trained.params, engine.accumulates()
-        held = [p.grad for p in params]
-        listens = [not accumulates or _listens(p, g) for p, g in zip(params, held, strict=True)]
-        adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
-        grads = call.unit.as_gradients(call.trained, parts, adding)
-        engine.flying.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
-        if any(listens):
-            engine.land_gradients()
-        if not accumulates:
-            return None, None, *grads
-        # Autograd's own accumulation detaches each gradient, for a DTensor a dispatch through Python: 12 us in 85 of a
-        # parameter's host time, with collectives that do nothing.
-        for i, grad in enumerate(grads):
-            if grad is None or listens[i]:
-                continue
-            standing = held[i]
-            if standing is None:
-                params[i].grad = grad
-            else:
-                engine.add(_torch.local_of(standing), _torch.local_of(grad))
-        return None, None, *[grad if heard else None for heard, grad in zip(listens, grads, strict=True)]
+    if not accumulates:
+        return None, None, *grads
+    # Autograd's own accumulation detaches each gradient, for a DTensor a dispatch through Python: 12 us in 85 of a
+    # parameter's host time, with collectives that do nothing.
+    for i, grad in enumerate(grads):
+        if grad is None or listens[i]:
+            continue
+        standing = held[i]
+        if standing is None:
+            params[i].grad = grad
+        else:
+            engine.add(_torch.local_of(standing), _torch.local_of(grad))
+    return (None, None, *[grad if yes else None for yes, grad in zip(listens, grads, strict=True)]) if heard else None
+
+
+def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple([b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)])
 
 
 def _listens(param: nn.Parameter, grad: Tensor | None) -> bool:
@@ -177,7 +251,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+        ctx.call, call.gather = call, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         return (call.unit.engine.token(), *[view.detach() for view in call.trained.views])
 
@@ -203,8 +277,10 @@ class Gather(torch.autograd.Function):
         if not call.reduces:
             unit.add_up(call.trained, grads)
             return None, unit.engine.zero if call.sync else None
-        parts = call.parts[task] = unit.reduce(call.trained, grads, ours)
+        parts = unit.reduce(call.trained, grads, ours)
         unit.engine.flying[id(parts)] = parts
+        assert call.staged is not None, "a call that reduces has a Stage"
+        call.staged.reducing.setdefault(task, []).append((call, parts))
         # Defined, never None: autograd picks the queue of a node from the gradients in its buffer.
         return None, unit.engine.zero
 

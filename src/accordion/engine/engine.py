@@ -79,7 +79,7 @@ class Engine:
             part.finish()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
-            call.parts.clear()
+            call.drop()
         for unit in self.units:
             unit.window.hide_all()
         self.units, self.kept, self.to_reach = [], [], []
@@ -228,6 +228,7 @@ class Engine:
         for calls in self._tasks.values():
             for call in calls:
                 call.end_all()
+                call.drop()
         self._tasks.clear()
         self._synced.clear()
         self.drop_kept()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accordion import _torch
-from accordion.engine.autograd import Call, Gather, Leave, Stage
+from accordion.engine.autograd import Call, Gather, Leave, Staged
 from accordion.engine.engine import IN_BACKWARD
 from accordion.engine.finite import Moment
 from accordion.engine.schedule import Phase
@@ -24,12 +24,12 @@ from accordion.errors import UsageError
 
 
 class Hooks:
-    """The forward hooks of one unit; owns its stack of calls and the token staged for its next one."""
+    """The forward hooks of one unit; owns its stack of calls and the number reserved for the Stage of its next one."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit, self.engine = unit, unit.engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
-        self._staged: tuple[tuple[int, bool], Call, Tensor] | None = None
+        self._reserved: tuple[int, int] | None = None  # in which root call, and the number
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._handles: list[RemovableHandle] = []
         self.modules: list[weakref.ref[nn.Module]] = []
@@ -123,30 +123,24 @@ class Hooks:
         for watch in self._watches.values():  # an interrupt: torch ran no hooks
             self._end_watch(watch)
         self._watches.clear()
-        self._staged = None
+        self._reserved = None
 
-    def _key(self) -> tuple[int, bool]:
-        return self.engine.root_call, self.engine.sync
-
-    def stage(self) -> tuple[Call, Tensor]:
-        call = Call(self.unit, self.engine.sync)
+    def _stage(self, call: Call) -> Tensor:
+        """The token for a call's Gather. The number that was reserved for its Stage is older than the unit before."""
         if not call.sync:
-            return call, self.engine.anchor
-        token: Tensor = _torch.apply(Stage, call, self.engine.anchor, *call.trained.params)
-        return call, token
+            return self.engine.anchor
+        reserved, self._reserved = self._reserved, None
+        same = reserved is not None and reserved[0] == self.engine.root_call
+        call.number = reserved[1] if same and reserved is not None else _torch.reserve_number()
+        call.staged = Staged.of(call)
+        return call.staged.token
 
-    def take(self) -> tuple[Call, Tensor]:
-        staged, self._staged = self._staged, None
-        if staged is not None and staged[0] == self._key():
-            return staged[1], staged[2]
-        return self.stage()
-
-    def stage_ahead(self) -> None:
+    def _stage_ahead(self) -> None:
         following = self.engine.expected(self.unit)
         if following is not None and following.trained.indices:
-            hooks = self.engine.siblings[following.index]
-            if hooks._staged is None or hooks._staged[0] != hooks._key():
-                hooks._staged = (hooks._key(), *hooks.stage())
+            hooks, root_call = self.engine.siblings[following.index], self.engine.root_call
+            if hooks._reserved is None or hooks._reserved[0] != root_call:
+                hooks._reserved = root_call, _torch.reserve_number()
 
     # -- one call
 
@@ -177,9 +171,16 @@ class Hooks:
             self._watch_reads(call, fulls)
         if engine.finite is not None:
             engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
+        if unit.inputs is None and not unit.views_inputs:
+            if torch.is_grad_enabled():
+                call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
+            return None
         done: dict[int, Tensor] = {}
-        watch, keep = partial(self._input, call, done, True), partial(self._input, call, done, False)
-        return map_tensors(watch, args, keep), {k: map_tensors(watch, v, keep) for k, v in kwargs.items()}
+        nodes: list[Any] = []
+        take, keep = partial(self._input, nodes, done, True), partial(self._input, nodes, done, False)
+        taken = map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
+        call.inputs = nodes
+        return taken
 
     def _is_differentiable(self, args: Any, kwargs: Any) -> bool:
         """Whether a backward may come through this call: then all ranks must gather for it, whatever they use."""
@@ -207,10 +208,11 @@ class Hooks:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
             return Call(unit, engine.sync), unit.window.around(unit.views)
-        call, token = self.take() if unit.trained.indices else (Call(unit, engine.sync), engine.anchor)
+        call = Call(unit, engine.sync)
         call.version = version
+        token = self._stage(call) if unit.trained.indices else engine.anchor
         if outside:
-            self.stage_ahead()
+            self._stage_ahead()
         call.reached, *outs = _torch.apply(Gather, call, token)
         fulls = list(unit.views)
         for i, full in zip(call.trained.indices, outs, strict=True):
@@ -241,8 +243,8 @@ class Hooks:
         self.engine.saving.pop()
         watch.__exit__()
 
-    def _input(self, call: Call, done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
-        """Cast an input and watch for its gradient: through a view, whose gradient is what this call contributes.
+    def _input(self, nodes: list[Any], done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
+        """Cast an input and keep its node: where it is watched, that of a view, whose gradient is what this call contributes.
 
         In a list or a mapping (`may_view` false) the tensor itself is watched: the module may append to the caller's own.
         """
@@ -252,11 +254,9 @@ class Hooks:
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
         if tensor.requires_grad and torch.is_grad_enabled():
-            if may_view and tensor is given:
+            if may_view and tensor is given and self.unit.views_inputs:
                 tensor = tensor.view_as(tensor)
-            reference = weakref.ref(call)
-            _torch.on_gradient(tensor, lambda grad: _input_done(reference))
-            call.inputs.append(_torch.node_of(tensor))
+            nodes.append(_torch.node_of(tensor))
         done[id(given)] = tensor
         return tensor
 
@@ -392,9 +392,3 @@ def read(saved: Any) -> Tensor:
         saved.begin()
         return saved.tensor
     return cast(Tensor, saved)
-
-
-def _input_done(reference: weakref.ref[Call]) -> None:
-    call = reference()
-    if call is not None:
-        call.input_done()

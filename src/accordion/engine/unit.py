@@ -19,16 +19,18 @@ from accordion.engine.window import Window
 from accordion.errors import UsageError
 
 if TYPE_CHECKING:
+    from accordion.engine.autograd import Staged
     from accordion.engine.engine import Engine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trained:
-    """The parameters of a unit that required gradients when a call began, by index, as shards and in full."""
+    """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their Stage."""
 
     indices: tuple[int, ...]
     params: list[nn.Parameter]
     views: list[Tensor]
+    staged: Staged | None = None
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class Unit:
         self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
         self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
         self.takes_grads = engine.wiring.shard.num_ranks == 1  # large gradients are summed where they are
+        self._on_device = engine.wiring.device.type != "cpu"
         self.trained = self._trained_now()
         self.window = Window(module, self.params)
         self.window.guard_conversions(self)
@@ -90,6 +93,11 @@ class Unit:
 
     def _trains_now(self) -> tuple[int, ...]:
         return tuple([i for i, p in enumerate(self.params) if p.sharded.requires_grad])
+
+    @property
+    def views_inputs(self) -> bool:
+        """Whether gradients of inputs say that a backward of a call has ended, and not its Gather: see `Call`."""
+        return self._on_device and len(self.trained.indices) < len(self.params)
 
     def _trained_now(self) -> Trained:
         indices = self._trains_now()

@@ -25,6 +25,12 @@ class Window:
         self._module, self._params = weakref.ref(module), params
         self._has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
+        # By module: the names of its parameters, and which they are.
+        self._rows = [
+            (ref, [attr for r, attr, _ in self._places if r == ref], [i for r, _, i in self._places if r == ref])
+            for ref in dict.fromkeys(ref for ref, _, _ in self._places)
+        ]
+        self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
         self._inside: list[weakref.ref[nn.Module]] | None = None
         self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
@@ -102,23 +108,29 @@ class Window:
     def _install(self) -> None:
         """Let modules show what was shown last, or the shards."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
-        in_registry = fulls if registered else None
-        in_dict = None if registered else fulls
-        params = self._params
-        for ref, attr, i in self._places:
-            module = ref()
-            if module is None:
-                continue
-            attributes = module.__dict__
-            if in_dict is not None:
-                attributes[attr] = in_dict[i]
-            elif attr in attributes:
-                del attributes[attr]
-            attributes["_parameters"][attr] = params[i].sharded if in_registry is None else in_registry[i]
+        in_dict = fulls is not None and not registered
+        if registered or self._in_registry:
+            seen = fulls if registered and fulls is not None else [p.sharded for p in self._params]
+            for module, names, which in self._rows_alive():
+                module.__dict__["_parameters"].update(zip(names, [seen[i] for i in which], strict=True))
+        if in_dict and fulls is not None:
+            for module, names, which in self._rows_alive():
+                module.__dict__.update(zip(names, [fulls[i] for i in which], strict=True))
+        elif self._in_dict:
+            for module, names, _ in self._rows_alive():
+                for name in names:
+                    module.__dict__.pop(name, None)
+        self._in_registry, self._in_dict = registered, in_dict
         for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
             rnn: Any = ref()
             if rnn is not None:
                 rnn.__dict__["_flat_weights"] = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+
+    def _rows_alive(self) -> Iterator[tuple[nn.Module, list[str], list[int]]]:
+        for ref, names, which in self._rows:
+            module = ref()
+            if module is not None:
+                yield module, names, which
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         """What `module.to(...)` and its kin do to the parameters: the full ones while they are shown, nothing to shards.
