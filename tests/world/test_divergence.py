@@ -159,32 +159,6 @@ def test_a_rank_that_comes_late_is_waited_for(world):
     world.run(2, slow)
 
 
-class EndsJustAfter:
-    """A work that ends between its time-out and the question whether it has ended; `error`: in what."""
-
-    def __init__(self, error: str = "") -> None:
-        self.error, self.asked = error, False
-
-    def wait(self, *timeout: object) -> None:
-        if not self.asked:
-            self.asked = True
-            raise RuntimeError("Operation timed out!")
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def is_completed(self) -> bool:
-        return self.asked
-
-
-def test_a_work_that_ends_just_after_its_wait_has_ended_well_or_not():
-    waits = watch.Watch((), [0])
-    assert waits._done(EndsJustAfter(), 0.05, "gathers")
-    with pytest.raises(
-        acc.DivergenceError, match=r"while this rank gathers: connection closed; another rank has failed"
-    ):
-        waits._done(EndsJustAfter("connection closed"), 0.05, "gathers")
-
-
 # -- NaN and inf
 
 
