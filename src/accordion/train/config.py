@@ -294,7 +294,9 @@ def spread(config: Config, named: Collection[str], num_ranks: int) -> Config:
         return config
     other = "train.deepspeed" if options.deepspeed is not None else "train.accumulate"
     if other in named:
-        raise UsageError(f"train.global_batch is {options.global_batch}, and {other} is given too; say it in one place.")
+        raise UsageError(
+            f"train.global_batch is {options.global_batch}, and {other} is given too; say it in one place."
+        )
     accumulate, rest = divmod(options.global_batch, num_ranks * options.micro_batch)
     if rest:
         raise UsageError(
