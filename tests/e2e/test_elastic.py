@@ -21,6 +21,7 @@ TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
 SAME = ["--train.micro_batch", "4", "--train.global_batch", "16", "--train.steps", "100000", "--train.warmup", "20"]
 SAVING = ["--checkpoint.every", "4", "--checkpoint.keep", "3"]
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.13's agent tells one that joins later no address
 NOTICE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"  # in s; else a start takes half a minute
 
 
@@ -43,7 +44,8 @@ class Agents:
         log = self._folder / f"{index}.log"
         with log.open("w") as file:
             command = [sys.executable, "-m", "torch.distributed.run", *words]
-            self._all.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True))
+            environ = {**os.environ, **OWN_STORE}
+            self._all.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, text=True))
         return self._all[-1], log
 
     def kill(self, agent: subprocess.Popen[str]) -> None:

@@ -274,3 +274,26 @@ def test_latest_goes_by_time_where_names_have_no_number(tmp_path):
         save(tmp_path / name, Tied())
         os.utime(tmp_path / name / "manifest.json", (age, age))
     assert latest(tmp_path) == str(tmp_path / "b")
+
+
+def test_what_nobody_has_seen_yet_is_read_once(tmp_path, monkeypatch):
+    """Weights that are there are read to be checked and then to be filled; a state that a load makes is read in place."""
+    model = nn.Linear(300, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    read, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *words: read.append(preadv(*words)) or read[-1])
+    num_bytes = sum(param.numel() * 4 for param in model.parameters())
+    for fresh in (True, False):
+        other = nn.Linear(300, 40)
+        mine = torch.optim.AdamW(other.parameters())
+        if not fresh:
+            other(torch.ones(1, 300)).sum().backward()
+            mine.step()
+        read.clear()
+        load(tmp_path / "c", other, mine)
+        assert num_bytes * (4 if fresh else 6) <= sum(read) < num_bytes * (4 if fresh else 6) + 4000
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert all(torch.equal(optimizer.state[one][key], mine.state[two][key]) for key in optimizer.state[one])

@@ -127,11 +127,13 @@ def _plan(
     targets = [(manifest.aliases.get(name, name), tensor) for name, tensor in _of_model(found).items()]
     targets = [(name, t) for name, t in targets if name in manifest.tensors and _fits(manifest.tensors[name], t)]
     kept: dict[str, Any] = {}
+    made: dict[str, Tensor] = {}
     if optimizer is not None:
         kept, made = restored(manifest, found, optimizer)
         targets += made.items()
+    fresh = {id(tensor) for name, tensor in made.items() if tensor is not found.tensors.get(name)}
     try:
-        reads = [read for name, tensor in targets for read in _reads(name, manifest.tensors[name], tensor)]
+        reads = [read for name, t in targets for read in _reads(name, manifest.tensors[name], t, fresh=id(t) in fresh)]
         extra = decode(manifest.extra, _no_tensor)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}.") from error
@@ -201,7 +203,7 @@ def _no_tensor(name: str) -> Tensor:
     raise CheckpointError(f"extra refers to the tensor {name}; it can hold none.")
 
 
-def _reads(name: str, entry: Entry, tensor: Tensor) -> Iterable[Read]:
+def _reads(name: str, entry: Entry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
     """The parts of chunks that make up what this rank holds of `tensor`."""
     local = local_data(tensor)
     if local.is_meta:
@@ -210,4 +212,4 @@ def _reads(name: str, entry: Entry, tensor: Tensor) -> Iterable[Read]:
     for chunk in entry.chunks if own.numel else ():
         part = overlap(own, chunk.box)
         if part is not None:
-            yield Read(name, entry, chunk, part, local[part.within(own)])
+            yield Read(name, entry, chunk, part, local[part.within(own)], fresh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from accordion.errors import CheckpointError
 
@@ -25,20 +25,47 @@ def kind_here() -> str:
     return "xxh3_64" if find_spec("xxhash") else "crc32"
 
 
-def summer(kind: str) -> Callable[[Buffer], str]:
-    """The function that sums a buffer. Raises `CheckpointError` where its package is not installed."""
+class Running(Protocol):
+    """A checksum of bytes that come in parts."""
+
+    def update(self, data: Buffer, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Buffer, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def running(kind: str) -> Callable[[], Running]:
+    """The function that begins a checksum. Raises `CheckpointError` where its package is not installed."""
     if kind == "crc32":
-        return _crc32
+        return _Crc32
     assert kind == "xxh3_64", "parse() knows the kinds"
     if find_spec("xxhash") is None:
         raise CheckpointError("its checksums are xxh3, which needs the package xxhash; pip install xxhash.")
-    import xxhash
+    from xxhash import xxh3_64
 
-    return lambda buffer: str(xxhash.xxh3_64_hexdigest(buffer))
+    return xxh3_64
 
 
-def _crc32(buffer: Buffer) -> str:
-    return f"{zlib.crc32(buffer):08x}"
+def summer(kind: str) -> Callable[[Buffer], str]:
+    """The function that sums a buffer. Raises `CheckpointError` as `running` does."""
+    begin = running(kind)
+
+    def sum_of(data: Buffer) -> str:
+        total = begin()
+        total.update(data)
+        return total.hexdigest()
+
+    return sum_of
 
 
 def pieces(start: int, end: int, piece_bytes: int) -> Iterable[tuple[int, int]]:
