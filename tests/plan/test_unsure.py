@@ -49,6 +49,7 @@ def test_what_is_known_needs_no_bound_and_what_is_not_has_one():
     x, rows = torch.empty(64, 64), torch.empty(64, dtype=torch.long)
     asked = [
         (torch.ops.aten.mm.default, (x, x), x, 0),
+        (torch.ops.aten.linalg_vector_norm.default, (x,), x, 0),
         (torch.ops.aten.sort.default, (x,), (x, x), 4 * 3 * x.nbytes),
         (torch.ops.aten.linalg_qr.default, (x,), (x, x), 4 * 3 * x.nbytes),
         (torch.ops.aten.embedding_dense_backward.default, (x, rows, 9, -1, False), x, 64 * (32 + 281.6)),
