@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import fields
+from importlib import import_module
 
 import pytest
+from torch import nn
 
 from accordion import cli
 from accordion.plan.hardware import GPUS, gpu_named
@@ -73,6 +76,89 @@ def test_every_flag_is_hyphened_and_told(capsys):
         assert f"--{field.name.replace('_', '-')}" in said
     assert "--json true" not in said
     assert "_gib" not in said.partition("options:")[2]
+
+
+class ReachedError(Exception):
+    """All flags were taken."""
+
+
+WORDS = [
+    "",
+    "0",
+    "-1",
+    "1",
+    "2",
+    "8",
+    "64",
+    "7",
+    "1e9",
+    "nan",
+    "inf",
+    "-inf",
+    "1.5",
+    "none",
+    "full",
+    "every:2",
+    "every:x",
+    "all",
+]
+WORDS += [
+    "full_shard",
+    "hybrid_shard",
+    "no_shard",
+    "shard_optim",
+    "fsdp2",
+    "accordion",
+    "bf16",
+    "adamw",
+    "h100",
+    "b200",
+    "mine",
+]
+WORDS += [
+    "llama3-1b",
+    "llama3-9b",
+    "min_params:0",
+    "a,b,c,d",
+    "full_shard,full,1,8",
+    "full_shard,full,0,8",
+    "x,y,1,2",
+    "/",
+    ".",
+    "\0",
+]
+WORDS += ["nowhere.json", "measured", "9" * 40, "--json", "--", "é"]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
+    """Flags and values as they come; what is wrong with them is told in one line before anything is traced."""
+
+    def reached(*args: object, **kwargs: object) -> None:
+        raise ReachedError
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    api = import_module("accordion.plan.api")
+    monkeypatch.setattr(api, "language_model", lambda config, where: nn.Linear(1, 1))
+    for name in ("search", "calibrated"):
+        monkeypatch.setattr(api, name, reached)
+    draw = random.Random(seed)
+    flags = [f"--{f.name.replace('_', '-')}" for f in fields(Options) if f.name != "measure"]
+    taken = 0
+    for _ in range(100 if seed == 0 else 3000):
+        words = ["plan"]
+        for flag in draw.sample(flags, draw.randint(1, 4)):
+            words += [flag, draw.choice(WORDS)] if draw.random() < 0.9 else [flag]
+        try:
+            code = cli.main(words)
+        except ReachedError:
+            taken += 1
+            continue
+        except BaseException as error:
+            raise AssertionError(f"{words}: {error!r}") from error
+        said = capsys.readouterr()
+        assert code == 0 or (code == cli.BAD_INPUT and said.err.count("\n") == 1), (words, said.err)
+    assert taken > 3
 
 
 @pytest.mark.parametrize(

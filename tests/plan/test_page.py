@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.planner.html import as_html
+from accordion.planner.html import as_html, lanes_chart
 from tests.plan import browser
 
 BINARY = browser.found()
@@ -54,6 +54,19 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
             assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
         assert seen.errors == []
         assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_every_stream_has_its_lane():
+    """FSDP2 has one more that copies; all that takes time is on one of them."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)])
+    fixed = {"gpus": 2, "checkpoint_activations": "none", "strategy": "full_shard"}
+    for engine, streams in (
+        ("accordion", {"compute", "gather", "reduce"}),
+        ("fsdp2", {"compute", "gather", "reduce", "copy in"}),
+    ):
+        made = acc.plan(model, total, torch.randn(64, 64), engine=engine, **fixed)
+        drawn = {bar.name for bar in lanes_chart(made).data}
+        assert streams == drawn == {s.stream for s in made.chosen.steps["middle"].lanes}
 
 
 @pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")

@@ -44,7 +44,7 @@ def alike(log: Log, base: Log, other: Log) -> Log:
         num_bytes, flops = sizes[min(taken[key], len(sizes) - 1)]
         taken[key] += 1
         return (
-            replace(event, num_bytes=num_bytes, flops=flops)
+            replace(event, num_bytes=num_bytes, flops=flops, unsure=event.unsure * num_bytes // max(1, event.num_bytes))
             if isinstance(event, Op)
             else replace(event, num_bytes=num_bytes)
         )

@@ -59,7 +59,7 @@ class Free:
 class Op:
     """A kernel, or what makes several. `num_bytes`: read and written. `dtype`: of the first floating tensor.
 
-    `again`: it belongs to a recomputation.
+    `again`: it belongs to a recomputation. `unsure`: bytes of workspace that it may take at most and no trace sees.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Op:
     dtype: str
     stream: str
     again: bool = False
+    unsure: int = 0
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Phase, Place
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, Phase, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,8 @@ class Holding:
 class Peak:
     """The most bytes that are live at once. `unit`, `operator`: where the step is then. `at`: index in the log's events.
 
-    `held_bytes`: between steps. `highest`: the most of each category at any time.
+    `held_bytes`: between steps. `highest`: the most of each category at any time. `unsure_bytes`: how much higher it may be for
+    what `unsure_operator` may take inside, which no trace sees.
     """
 
     num_bytes: int
@@ -34,6 +35,8 @@ class Peak:
     held_bytes: int
     at: int
     highest: dict[str, int]
+    unsure_bytes: int = 0
+    unsure_operator: str = ""
 
 
 def peak_of(log: Log) -> Peak:
@@ -43,6 +46,7 @@ def peak_of(log: Log) -> Peak:
     now = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
     highest = dict(now)
     best, best_at = total, -1
+    most, most_by = 0, ""
     for i, event in enumerate(log.events):
         if isinstance(event, Alloc):
             live[event.number] = event
@@ -55,7 +59,10 @@ def peak_of(log: Log) -> Peak:
             gone = live.pop(event.number)
             total -= gone.num_bytes
             now[gone.category] -= gone.num_bytes
-    return _peak_at(log, best, best_at, held, {c.value: n for c, n in highest.items()})
+        elif isinstance(event, Op) and event.unsure and total + event.unsure > most:
+            most, most_by = total + event.unsure, event.name
+    peak = _peak_at(log, best, best_at, held, {c.value: n for c, n in highest.items()})
+    return replace(peak, unsure_bytes=most - best, unsure_operator=most_by) if most > best else peak
 
 
 def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, int]) -> Peak:

@@ -39,6 +39,10 @@ class Candidate:
     bound: str = ""
     why: str = ""
 
+    def is_open(self, cluster: Cluster) -> bool:
+        """There is no verdict: see `Memory.is_open`."""
+        return self.memory is not None and self.memory.is_open(cluster)
+
     @property
     def needed_bytes(self) -> int:
         return self.memory.needed_bytes if self.memory is not None else self.least_bytes

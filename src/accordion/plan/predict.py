@@ -36,8 +36,17 @@ class Memory:
     def needed_bytes(self) -> int:
         return int(self.largest_reserved * MARGIN) + OUTSIDE_BYTES
 
+    @property
+    def possible_bytes(self) -> int:
+        """What is needed if the operators whose inside is not known take the most they may."""
+        return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
+
     def fits(self, cluster: Cluster) -> bool:
-        return self.needed_bytes < cluster.card_bytes
+        return self.possible_bytes < cluster.card_bytes
+
+    def is_open(self, cluster: Cluster) -> bool:
+        """Neither yes nor no: it fits, unless an operator takes inside what it may."""
+        return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.part import HOST_MARGIN, Candidate
-from accordion.plan.search import Found, closest
+from accordion.plan.search import Found, closest, unsettled
 from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
 
 NOT_KNOWN = (
@@ -53,6 +53,13 @@ class Plan:
     def fits(self) -> bool:
         return self.found.best is not None
 
+    @property
+    def verdict(self) -> str:
+        """In words: fits, does not fit, or why nobody can say."""
+        if self.fits:
+            return "fits"
+        return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
+
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
         """Useful operations over the card's bf16 peak, recomputation left out."""
         assert c.steps is not None
@@ -73,6 +80,7 @@ class Plan:
                 "source": self.cluster.gpu.source,
                 "ranks_in_a_node": self.cluster.node,
             },
+            "verdict": self.verdict,
             "peak": self._peak(chosen),
             "ranges": self._ranges(chosen),
             "assumed": self.assumptions(),
@@ -92,7 +100,7 @@ class Plan:
             }
         step = steps["middle"]
         return {
-            "fits": c.fits,
+            "fits": None if c.is_open(self.cluster) else c.fits,
             "peak_allocated_bytes": memory.peak.num_bytes,
             "peak_reserved_bytes": memory.largest_reserved,
             "breakdown_bytes": memory.peak.breakdown,
@@ -132,6 +140,7 @@ class Plan:
         return {
             "reserved_bytes": c.memory.reserved_bytes,
             "needed_bytes": c.memory.needed_bytes,
+            "possible_bytes": c.memory.possible_bytes,
             "host_bytes_of_a_machine": c.host_bytes,
             "step_s": {name: step.seconds for name, step in c.steps.items()},
             "tokens_per_s_per_gpu": rates,

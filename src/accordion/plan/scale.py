@@ -70,7 +70,10 @@ def _between(a: Any, b: Any, c: Any, along: float, across: float) -> Any:
     num_bytes = max(1, num_bytes)
     if isinstance(a, Op):
         flops = a.flops + along * (b.flops - a.flops) + across * (c.flops - a.flops)
-        return Op(a.name, flops, num_bytes, a.dtype, a.stream, a.again)
+        unsure = round(a.unsure + along * (b.unsure - a.unsure) + across * (c.unsure - a.unsure))
+        return Op(a.name, flops, num_bytes, a.dtype, a.stream, a.again, unsure)
+    if isinstance(a, Alloc):
+        return Alloc(a.number, num_bytes, a.category, a.stream, a.operator)
     return replace(a, num_bytes=num_bytes)
 
 

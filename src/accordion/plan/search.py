@@ -92,6 +92,8 @@ def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cl
         return candidate.bound
     if candidate.memory is None:
         return f"takes {candidate.least_bytes / GIB:,.0f} GiB at least, of {card:.0f}"
+    if candidate.memory.is_open(cluster):
+        return unsettled(candidate, cluster)
     if not candidate.memory.fits(cluster):
         least = " at least" if "at_least" in candidate.memory.reserved_bytes else ""
         return f"needs{least} {candidate.needed_bytes / GIB:,.1f} of {card:.1f} GiB"
@@ -106,3 +108,14 @@ def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cl
     if ratio < 1 + cluster.tellable:
         return f"too close to tell apart ({(ratio - 1) * 100:+.0f} %)"
     return f"{(ratio - 1) * 100:.0f} % slower"
+
+
+def unsettled(candidate: Candidate, cluster: Cluster) -> str:
+    """Why there is no verdict, and what would bring one."""
+    assert candidate.memory is not None
+    memory = candidate.memory
+    left = (cluster.card_bytes - memory.needed_bytes) / GIB
+    return (
+        f"no verdict: {memory.peak.unsure_operator} may take up to {memory.peak.unsure_bytes / GIB:,.2f} GiB more inside than a "
+        f"trace sees, of {left:,.2f} GiB left; measure one step's torch.cuda.max_memory_reserved(), or leave that much room"
+    )

@@ -48,7 +48,8 @@ def trace(subject: Subject, run: Run) -> Log:
         stack.callback(_torch.forget_references)
         stack.enter_context(tracker)
         stack.enter_context(stand_ins.installed() if stand_ins else nullcontext())
-        tracker.workspaces = CUDA_WORKSPACES if run.device == "cuda" else {}
+        if run.device == "cuda":
+            tracker.workspaces, tracker.unsure = CUDA_WORKSPACES, {}
         try:
             with tracker.paused():
                 _as_fakes(model)
@@ -80,7 +81,7 @@ def _steps(
         events=tracker.events[start:],
         units=rig.units,
         substituted=dict(stand_ins.substituted) if stand_ins else {},
-        unmodelled=dict(stand_ins.unmodelled) if stand_ins else {},
+        unmodelled={**(tracker.unsure or {}), **(stand_ins.unmodelled if stand_ins else {})},
     )
     return without_host(log)
 

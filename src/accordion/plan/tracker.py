@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
 from accordion.plan.traffic import num_bytes, tensors_of, traffic_of
+from accordion.plan.unsure import unsure_bytes
 
 _Mode: Any = _torch.DispatchMode
 MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
@@ -50,6 +51,7 @@ class Tracker(_Mode):  # type: ignore[misc]
         self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
         self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
+        self.unsure: dict[str, str] | None = None  # names, and why; None: as on CPU, where nothing is unsure
         self.sum_axis = "shard"  # over which torch's own all-reduce goes
         self._flights = 0
 
@@ -214,9 +216,11 @@ class Tracker(_Mode):  # type: ignore[misc]
             flops /= 2  # torch counts it whole
         moved = traffic_of(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
-        self.events.append(
-            Op(name, flops, moved, str(floating).removeprefix("torch."), self.stream, self._recomputes())
-        )
+        unsure, why = (0, "") if self.unsure is None else unsure_bytes(func, args, kwargs, out)
+        if unsure and self.unsure is not None:
+            self.unsure[name] = why
+        dtype = str(floating).removeprefix("torch.")
+        self.events.append(Op(name, flops, moved, dtype, self.stream, self._recomputes(), unsure))
 
     def _message(self, func: Any, args: Any, out: Any) -> None:
         kind, which = MESSAGES.get(func.__name__.partition(".")[0], ("", None))

@@ -25,7 +25,8 @@ HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
 th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
-th:first-child, td:first-child {{ text-align: left }} li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
+th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }}
+li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
 h1, h2, li, td {{ overflow-wrap: anywhere }}
 @media (max-width: 40em) {{ .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
   .cards tr:first-child {{ display: none }} .cards td {{ display: block; border: 0; padding: .05em 0; text-align: left }}
@@ -36,7 +37,7 @@ CONFIG = {
     "responsive": True,
     "displayModeBar": False,
 }  # its buttons would cover the titles on a phone; a double click zooms out
-LANES = ("reduce", "gather", "compute")
+LANES = ("all-reduce", "reduce", "gather", "copy in", "compute")  # from below; copies and sums of their own: FSDP2's
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -111,7 +112,8 @@ def lanes_chart(plan: Plan) -> go.Figure:
     ).lanes
     how = "calibrated" if plan.measured else "uncalibrated"
     chart = go.Figure()
-    for stream in LANES:
+    shown = [stream for stream in LANES if any(s.stream == stream for s in lanes)]
+    for stream in shown:
         mine: Sequence[Stretch] = [s for s in lanes if s.stream == stream]
         chart.add_trace(
             go.Bar(name=stream, orientation="h", y=[stream] * len(mine), base=[s.start_s * 1e3 for s in mine],
@@ -124,7 +126,7 @@ def lanes_chart(plan: Plan) -> go.Figure:
         xaxis_title=f"ms, at middle rates, {how}",
         showlegend=False,
     )
-    return _laid_out(chart, "streams", "", height=280)
+    return _laid_out(chart, "streams", "", height=160 + 40 * len(shown))
 
 
 def map_chart(plan: Plan) -> go.Figure:

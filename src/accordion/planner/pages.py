@@ -37,7 +37,7 @@ def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
 
 def _verdict(plan: Plan) -> Table:
     c = plan.chosen
-    rows = [["verdict", "fits" if plan.fits else "does not fit"], ["configuration", str(c.choice)]]
+    rows = [["verdict", plan.verdict], ["configuration", str(c.choice)]]
     if c.memory is not None and c.steps is not None:
         reserved = sorted(c.memory.reserved_bytes.values())
         rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
@@ -45,7 +45,7 @@ def _verdict(plan: Plan) -> Table:
         rows += [
             ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
             ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, by how the allocator takes memory"],
-            ["needed of the card", f"{gib(c.memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"],
+            ["needed of the card", _needed(plan)],
             [
                 "step, calibrated" if plan.measured else "step, uncalibrated",
                 _range([s.seconds for s in c.steps.values()], "s"),
@@ -61,6 +61,14 @@ def _verdict(plan: Plan) -> Table:
     return Table(
         title=f"{plan.model}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}", columns=["", ""], rows=rows
     )
+
+
+def _needed(plan: Plan) -> str:
+    memory = plan.chosen.memory
+    assert memory is not None
+    more = f", {gib(memory.possible_bytes)} if {memory.peak.unsure_operator} takes inside all it may"
+    of = f"{gib(memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"
+    return of + (more if memory.possible_bytes > memory.needed_bytes else "")
 
 
 def _range(values: Sequence[float], unit: str) -> str:
