@@ -201,20 +201,39 @@ def test_the_shapes_of_the_gpu_script_are_those_of_the_textbook():
 
 
 def test_what_of_the_optimizer_a_step_hides():
-    def steps(step: float, optimizer: float) -> list[dict[str, float]]:
-        return [{"step": step, "optimizer": optimizer, "loss": 1.0}] * 3
+    def steps(step: float, optimizer: float, shown: float) -> list[dict[str, float]]:
+        return [{"step": step, "optimizer": optimizer, "shown": shown, "loss": 1.0}] * 3
 
-    held = {"arena": 1}
-    asked = [[(steps(5.0, 0.1), steps(8.0, 4.0)), (steps(6.0, 0.1), steps(7.0, 4.0))]] * 2  # by round and rank
-    found = offload.measured(asked, held)
-    assert found.step.median == 6.0, "of the slowest rank"
+    ranks = [
+        {"deferred": steps(5.0, 0.1, 0.5), "waiting": steps(8.0, 4.0, 4.0), "floor": 2.0},
+        {"deferred": steps(6.0, 0.1, 1.0), "waiting": steps(7.0, 3.0, 3.0), "floor": 3.0},
+    ]
+    found = offload.measured([ranks] * 2, {"arena": 1, "disk": 1})
+    assert (found.step.median, found.shown.median) == (6.0, 1.0), "of the slowest rank"
     assert found.waiting.median == 8.0
     assert found.hidden is not None
-    assert found.hidden.median == 0.5
+    assert found.gained is not None
+    assert found.disk_rate is not None
+    assert (found.hidden.median, found.gained.median, found.disk_rate.median) == (0.75, 0.5, 0.75)
     assert found.losses == [1.0] * 6
     offload.check({offload.OURS: found, offload.DISK: found})
     other = dataclasses.replace(found, losses=[1.0] * 5 + [1.0 + 1e-7])
     offload.check({offload.OURS: found, offload.PEER: other})
     with pytest.raises(BenchError, match="losses of accordion disk are not those of accordion"):
         offload.check({offload.OURS: found, offload.DISK: other})
-    assert offload.measured(asked, {"arena": 0}).hidden is None
+    bare = offload.measured([ranks] * 2, {"arena": 0, "disk": 0})
+    assert bare.hidden is bare.gained is bare.disk_rate is None
+
+
+def test_whose_offload_is_measured(monkeypatch):
+    monkeypatch.setattr(offload, "find_spec", lambda name: None)
+    kinds, left_out = offload.kinds_of("fsdp2,deepspeed")
+    assert kinds == [offload.OURS, offload.HOST, offload.DISK, offload.PEER, offload.PEER_HOST]
+    assert set(left_out.values()) == {"deepspeed is not installed"}
+    monkeypatch.setattr(offload, "find_spec", lambda name: object())
+    monkeypatch.setattr(offload, "find_library", lambda name: None)
+    kinds, left_out = offload.kinds_of("deepspeed")
+    assert kinds[3:] == [offload.DEEPSPEED_HOST]
+    assert list(left_out) == [offload.DEEPSPEED_DISK]
+    with pytest.raises(UsageError, match="contender 'fsdp3' has no offload to compare; did you mean 'fsdp2'"):
+        offload.kinds_of("fsdp3")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from tests.world import models
+from tests.world import models, reference
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
@@ -65,6 +65,28 @@ def assert_at_rest(model: nn.Module) -> None:
 
 def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
     return models.batch(step, 0, dist.get_rank(), vocab=model.embed.num_embeddings)
+
+
+def train(
+    mesh,
+    recipe: reference.Recipe,
+    strategy: acc.Strategy,
+    *,
+    after_step: Callable[[nn.Module], Callable[[], None]],
+    wrapped: bool = False,
+    **options: Any,
+) -> reference.Trace:
+    """The steps of a recipe by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
+    precision = acc.Precision(params=recipe.compute)
+    model = acc.shard(recipe.model(), mesh=mesh, strategy=strategy, precision=precision, **options)
+    return reference.sharded(
+        model,
+        recipe,
+        dist.get_rank(),
+        no_sync=acc.no_sync,
+        wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,
+        after_step=after_step(model),
+    )
 
 
 def one_loss(model: nn.Module, step: int = 0) -> Tensor:

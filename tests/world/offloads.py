@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accordion as acc
 from accordion.memory import pieces
-from tests.world import models, reference
-from tests.world.checks import assert_equal
+from tests.world import models
+from tests.world.checks import assert_equal, train
 from tests.world.reference import Recipe, Trace
 
 HOST = acc.Offload(params="host", optimizer="host")
@@ -60,16 +60,7 @@ RECIPES = [
 
 
 def trained(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Trace:
-    precision = acc.Precision(params=recipe.compute)
-    model = acc.shard(recipe.model(), mesh=mesh, strategy=strategy, precision=precision, **options)
-    return reference.sharded(
-        model,
-        recipe,
-        dist.get_rank(),
-        no_sync=acc.no_sync,
-        wrap=acc.wrap_optimizer,
-        after_step=after_last(recipe.steps, model),
-    )
+    return train(mesh, recipe, strategy, wrapped=True, after_step=partial(after_last, recipe.steps), **options)
 
 
 def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:

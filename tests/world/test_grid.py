@@ -14,7 +14,7 @@ from torch import nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.sample import sampled
-from tests.world import models, reference
+from tests.world import checks, models, reference
 from tests.world.reference import Recipe, Trace
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
@@ -60,18 +60,9 @@ def assert_no_leases(model: nn.Module) -> None:
     assert not any(held.values()), f"leases after a step: {held}"
 
 
-def train(mesh, recipe: Recipe, strategy: acc.Strategy, *, wrapped: bool = False, **options: Any) -> Trace:
+def train(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Trace:
     """Five steps of the sharded model on this rank."""
-    precision = acc.Precision(params=recipe.compute)
-    model = acc.shard(recipe.model(), mesh=mesh, strategy=strategy, precision=precision, **options)
-    return reference.sharded(
-        model,
-        recipe,
-        dist.get_rank(),
-        no_sync=acc.no_sync,
-        wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,
-        after_step=partial(assert_no_leases, model),
-    )
+    return checks.train(mesh, recipe, strategy, after_step=lambda model: partial(assert_no_leases, model), **options)
 
 
 def match(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> None:

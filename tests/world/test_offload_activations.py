@@ -71,6 +71,26 @@ def test_inputs_of_recomputed_units_on_the_host(world):
     world.run(1, counted)
 
 
+def in_order(mesh) -> None:
+    """What is parked in another forward, after a backward, is not brought with it; a write into what leaves is told."""
+    model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=PARKED)
+    parking = units_of(model)[0].engine.wiring.home.parking
+    parked = []
+    for value in (1.0, 2.0, 3.0):
+        parked.append(parking.park(torch.full((4,), value)))
+        parked[-1].leave()
+        if value != 2:  # in the first and the last one a backward comes
+            assert torch.equal(parked[-1].tensor(), torch.full((4,), value))
+    first, second, _ = parked
+    assert first._coming is None, "of a forward before a backward"
+    assert second._coming is not None, "of the same forward"
+    live = torch.zeros(4)
+    parking.park(live)
+    live.add_(1)
+    with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
+        parking.park(torch.zeros(4))
+
+
 def nothing_recomputed(mesh) -> None:
     with pytest.raises(acc.UsageError, match="checkpoint_activations is 'none'; pass 'full'"):
         acc.shard(models.plain(), mesh=mesh, offload=PARKED)
@@ -78,6 +98,7 @@ def nothing_recomputed(mesh) -> None:
 
 def test_without_recomputation_there_is_nothing_to_keep(world):
     world.run(1, nothing_recomputed)
+    world.run(1, in_order)
     with pytest.raises(
         acc.UsageError, match=r"Offload\(activations='disk:/tmp'\) is no place for them; valid: device, host"
     ):

@@ -143,6 +143,11 @@ def test_a_disk_that_does_not_read_and_one_that_lies_are_named(world, tmp_path):
 
 
 def unwrapped(mesh, path: Path) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    with pytest.raises(
+        acc.UsageError, match=r"Adam\(capturable=True\) .* unit 'root' .* leave out capturable, or pass step='device'"
+    ):
+        acc.wrap_optimizer(torch.optim.Adam(model.parameters(), capturable=True))
     for offload in (disk(path), acc.Offload(optimizer="host", step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

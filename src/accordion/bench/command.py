@@ -16,7 +16,7 @@ from accordion.bench import checkpoint, host, offload, pages, scale
 from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
 from accordion.bench.checkpoint import CheckpointLoop
 from accordion.bench.compare import compare
-from accordion.bench.contenders import OURS, PEERS, Setting, chosen
+from accordion.bench.contenders import ENVIRON, OURS, PEERS, Setting, chosen
 from accordion.bench.machine import describe, num_cores
 from accordion.bench.model import shape_of
 from accordion.bench.optimizer import KINDS, OptimizerLoop
@@ -178,9 +178,10 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """Measure training with the states on the host and on disk, beside none of that and beside FSDP2's offload, on CPU.
+    """Measure training with the states on the host and on disk, beside none of that and beside the peers' offload, on CPU.
 
     Args:
+        against: whose offload is measured too, separated by commas: fsdp2, deepspeed; empty for nobody's
         model: as of accordion bench
         nproc: ranks, on CPU
         batch: sequences of one rank in a step; 0: what suits the model
@@ -193,6 +194,7 @@ class OffloadOptions:
         dir: folder for the JSON and HTML files
     """
 
+    against: str = ",".join(offload.PEERS)
     model: str = "gpt-30m"
     nproc: int = 1
     batch: int = 0
@@ -354,12 +356,13 @@ def _checkpoint(o: CheckpointOptions) -> Page:
 def _offload(o: OffloadOptions) -> Page:
     world, setting, folder = world_of(o.nproc, "cpu"), setting_of(o, o.precision == "bf16"), offload.folder_of(o.swap)
     world = replace(world, threads=o.threads or world.threads)
-    disk = offload.sequential(folder)
+    kinds, left_out = offload.kinds_of(o.against)
     with ExitStack() as stack:
-        teams = [
-            stack.enter_context(Team(kind, world, offload.OffloadLoop, (kind, setting, folder)))
-            for kind in offload.KINDS
-        ]
+        teams = []
+        for kind in kinds:
+            environ = ENVIRON.get(kind.partition(" ")[0])
+            args = (kind, setting, folder)
+            teams.append(stack.enter_context(Team(kind, world, offload.OffloadLoop, args, environ)))
         asked = interleaved(teams, o.rounds, "turns", 1, o.steps)
         held = {team.name: team.ask("bytes")[0] for team in teams}
     found = {name: offload.measured(asked[name], held[name]) for name in held}
@@ -368,7 +371,8 @@ def _offload(o: OffloadOptions) -> Page:
         f"{o.model}, batch {setting.batch} x {setting.seq}, {'bf16 over fp32' if setting.bf16 else 'fp32'}, fused AdamW, "
         f"{world.num_ranks} ranks on CPU with {world.threads} threads each; {o.rounds} interleaved rounds"
     )
-    return pages.of_offload(found, disk, what, describe("cpu"))
+    what = "; ".join([what, *(f"{kind} is left out: {reason}" for kind, reason in left_out.items())])
+    return pages.of_offload(found, what, describe("cpu"))
 
 
 JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Page]]] = {

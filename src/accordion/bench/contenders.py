@@ -165,7 +165,7 @@ def chosen(ours: list[str], against: list[str]) -> tuple[list[str], dict[str, st
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
     """`model` (on its device, equal on all ranks) under a contender."""
     if name == "deepspeed":
-        return _deepspeed(model, setting)
+        return deepspeed(model, setting, {})
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
     optimizer = optimizer_of(wrapped.parameters(), setting)
     if name.partition(":")[0] == OURS:
@@ -173,17 +173,26 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
     return Loop(wrapped, optimizer, setting.bf16 and name in CASTS, seat.device.type)
 
 
-def _deepspeed(model: nn.Module, setting: Setting) -> Loop:
-    """ZeRO-3, with its defaults but for what is said here."""
+def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
+    """ZeRO-3, with its defaults but for what is said here. `offloads`: its own AdamW steps, as it wants on the host."""
     logging.disable(logging.WARNING)
-    import deepspeed  # type: ignore[import-not-found]
+    import deepspeed as package  # type: ignore[import-not-found]
 
     config = {
         "train_micro_batch_size_per_gpu": setting.batch,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, **zero},
         "zero_allow_untested_optimizer": True,  # torch's own
         "bf16": {"enabled": setting.bf16},
     }
-    optimizer = optimizer_of(model.parameters(), setting)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    if offloads:
+        params = {"lr": setting.lr, "weight_decay": 0.01, "torch_adam": False}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    own = None if offloads else optimizer_of(model.parameters(), setting)
+    engine, *_ = package.initialize(
+        model=model,
+        optimizer=own,
+        model_parameters=list(model.parameters()) if offloads else None,
+        config=config,
+        dist_init_required=False,
+    )
     return DeepSpeedLoop(engine)

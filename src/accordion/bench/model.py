@@ -141,6 +141,7 @@ class Shape:
 
 SHAPES = {
     "gpt-30m": Shape(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096, batch=2, seq=128),
+    "gpt-100m": Shape(make=partial(GPT, vocab=4096, width=768, blocks=14, heads=12), vocab=4096, batch=2, seq=128),
     "gpt-tiny": Shape(make=partial(GPT, vocab=64, width=32, blocks=2, heads=2), vocab=64, batch=1, seq=16),
 } | {name: Shape(make=partial(Llama, p), vocab=p.vocab, batch=2, seq=128) for name, p in PRESETS.items()}
 

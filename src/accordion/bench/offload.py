@@ -1,4 +1,4 @@
-"""Offload beside none and beside FSDP2's: time, memory, what the disk carries, and how much of the step is hidden."""
+"""Offload beside none and beside the peers': time, memory, what the disk carries, and how much of the optimizer is hidden."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ import ctypes
 import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes.util import find_library
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from accordion.bench.contenders import Setting, blocks_of, fsdp2, mesh_of, optimizer_of
-from accordion.bench.model import batch_of, loss_of, shape_of
+from accordion.bench.contenders import Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
+from accordion.bench.model import batch_of, shape_of
 from accordion.bench.ranks import BenchError, Seat
 from accordion.bench.stats import Spread, extremes, flat, quartiles
 from accordion.bench.trainer import STATUS
-from accordion.config import Offload, Precision
+from accordion.config import Offload, Precision, nearest
+from accordion.errors import UsageError
 from accordion.memory.disk import SwapFile, aligned_buffer
 from accordion.memory.entries import local_of
-from accordion.memory.pieces import PIECE_NUMEL
+from accordion.memory.stated import stated
+from accordion.memory.stream import NUM_BUFFERS
 from accordion.memory.tiers import Tiers
 from accordion.optim import wrap_optimizer
 from accordion.shard import shard
@@ -32,77 +37,131 @@ from accordion.state import sharded_engine, synchronize
 
 OURS, HOST, DISK = "accordion", "accordion host", "accordion disk"
 PEER, PEER_HOST = "fsdp2", "fsdp2 host"
-KINDS = (OURS, HOST, DISK, PEER, PEER_HOST)
+DEEPSPEED_HOST, DEEPSPEED_DISK = "deepspeed host", "deepspeed disk"
+PEERS = {"fsdp2": (PEER, PEER_HOST), "deepspeed": (DEEPSPEED_HOST, DEEPSPEED_DISK)}
 
 
 class OffloadLoop:
-    """One rank that trains with its states in one place. `waits`: its step ends before the next forward begins."""
+    """One rank that trains with its states in one place."""
 
     def __init__(self, seat: Seat, kind: str, setting: Setting, folder: str) -> None:
         torch.manual_seed(setting.seed)
         shape = shape_of(setting.model)
         self._seat, self._setting, self._vocab, self._num_steps = seat, setting, shape.vocab, 0
-        model = shape.make().to(seat.device).train()
-        self._ours = kind in (OURS, HOST, DISK)
-        self._model = self._sharded(model, kind, folder) if self._ours else _peer(model, seat, setting.bf16, kind)
-        self._optimizer = optimizer_of(self._model.parameters(), setting)
-        if self._ours:
-            self._optimizer = wrap_optimizer(self._optimizer)
+        self._folder, self._ours, self._stated = folder, kind in (OURS, HOST, DISK), 0
+        self._model = shape.make().to(seat.device).train()
+        self._loop = self._made(kind)
+        self._train(waits=True)  # reads no states from the disk: there are none
+        self._before = self._num_steps, self._moved()  # is not counted
 
-    def _sharded(self, model: nn.Module, kind: str, folder: str) -> nn.Module:
+    def _made(self, kind: str) -> Loop:
+        """Shards the model under `kind`."""
+        setting = self._setting
+        if kind in PEERS["deepspeed"]:
+            place = {"device": "cpu"} if kind == DEEPSPEED_HOST else {"device": "nvme", "nvme_path": self._folder}
+            zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": place}
+            return deepspeed(self._model, setting, zero, offloads=True)
+        if kind == PEER:
+            fsdp2(self._model, self._seat, setting.bf16)
+        elif kind == PEER_HOST:
+            _fsdp2_host(self._model, self._seat, setting.bf16)
+        else:
+            self._shard(kind)
+        optimizer = optimizer_of(self._model.parameters(), setting)
+        return Loop(self._model, wrap_optimizer(optimizer) if self._ours else optimizer, False, self._seat.device.type)
+
+    def _shard(self, kind: str) -> None:
         places = {OURS: Offload(), HOST: Offload(params="host", optimizer="host")}
-        offload = places.get(kind) or Offload(params="host", optimizer=f"disk:{folder}")
+        offload = places.get(kind) or Offload(params="host", optimizer=f"disk:{self._folder}")
         precision = Precision(params=torch.bfloat16) if self._setting.bf16 else Precision()
-        return shard(model, mesh_of(self._seat), precision=precision, offload=offload)
+        said = stated(self._model, offload, self._seat.num_ranks, precision=precision)
+        self._stated = said.arena + said.host_buffers
+        self._model = shard(self._model, mesh_of(self._seat), precision=precision, offload=offload)
 
-    def turns(self, warm: int, count: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-        """Steps that end behind the next forward, and close to them in time steps that end before it."""
-        return self.turn(warm, count, waits=False), self.turn(warm, count, waits=True)
+    def _tiers(self) -> Tiers | None:
+        home = sharded_engine(self._model, "bench").wiring.home if self._ours else None
+        return home if isinstance(home, Tiers) else None
+
+    def _waited_s(self) -> float:
+        tiers = self._tiers()
+        return 0.0 if tiers is None else tiers.waited_s
+
+    def _files(self) -> list[SwapFile]:
+        tiers = self._tiers()
+        return [] if tiers is None else [file for one in tiers.states.values() for file in one.files]
+
+    def _moved(self) -> int:
+        return sum(sum(file.traffic.values()) for file in self._files())
+
+    def turns(self, warm: int, count: int) -> dict[str, Any]:
+        """Steps that end behind the next forward, and close to them in time steps that end before it, and the disk's speed."""
+        found = {"deferred": self.turn(warm, count, waits=False), "waiting": self.turn(warm, count, waits=True)}
+        files = self._files()
+        dist.barrier()
+        return found | {"floor": sum(floor_s(self._folder, f.num_bytes, self._block()) for f in files)}
 
     def turn(self, warm: int, count: int, *, waits: bool) -> list[dict[str, float]]:
-        """Seconds of each step and of what of it the optimizer took, from one call of it to the next; the loss."""
-        found = []
-        for _ in range(warm + count):
-            tokens, targets = batch_of(
-                self._num_steps, self._seat.rank, (self._setting.batch, self._setting.seq), self._vocab
-            )
-            self._num_steps += 1
-            dist.barrier()
-            start = time.perf_counter()
-            loss = loss_of(self._model(tokens.to(self._seat.device)), targets.to(self._seat.device))
-            loss.backward()
-            middle = time.perf_counter()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            if waits and self._ours:
-                synchronize(self._model)
-            end = time.perf_counter()
-            found.append({"step": end - start, "optimizer": end - middle, "loss": float(loss)})
+        found = [self._train(waits=waits) for _ in range(warm + count)][warm:]
         if self._ours:
             synchronize(self._model)
-        return found[warm:]
+        return found
+
+    def _forward(self) -> Tensor:
+        tokens, targets = batch_of(
+            self._num_steps, self._seat.rank, (self._setting.batch, self._setting.seq), self._vocab
+        )
+        self._num_steps += 1
+        return self._loop.forward(tokens.to(self._seat.device), targets.to(self._seat.device))
+
+    def _train(self, *, waits: bool) -> dict[str, float]:
+        """Seconds of a step, of `optimizer` in it, and of what of that is `shown`: the call, and waits for the step before."""
+        dist.barrier()
+        start, waited = time.perf_counter(), self._waited_s()
+        loss = self._forward()
+        self._loop.backward(loss)
+        middle, waited = time.perf_counter(), self._waited_s() - waited
+        self._loop.step()
+        if waits and self._ours:
+            synchronize(self._model)
+        end = time.perf_counter()
+        return {"step": end - start, "optimizer": end - middle, "shown": end - middle + waited, "loss": float(loss)}
+
+    def _block(self) -> int:
+        """Bytes that are read or written at a time, at most."""
+        tiers = self._tiers()
+        return 0 if tiers is None else max((one.block_bytes for one in tiers.states.values()), default=0)
 
     def bytes(self) -> dict[str, int]:
-        """Of this rank: memory that is the process's own at rest, the disk's traffic so far, and what was stated before."""
-        tiers = sharded_engine(self._model, "bench").wiring.home if self._ours else None
-        states = list(tiers.states.values()) if isinstance(tiers, Tiers) else []
-        files = [file for one in states for file in one.files]
+        """Of this rank: memory that is the process's own, the disk's traffic so far, and what was stated before."""
+        moved, steps = self._moved() - self._before[1], self._num_steps - self._before[0]
+        at_rest = own_bytes()
+        self._loop.backward(self._forward())
+        with_gradients = own_bytes()
+        self._loop.step()
+        tiers = self._tiers()
         params = [p for p in self._model.parameters() if p.requires_grad]
-        local = sum(local_of(p).numel() for p in params)
+        local = sum(_rows_of(p) for p in params)
         return {
-            "own": own_bytes(),
+            "own": at_rest,
+            "grads": with_gradients,
             "states": 2 * 4 * local,
-            "disk": sum(file.num_bytes for file in files),
-            "moved": sum(sum(file.traffic.values()) for file in files),
-            "arena": tiers.arena.num_bytes if isinstance(tiers, Tiers) else 0,
-            "buffers": sum(one.buffer_bytes for one in states),
-            "steps": self._num_steps,
+            "disk": sum(file.num_bytes for file in self._files()),
+            "moved": moved,
+            "arena": 0 if tiers is None else tiers.arena.num_bytes,
+            "buffers": 0 if tiers is None else sum(one.buffer_bytes for one in tiers.states.values()),
+            "stated": self._stated,
+            "block": self._block(),
+            "steps": steps,
         }
 
 
-def _peer(model: nn.Module, seat: Seat, bf16: bool, kind: str) -> nn.Module:
-    if kind == PEER:
-        return fsdp2(model, seat, bf16)
+def _rows_of(param: nn.Parameter) -> int:
+    """Elements of this rank."""
+    whole: int | None = getattr(param, "ds_numel", None)  # of DeepSpeed's, which show none
+    return local_of(param).numel() if whole is None else -(-whole // dist.get_world_size())
+
+
+def _fsdp2_host(model: nn.Module, seat: Seat, bf16: bool) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -111,7 +170,6 @@ def _peer(model: nn.Module, seat: Seat, bf16: bool, kind: str) -> nn.Module:
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh_of(seat), **options)
     fully_shard(model, mesh=mesh_of(seat), **options)
-    return model
 
 
 def own_bytes() -> int:
@@ -124,65 +182,94 @@ def own_bytes() -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sequential:
-    """Bytes a second that a folder's disk reads and writes one after the other, in blocks like those of a step."""
+def floor_s(folder: str, num_bytes: int, block: int) -> float:
+    """Seconds to write a file like that of the states from one end to the other, and to read it so.
 
-    read: float
-    written: float
-
-    def seconds(self, num_bytes: int) -> float:
-        """To read and to write so many, each once."""
-        return num_bytes / self.read + num_bytes / self.written
-
-
-def sequential(folder: str, num_bytes: int = 2**28) -> Sequential:
-    """Measured now, by one thread, on a file like those of states."""
-    block = aligned_buffer(4 * PIECE_NUMEL).zero_()
+    As many requests in flight, and as large, as in a step: what fio does with `--rw=write` and `read`, `--direct=1`,
+    `--bs=` the block and `--iodepth=4`.
+    """
+    buffers = [aligned_buffer(block).zero_() for _ in range(NUM_BUFFERS)]
     file = SwapFile(Path(folder), num_bytes)
-    speeds = []
-    for call in (file.write, file.read):
-        start = time.perf_counter()
-        for at in range(0, num_bytes, block.numel()):
-            call(at, block)
-        speeds.append(num_bytes / (time.perf_counter() - start))
-    return Sequential(read=speeds[1], written=speeds[0])
+
+    def part(call: Any, which: int) -> None:
+        for at in range(which * block, file.num_bytes, NUM_BUFFERS * block):
+            call(at, buffers[which][: file.num_bytes - at])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        for call in (file.write, file.read):
+            list(pool.map(part, [call] * NUM_BUFFERS, range(NUM_BUFFERS)))
+    return time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """One kind. Seconds are of the slowest rank of each step; bytes of the first rank.
 
-    `waiting`: a step that ends before the next forward begins. `optimizer`: of it, what the optimizer takes. `hidden`: the
-    share of that which the ordinary step does not show.
+    `waiting`: a step that ends before the next forward begins. `optimizer`: of it, what the optimizer takes. `shown`: what an
+    ordinary step stands still for it: its call, and waits of the next forward. `hidden`: the share of the optimizer that it
+    does not. `gained`: the share by which the step is shorter than the waiting one. `disk_rate`: of sequential access.
     """
 
     step: Spread
     waiting: Spread
     optimizer: Spread
+    shown: Spread
     hidden: Spread | None
+    gained: Spread | None
+    disk_rate: Spread | None
     bytes: Mapping[str, int]
     losses: Sequence[float]
 
 
-def measured(
-    asked: list[list[tuple[list[dict[str, float]], list[dict[str, float]]]]], held: Mapping[str, int]
-) -> Measured:
+def measured(asked: list[list[dict[str, Any]]], held: Mapping[str, int]) -> Measured:
     """`asked`: what `turns` gave, by round and rank."""
-    deferred, waiting = ([[rank[i] for rank in one] for one in asked] for i in range(2))
-    steps, waits, optimizer = (
-        [[max(rank[key] for rank in step) for step in zip(*one, strict=True)] for one in rounds]
-        for rounds, key in ((deferred, "step"), (waiting, "step"), (waiting, "optimizer"))
-    )
-    shares = [(median(w) - median(s)) / median(o) for s, w, o in zip(steps, waits, optimizer, strict=True)]
+
+    def slowest(turn: str, key: str) -> list[list[float]]:
+        return [
+            [max(rank[key] for rank in step) for step in zip(*(r[turn] for r in one), strict=True)] for one in asked
+        ]
+
+    steps, shown = slowest("deferred", "step"), slowest("deferred", "shown")
+    waits, optimizer = slowest("waiting", "step"), slowest("waiting", "optimizer")
+    hidden = [1 - median(a) / median(b) for a, b in zip(shown, optimizer, strict=True)]
+    gained = [(median(w) - median(s)) / median(o) for s, w, o in zip(steps, waits, optimizer, strict=True)]
+    floors = [max(rank["floor"] for rank in one) for one in asked]
     return Measured(
         step=quartiles(flat(steps)),
         waiting=quartiles(flat(waits)),
         optimizer=quartiles(flat(optimizer)),
-        hidden=extremes(shares) if held["arena"] else None,
+        shown=quartiles(flat(shown)),
+        hidden=extremes(hidden) if held["arena"] else None,
+        gained=extremes(gained) if held["arena"] else None,
+        disk_rate=extremes([f / median(o) for f, o in zip(floors, optimizer, strict=True)]) if held["disk"] else None,
         bytes=held,
-        losses=[step["loss"] for one in deferred for step in one[0]],
+        losses=[step["loss"] for one in asked for step in one[0]["deferred"]],
     )
+
+
+def kinds_of(against: str) -> tuple[list[str], dict[str, str]]:
+    """The kinds to measure in order, and those that are left out with the reason. Raises `UsageError` for unknown names."""
+    kinds, left_out = [OURS, HOST, DISK], dict[str, str]()
+    for name in filter(None, against.split(",")):
+        if name not in PEERS:
+            raise UsageError(f"contender {name!r} has no offload to compare; {nearest(name, list(PEERS))}")
+        for kind in PEERS[name]:
+            reason = _missing(kind)
+            kinds += [] if reason else [kind]
+            left_out |= {kind: reason} if reason else {}
+    return kinds, left_out
+
+
+def _missing(kind: str) -> str:
+    """What a kind lacks here; empty where it can run."""
+    if kind not in PEERS["deepspeed"]:
+        return ""
+    if find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    if kind == DEEPSPEED_DISK and find_library("aio") is None:
+        return "libaio is not installed, with which deepspeed reads and writes"
+    return ""
 
 
 def check(found: Mapping[str, Measured]) -> None:

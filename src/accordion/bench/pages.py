@@ -8,7 +8,8 @@ from typing import Any
 from accordion.bench.compare import PARTS, Comparison
 from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
-from accordion.bench.offload import Measured, Sequential
+from accordion.bench.offload import OURS as PLAIN
+from accordion.bench.offload import Measured
 from accordion.bench.page import Chart, Page, Table, mebi, plain_data, spread
 from accordion.bench.scale import Network, Point
 from accordion.bench.stats import extremes, flat, quartiles, ratio
@@ -216,48 +217,54 @@ def of_memory(found: Mapping[str, list[dict[str, int]]], what: str, machine: dic
     )
 
 
-def of_offload(found: Mapping[str, Measured], disk: Sequential, what: str, machine: Mapping[str, str]) -> Page:
-    times = [
-        [
-            name,
-            *(spread(s, 1e3) for s in (m.step, m.waiting, m.optimizer)),
-            "" if m.hidden is None else spread(m.hidden, 100, 0),
-        ]
-        for name, m in found.items()
-    ]
-    sizes = []
+def of_offload(found: Mapping[str, Measured], what: str, machine: Mapping[str, str]) -> Page:
+    plain = found[PLAIN].bytes["grads"]
+    times, sizes, disks = [], [], []
     for name, m in found.items():
+        shares = ["" if s is None else spread(s, 100, 0) for s in (m.hidden, m.gained)]
+        times.append([name, *(spread(s, 1e3) for s in (m.step, m.waiting, m.optimizer, m.shown)), *shares])
         b = m.bytes
-        per_step = b["moved"] / max(1, b["steps"])
-        rate = per_step / m.optimizer.median
-        sequential = 2 * b["states"] / disk.seconds(b["states"])
-        cells = [mebi(b[key]) for key in ("own", "states", "disk", "arena", "buffers")]
-        moved = [mebi(per_step), f"{per_step / (2 * b['states']):.3f}", f"{rate / sequential:.2f}"]
-        sizes.append([name, *cells, *(moved if b["disk"] else ["", "", ""])])
+        falls = f"{100 * (plain - b['grads']) / b['states']:.1f}"
+        sizes.append([name, *(mebi(b[key]) for key in ("own", "grads", "states", "stated", "arena", "buffers")), falls])
+        if m.disk_rate is not None:
+            moved, floor = b["moved"] / b["steps"], 2 * b["states"]
+            cells = [mebi(b["disk"]), mebi(moved), f"{moved / floor:.3f}", f"{b['block'] / 1024:,.0f}"]
+            disks.append([name, *cells, spread(m.disk_rate, 1, 2)])
     return Page(
         name="offload",
         title="States on the host and on disk",
         notes=[
             what,
             "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
-            "begins; optimizer: its part of that; hidden: the share of the optimizer which the step does not show, of rounds",
-            "own: resident bytes of the first rank that no file backs; states: two of each element; disk rate: of what one "
-            f"thread reaches in blocks of 8 MiB there ({disk.read / 1e6:,.0f} MB/s read, {disk.written / 1e6:,.0f} written)",
-            "the first of all steps reads no states, so that the traffic over the floor is a little under 1",
+            "begins; optimizer: its part of that; shown: what an ordinary step stands still for it, in the call and where the "
+            "next forward waits",
+            "hidden: the share of the optimizer that is not shown; gained: the share by which the ordinary step is shorter than "
+            "the waiting one, which other work on the machine blurs; of rounds",
+            "own: resident bytes of the first rank that no file backs, at rest and when its gradients are there; states: two of "
+            "each element; stated: arena and buffers, said before the run; falls: what is less than without offload with "
+            "gradients there, % of the states",
+            "rate: the seconds that sequential access takes to write and to read the states once, with as many requests of the "
+            "same size in flight, over those of the optimizer in a waiting step",
         ],
         tables=[
             Table(
                 title="time",
-                columns=["states", "step ms", "waiting ms", "optimizer ms", "hidden %"],
+                columns=[
+                    *("states", "step ms", "waiting ms", "optimizer ms", "shown ms", "hidden %", "gained %"),
+                ],
                 rows=times,
             ),
             Table(
                 title="bytes of a rank, MiB",
                 columns=[
-                    *("states", "own", "of states", "on disk", "arena", "buffers"),
-                    *("moved in a step", "of the floor", "disk rate"),
+                    *("states", "own", "with gradients", "of states", "stated", "arena", "buffers", "falls"),
                 ],
                 rows=sizes,
+            ),
+            Table(
+                title="the disk of a rank, MiB",
+                columns=["states", "on disk", "moved in a step", "of the floor", "block KiB", "rate"],
+                rows=disks,
             ),
         ],
         charts=[
@@ -271,5 +278,5 @@ def of_offload(found: Mapping[str, Measured], disk: Sequential, what: str, machi
                 },
             )
         ],
-        data=plain_data({"machine": machine, "found": found, "disk": disk}),
+        data=plain_data({"machine": machine, "found": found}),
     )

@@ -38,16 +38,18 @@ class Recipe:
             {key: _frozen(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self._attributes = {
-            key: value for key, value in vars(optimizer).items() if key not in ("step", "state", "param_groups")
+            key: _frozen(value) if key in SCALER_ATTRIBUTES else value
+            for key, value in vars(optimizer).items()
+            if key not in ("step", "state", "param_groups")
         }
-        for name in SCALER_ATTRIBUTES:
-            if isinstance(self._attributes.get(name), Tensor):
-                self._attributes[name] = self._attributes[name].detach().to("cpu", copy=True)
+        self._for_host = OnHost([*self._options, self._attributes])
 
     def step(self, todo: Sequence[tuple[int, Tensor, dict[str, Any]]]) -> dict[Tensor, dict[str, Any]]:
         """Step (index of the param group, plain tensor with its `grad`, state) each; gives the states as they are then."""
         clone: Any = object.__new__(self.kind)
-        vars(clone).update(self._attributes)
+        is_on_host = bool(todo) and todo[0][1].device.type == "cpu"
+        *all_options, attributes = self._for_host.values() if is_on_host else [*self._options, self._attributes]
+        vars(clone).update(attributes)
         for hooks in (
             "_optimizer_step_pre_hooks",
             "_optimizer_step_post_hooks",
@@ -55,7 +57,7 @@ class Recipe:
             vars(clone)[hooks] = OrderedDict()
         clone.state = defaultdict(dict, {tensor: state for _, tensor, state in todo if state})
         clone.param_groups = []
-        for i, options in enumerate(self._options):
+        for i, options in enumerate(all_options):
             mine = [tensor for at, tensor, _ in todo if at == i]
             if mine:
                 clone.param_groups.append({**options, "params": mine})
@@ -71,12 +73,37 @@ class Recipe:
         counts = key == "step" and (options.get("fused") or options.get("capturable"))
         return value.to(own.device, copy=True) if counts else value.clone()
 
-    def shaped_states(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Names and dtypes of the states that have an element for each of a parameter's, found by stepping a small one."""
-        probe = torch.zeros(PROBE_NUMEL, dtype=dtype)
+    def shaped_states(self, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
+        """Names and dtypes of the states that have an element for each of a parameter's, found by stepping a small one.
+
+        `device`: where the optimizer will step.
+        """
+        probe = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
         probe.grad = torch.zeros_like(probe)
         made = self.step([(group, probe, {})]).get(probe, {})
         return {k: v.dtype for k, v in made.items() if isinstance(v, Tensor) and v.shape == probe.shape}
+
+
+class OnHost:
+    """Hyperparameters for a step on the host: those on an accelerator are on their way, and waited for when they are needed."""
+
+    def __init__(self, given: Sequence[dict[str, Any]]) -> None:
+        on_device = [v for one in given for v in one.values() if isinstance(v, Tensor) and v.device.type != "cpu"]
+        self._values: Sequence[dict[str, Any]] = given
+        self._arrived: Any = None
+        if on_device:
+            self._values = [{key: _on_host(value) for key, value in one.items()} for one in given]
+            self._arrived = torch.get_device_module(on_device[0].device).Event()
+            self._arrived.record()  # on the stream of the copies, the caller's
+
+    def values(self) -> Sequence[dict[str, Any]]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+
+def _on_host(value: Any) -> Any:
+    return value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value  # pinned by torch, from a device
 
 
 def _frozen(value: Any) -> Any:

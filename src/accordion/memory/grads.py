@@ -116,19 +116,21 @@ class Written:
 
     def __init__(self, flight: Flight, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
         self._flight, self._writes = flight, writes
-        self._futures: list[Future[None]] = []
+        self._started: Future[list[Future[None]]] | None = None
         if pool is not None:  # else nothing has arrived before it is waited for
-            self._futures = [pool.submit(self._write, slot, landed) for slot, landed in writes]
-            self._writes = []
+            self._started = pool.submit(self._start, pool)
 
-    def _write(self, slot: Slot, landed: Tensor) -> None:
+    def _start(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """Once they are on the host: one thread waits for all, the others have work meanwhile."""
         self._flight.block()
-        slot.write(landed)
+        return [pool.submit(slot.write, landed) for slot, landed in self._writes]
 
     def synchronize(self) -> None:
         self._flight.synchronize()
-        for future in self._futures:
-            future.result()
-        for slot, landed in self._writes:
-            slot.write(landed)
-        self._futures, self._writes = [], []
+        if self._started is not None:
+            for future in self._started.result():
+                future.result()
+        else:
+            for slot, landed in self._writes:
+                slot.write(landed)
+        self._started, self._writes = None, []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accordion.engine.streams import Flight, Lane
+from accordion.errors import UsageError
 from accordion.memory.arena import Arena, page_aligned
 
 
@@ -20,19 +21,30 @@ class Parking:
         self.num_bytes = 0
         self._free: dict[int, list[Arena]] = {}
         self._last: weakref.ref[Parked] | None = None
-        self._leaving: Flight | None = None
+        self._leaving: tuple[Flight, Tensor, int] | None = None  # the copy, of what, and its version then
 
     def park(self, tensor: Tensor) -> Parked:
         """Begin to copy an input to the host; what the one before still held on the device goes."""
         self.land()
         parked = Parked(self, tensor, self._last)
-        self._last, self._leaving = weakref.ref(parked), parked.flight
+        self._last, self._leaving = weakref.ref(parked), (parked.flight, tensor, tensor._version)
         return parked
 
     def land(self) -> None:
-        flight, self._leaving = self._leaving, None
-        if flight is not None:
+        """Nothing leaves any more. Raises `UsageError` where something was written meanwhile: the copy may have some of it."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            flight, tensor, version = leaving
             flight.land()
+            if tensor._version != version:
+                raise UsageError(
+                    f"the input {tuple(tensor.shape)} of a recomputed unit was changed in place while it was copied "
+                    "to the host; change a clone of it, or leave out Offload(activations='host')."
+                )
+
+    def turn(self) -> None:
+        """A backward has begun: inputs that are parked from now on are of another forward."""
+        self._last = None
 
     def take(self, num_bytes: int) -> Arena:
         """A piece of host memory, free or new."""
@@ -79,6 +91,7 @@ class Parked:
         """The input: itself in its forward, else its copy, a leaf that requires a gradient; the one parked before comes too."""
         if self._live is not None:
             return self._live
+        self._parking.turn()
         with torch.no_grad():
             self.fetch()
             before = None if self._before is None else self._before()

@@ -51,6 +51,12 @@ class States:
     def buffer_bytes(self) -> int:
         return sum(buffer.numel() for buffer in self._buffers)
 
+    @property
+    def block_bytes(self) -> int:
+        """The most that is read or written of a file at a time."""
+        areas = [place.area for _, place, _ in self._places.values() if isinstance(place.area.store, SwapFile)]
+        return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in areas), default=0)
+
     def memory_bytes(self, place: str) -> int:
         """Of the states that were laid out on the host, or on the device."""
         return sum(memory.whole.numel() for at, memory in self._memories if at == place)
@@ -65,9 +71,17 @@ class States:
         for (place, *_), members in by_area.items():
             by_place.setdefault(place, []).append(members)
         self._total = self._total or sum(w.own.numel() for members in by_area.values() for w in members)
-        keys_of = {(group, dtype): recipe.shaped_states(group, dtype) for _, _, group, dtype in by_area}
+        probed: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.dtype]] = {}
         for place, areas in by_place.items():
-            self._cover(place, [(members, keys_of[members[0].group, members[0].own.dtype]) for members in areas])
+            planned = []
+            for members in areas:
+                first = members[0]
+                on = self._device if first.offload.stepped_on == DEVICE else torch.device("cpu")
+                key = first.group, first.own.dtype, on
+                if key not in probed:
+                    probed[key] = recipe.shaped_states(*key)
+                planned.append((members, probed[key]))
+            self._cover(place, planned)
         if by_place:
             self._size_buffers()
 

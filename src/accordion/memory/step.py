@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accordion.config import DEVICE
+from accordion.config import DEVICE, HOST
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group
 from accordion.engine.unit import Unit
@@ -162,6 +163,7 @@ class Waiting:
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Find room for the states of parameters whose step is streamed. Raises `OffloadError`, `UsageError` where there is none."""
+    _refuse_capturable(optimizer)
     recipe = None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
@@ -180,6 +182,16 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
             with telling(engine):
                 states.cover(wanted, recipe)
             states.adopt(optimizer.state)
+
+
+def _refuse_capturable(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for unit in filter(None, map(unit_of, group["params"] if group.get("capturable") else ())):
+            if tiers_of(unit.engine).offloads[unit.index].stepped_on == HOST:
+                raise UsageError(
+                    f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
+                    f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
+                )
 
 
 def tiers_of(engine: Engine) -> Tiers:
@@ -341,9 +353,11 @@ def step_on_device(recipe: Recipe, todos: Sequence[Todo], states: States) -> Non
 
 
 def _wait(engine: Engine, wait: Callable[[], list[Future[None]]]) -> None:
+    start = time.perf_counter()
     with telling(engine):
         for future in wait():
             future.result()
+    tiers_of(engine).waited_s += time.perf_counter() - start
 
 
 def _nothing() -> None:

@@ -51,6 +51,7 @@ class Tiers:
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._is_guarded = False
         self.in_backward: InBackward | None = None  # where some unit is stepped there
+        self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
         for folder in {folder_of(offload.optimizer) for offload in offloads} - {None}:
             assert folder is not None
