@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import accordion as acc
+from accordion import _torch
 from accordion.config import STRATEGIES
+from accordion.engine.collectives import Link, common_name
 from accordion.engine.layout import PACK_LIMIT_BYTES
 from tests.world import models
 from tests.world.meters import Call, Copy, Wire
@@ -188,3 +191,18 @@ def test_a_change_of_dtype_is_one_copy_and_no_more(world):
         big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of("large") for p in unit)
         assert all(copy.cast for copy in found)
         assert 0 < len(found) <= big
+
+
+def beside_other_groups(mesh) -> float:
+    """A communicator of the engine's own, where this rank knows more groups than the other; NCCL's links have one."""
+    for _ in range(1 - mesh.get_rank()):
+        dist.new_group([0], use_local_synchronization=True)
+    link = Link(mesh.get_group(), torch.device("cpu"))
+    group = _torch.named_group(common_name([link]), link.ranks, None)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def test_ranks_that_know_different_groups_meet(world):
+    assert world.run(2, beside_other_groups) == [2.0, 2.0]

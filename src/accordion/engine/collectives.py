@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -131,8 +132,7 @@ def own_communicator(link: Link, device: torch.device) -> Link:
     """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link."""
     if link.num_ranks == 1 or link._async:
         return link
-    ranks = dist.get_process_group_ranks(link.group)
-    return Link(dist.new_group(ranks, use_local_synchronization=True, device_id=device), device)
+    return Link(_torch.named_group(f"accordion/{common_name([link])}", link.ranks, device), device)
 
 
 def gathered_rows(row: Tensor, link: Link) -> Tensor:
@@ -162,3 +162,12 @@ def broadcast(tensors: Sequence[Tensor], links: Sequence[Link]) -> None:
         if link.num_ranks > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, group=link.group, group_src=0)
+
+
+def common_name(links: Sequence[Link]) -> str:
+    """A name that nothing else of this job has, the same on all ranks; a collective."""
+    if not links:
+        return ""
+    number = torch.tensor(secrets.randbits(62), device=links[0].device)
+    broadcast([number], links)
+    return f"{int(number):x}"

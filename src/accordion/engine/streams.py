@@ -127,10 +127,10 @@ class Flight:
             self._end.synchronize()
 
     def synchronize(self) -> None:
-        """Let the host wait for the end, and the buffers go."""
+        """Let the host wait for the end, and the buffers go: not before, since any thread may ask, on a stream of its own."""
+        self._finish()
+        self.block()
         self.land()
-        if self._end is not None:
-            self._end.synchronize()
 
     def _finish(self) -> None:
         while not self._ended:

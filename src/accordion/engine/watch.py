@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link, Pending, broadcast
+from accordion.engine.collectives import Link, Pending, common_name
 from accordion.errors import DivergenceError
 
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -200,12 +199,3 @@ class Watch:
 
 def _each(posts: Mapping[int, Mapping[str, Any]]) -> str:
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
-
-
-def common_name(links: Sequence[Link]) -> str:
-    """A name that no other model of this job has, the same on all ranks; a collective."""
-    if not links:
-        return ""
-    number = torch.tensor(secrets.randbits(62), device=links[0].device)
-    broadcast([number], links)
-    return f"{int(number):x}"
