@@ -53,7 +53,7 @@ class Call:
         self.gather: weakref.ref[Any] | None = None  # its node
         self.inputs: Sequence[Any] = ()
         self.waiting: dict[int, int] = {}
-        self.watching: list[Any] = []  # handles of hooks on nodes of inputs
+        self.watching: Sequence[Any] = ()  # handles of hooks on nodes of inputs
         self.shown: dict[int, Sequence[Tensor]] = {}
 
     @property
@@ -125,7 +125,7 @@ class Call:
             return
         self.waiting[task] = len(nodes)
         done = partial(_input_done, weakref.ref(self))
-        self.watching += [node.register_prehook(done) for node in nodes]
+        self.watching = [*self.watching, *[node.register_prehook(done) for node in nodes]]
 
     def input_done(self) -> None:
         task = _torch.current_graph_task()
@@ -140,7 +140,7 @@ class Call:
         if fulls is not None:
             for handle in self.watching:
                 handle.remove()
-            self.watching.clear()
+            self.watching = ()
             self.unit.window.hide(fulls)
             self.unit.stays = self.unit.habits.keep_on
             self.unit.release()
@@ -185,6 +185,7 @@ class Staged:
         return staged
 
 
+@_torch.run_at_once
 class Stage(torch.autograd.Function):
     """Shards to a token; its backward waits for the reduces that Gather's backward began.
 
@@ -246,6 +247,7 @@ def _listens(param: nn.Parameter, grad: Tensor | None) -> bool:
     return _torch.has_hooks(param) or not (grad is None or isinstance(grad, DTensor))
 
 
+@_torch.run_at_once
 class Gather(torch.autograd.Function):
     """A token to the full trainable parameters, which stand already; its backward begins the reduce of their gradients."""
 
@@ -266,7 +268,7 @@ class Gather(torch.autograd.Function):
             call.waiting[task] = 0
         if call.waiting.get(task) == 0:
             call.end(task)
-        if any(g is not None and g.is_sparse for g in grads):
+        if [g for g in grads if g is not None and g.is_sparse]:
             raise UsageError(
                 f"unit {unit.name!r} got a sparse gradient; use dense ones: nn.Embedding(..., sparse=False)."
             )

@@ -235,6 +235,8 @@ class Plan:
             self.exchange and axis.reduce.sends and self.wire == dtype and bool(self.pack.stop - self.pack.start)
         )
         self.sums_in_place = num == 1 and self.wire == dtype
+        self.plain = not self.taken and all(msg.cuts[i].dim == 0 for i in msg.packed)
+        self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
 
 
 class Reduction:
@@ -290,13 +292,17 @@ class Reduction:
         msg, wire = self._msg, self._plan.wire
         for i in self._plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
-        grads = [grads[i] for i in self._plan.others]
+        if self._plan.taken:
+            grads = [grads[i] for i in self._plan.others]
         alone = self._axis.num_ranks == 1
         self._direct = [grads[i] if alone else grads[i].to(wire).contiguous() for i in msg.direct]
         if self._whole:
             _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
         if self._pack.numel():
-            parts = [by_rank(grads[i], msg.cuts[i]) for i in msg.packed if msg.cuts[i].shard_numel]
+            if self._plan.plain:
+                parts = [grads[i].contiguous() for i in self._plan.packed]
+            else:
+                parts = [by_rank(grads[i], msg.cuts[i]) for i in self._plan.packed]
             if flags.numel():
                 parts.append(flags)
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)

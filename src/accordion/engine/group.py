@@ -190,6 +190,7 @@ class Group:
         self.place = f"unit {self.index} ({self.name or 'root'})"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
+        self.sums_are_shards = all(p.dtype is self.reduce_dtype for p in self.params)  # in dtype
         self.rescale(wiring.scale)
 
     def rescale(self, scale: float) -> None:
@@ -365,7 +366,9 @@ class Reduced:
 
     def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
         group = self._group
-        if group.scale != 1.0 and buffers:
+        if group.scale != 1.0 and len(buffers) == 1:
+            buffers[0].mul_(group.scale)
+        elif group.scale != 1.0 and buffers:
             _torch.foreach_mul_(buffers, group.scale)
         if group.after_reduce is not None:
             # Flags lie in the buffers, and are not the caller's.
@@ -395,5 +398,7 @@ class Reduced:
                 sums = self._last.flag_sums.tolist()
                 nobody = [k for k in self._absent if sums[k] == 0]
                 self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
+            if self._group.sums_are_shards:
+                return list(self._results)
         dtypes = [self._group.params[i].dtype for i in self._chosen]
         return [r if r is None or r.dtype is d else r.to(d) for r, d in zip(self._results, dtypes, strict=True)]

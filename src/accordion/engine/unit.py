@@ -132,9 +132,13 @@ class Unit:
     # -- leases
 
     def launch(self) -> None:
-        if not self.resident and not self._flights:
-            self._flights = [f for f in (g.gather() for g in self.groups) if f is not None]
-            self.resident = not self._flights
+        if self.resident or self._flights:
+            return
+        for group in self.groups:
+            flight = group.gather()
+            if flight is not None:
+                self._flights.append(flight)
+        self.resident = not self._flights
 
     def acquire(self) -> int:
         """Promise that the full parameters stand until `release`; the version of the shards that they show."""
@@ -201,9 +205,6 @@ class Unit:
         self, trained: Trained, values: Sequence[Any]
     ) -> Iterator[tuple[Group, Sequence[int], Sequence[Any]]]:
         """Split what is given per trained parameter into groups: (group, indices in it, values)."""
-        if len(self.groups) == 1:
-            yield self.groups[0], trained.indices, values
-            return
         start = 0
         pairs = list(zip(trained.indices, values, strict=True))
         for group in self.groups:
@@ -259,6 +260,10 @@ class Unit:
         if added:
             grads = [self._with_sum(i, p, g) for i, p, g in zip(trained.indices, trained.params, grads, strict=True)]
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
+        if len(self.groups) == 1:
+            group = self.groups[0]
+            sent = group.reduce_dtype if added else group.dtype
+            return [group.reduce(trained.indices, grads, sent, ours)]
         by_group = zip(self._by_group(trained, grads), self._by_group(trained, ours), strict=True)
         return [
             group.reduce(chosen, given, group.reduce_dtype if added else group.dtype, mine)
@@ -281,10 +286,10 @@ class Unit:
         Where gradients rest off the device, the copies that bring them there are `arriving` then. `adding`: see `Home.put`.
         """
         local: list[Tensor | None] = []
-        for (_, _, mine), part in zip(self._by_group(trained, adding), parts, strict=True):
+        by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]
+        for mine, part in zip(by_group, parts, strict=True):
             rows, flight = part.bring_home(mine)
             local += rows
             if flight is not None:
                 self.engine.arriving.append(flight)
-        pairs = zip(local, trained.params, strict=True)
-        return [None if g is None else _torch.as_dtensor(g, p) for g, p in pairs]
+        return _torch.as_dtensors(local, trained.params)

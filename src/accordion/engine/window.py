@@ -32,7 +32,7 @@ class Window:
         ]
         self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
-        self._inside: list[weakref.ref[nn.Module]] | None = None
+        self._inside: list[tuple[weakref.ref[nn.Module], int]] | None = None
         self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
 
     def guard_conversions(self, unit: Unit) -> None:
@@ -56,18 +56,20 @@ class Window:
         """Tensors of a graph that the last forward left in attributes, such as a router's loss: other ways into the backward."""
         if self._inside is None:
             root = self._module()
-            self._inside = [weakref.ref(m) for m in _modules_inside(root)] if root is not None else []
-        for ref in self._inside:
+            self._inside = [(weakref.ref(m), _first_own(m)) for m in _modules_inside(root)] if root is not None else []
+        for ref, start in self._inside:
             module = ref()
             if module is None:
                 continue
-            for value in [v for key, v in module.__dict__.items() if key not in OF_MODULES]:
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    yield value
-                elif type(value) in (list, tuple):
-                    yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
-                elif type(value) is dict:
-                    yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
+            for value in list(module.__dict__.values())[start:]:
+                kind = type(value)
+                if isinstance(value, Tensor):
+                    if value.grad_fn is not None:
+                        yield value
+                elif kind is list or kind is tuple:
+                    yield from [v for v in value if isinstance(v, Tensor) and v.grad_fn is not None]
+                elif kind is dict:
+                    yield from [v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None]
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules see of full tensors: the same list where no parameter says otherwise."""
@@ -177,6 +179,11 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None
     module = of()
     if module is not None:
         module.__dict__["_apply"] = apply
+
+
+def _first_own(module: nn.Module) -> int:
+    """Where a module's own attributes begin: behind torch's, unless some were set before `super().__init__()`."""
+    return len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
 
 
 def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
