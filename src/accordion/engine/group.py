@@ -177,6 +177,7 @@ class Group:
             self._gatherings.append(Gathering(wiring.replicate, self._inner, self.home, self._relay.room))
         if self.room is not None:
             self._gatherings.append(Gathering(wiring.shard, self.message, tagged, self.room))
+        self._is_direct = type(self.home) is Home and not wiring.relay
 
     def _prepare(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
         """What does not depend on how shards rest."""
@@ -184,6 +185,7 @@ class Group:
         self.wiring = wiring
         self.params, self.dtype, self.reduce_dtype = planned
         self.tag = self.index % NUM_TAGS + 1
+        self._is_direct = False
         self._gatherings: list[Gathering] = []  # to the relay, where there is one, and to the room
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -231,6 +233,11 @@ class Group:
         """Begin to fill the full storage; `landed` follows."""
         if self.room is None:
             return None
+        if self._is_direct:  # the common case, without the questions below
+            self.filled = self.version()
+            self.room.open()
+            self._gatherings[0].open()
+            return Flight(self.wiring.gather_lane, self._gatherings[0].steps(self._check), [], self._gathers)
         self.home.ready()
         now = self.version()
         self.room.open()

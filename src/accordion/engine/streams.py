@@ -108,6 +108,9 @@ class Flight:
 
     def _run(self) -> None:
         """Go on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
+        if self._pending is not None:
+            self._lane.watch.wait(self._pending, self._what)
+            self._pending = None
         for pending in self._steps:
             if pending.works:
                 self._pending = pending
@@ -117,8 +120,7 @@ class Flight:
 
     def land(self) -> None:
         """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
-        if not self._ended:
-            self._finish()
+        self._finish()
         if self._end is not None:
             self._lane.lead(self._end)
         self._held.clear()
@@ -141,14 +143,4 @@ class Flight:
 
     def _finish(self) -> None:
         while not self._ended:
-            if self._pending is not None:
-                self._wait(self._pending)
-                self._pending = None
             self._advance()
-
-    def _wait(self, pending: Pending) -> None:
-        if self._lane.sleeps:
-            with self._lane.entered():
-                self._lane.watch.wait(pending, self._what)
-        else:
-            self._lane.watch.wait(pending, self._what)

@@ -74,6 +74,9 @@ class Unit:
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
         self.full_bytes = sum(g.full_bytes for g in groups)
+        self._gathered = [g for g in groups if not g.alias]
+        self._rooms = [g.room for g in groups if g.room is not None]
+        self._storages = {room.key for room in self._rooms}
         self.leases = 0
         self.resident = False  # the full parameters stand
         self.stays = False  # they outlive their leases
@@ -145,9 +148,10 @@ class Unit:
         if self.resident:
             version = self.version()
         else:
-            self.launch()
+            if not self._flights:
+                self.launch()
             self._land()
-            version = sum([g.filled for g in self.groups if not g.alias])
+            version = sum([g.filled for g in self._gathered])
         self.leases += 1
         return version
 
@@ -169,19 +173,19 @@ class Unit:
     def let_go(self) -> None:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
         if self.leases == 0 and (self.resident or self._flights) and self.engine.wiring.watch.broken is None:
-            self._land()
+            if self._flights:
+                self._land()
             if not (self.engine.wiring.resident or self.stays):
                 self._close()
 
     def _close(self) -> None:
-        for group in self.groups:
-            if group.room is not None:
-                group.room.close()
+        for room in self._rooms:
+            room.close()
         self.resident = False
 
     def version(self) -> int:
         """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""
-        return sum([g.version() for g in self.groups if not g.alias])
+        return sum([g.version() for g in self._gathered])
 
     def mark_stale(self) -> None:
         for group in self.groups:
@@ -189,15 +193,14 @@ class Unit:
 
     def writes(self) -> int:
         """Counts writes into full parameters, which are lost; a gather does not count."""
-        return sum([g.room.flat._version for g in self.groups if g.room is not None])
+        return sum([room.flat._version for room in self._rooms])
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
-        return any(g.room is not None and g.room.holds(storage) for g in self.groups)
+        return _torch.storage_key(tensor.untyped_storage()) in self._storages
 
     # -- gradients
 
