@@ -53,7 +53,7 @@ class Call:
         self.gather: weakref.ref[Any] | None = None  # its node
         self.inputs: Sequence[Any] = ()
         self.waiting: dict[int, int] = {}
-        self.watching: list[Any] = []  # handles of hooks on nodes of inputs
+        self.watching: Sequence[Any] = ()  # handles of hooks on nodes of inputs
         self.shown: dict[int, Sequence[Tensor]] = {}
 
     @property
@@ -125,7 +125,7 @@ class Call:
             return
         self.waiting[task] = len(nodes)
         done = partial(_input_done, weakref.ref(self))
-        self.watching += [node.register_prehook(done) for node in nodes]
+        self.watching = [*self.watching, *[node.register_prehook(done) for node in nodes]]
 
     def input_done(self) -> None:
         task = _torch.current_graph_task()
@@ -140,7 +140,7 @@ class Call:
         if fulls is not None:
             for handle in self.watching:
                 handle.remove()
-            self.watching.clear()
+            self.watching = ()
             self.unit.window.hide(fulls)
             self.unit.stays = self.unit.habits.keep_on
             self.unit.release()
@@ -185,6 +185,7 @@ class Staged:
         return staged
 
 
+@_torch.run_at_once
 class Stage(torch.autograd.Function):
     """Shards to a token; its backward waits for the reduces that Gather's backward began.
 
@@ -216,23 +217,25 @@ def _landed(call: Call, parts: list[Reduced]) -> tuple[Tensor | None, ...] | Non
         engine.after_unit(call.unit)
     params, accumulates = call.trained.params, engine.accumulates()
     held = [p.grad for p in params]
-    listens = [not accumulates or _listens(p, g) for p, g in zip(params, held, strict=True)]
+    listens = _torch.have_hooks(params) if accumulates else [True] * len(params)
+    if [g for g in held if g is not None]:
+        pairs = zip(listens, held, strict=True)
+        listens = [heard or not (g is None or isinstance(g, DTensor)) for heard, g in pairs]
     adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
     grads = call.unit.as_gradients(call.trained, parts, adding)
     engine.flying.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
-    heard = any(listens)
+    heard = True in listens
     if heard:
         engine.land_gradients()
     if not accumulates:
         return None, None, *grads
     # Autograd's own accumulation detaches each gradient, for a DTensor a dispatch through Python: 12 us in 85 of a
     # parameter's host time, with collectives that do nothing.
-    for i, grad in enumerate(grads):
-        if grad is None or listens[i]:
+    for param, grad, standing, heard_one in zip(params, grads, held, listens, strict=True):
+        if grad is None or heard_one:
             continue
-        standing = held[i]
         if standing is None:
-            params[i].grad = grad
+            param.grad = grad
         else:
             engine.add(_torch.local_of(standing), _torch.local_of(grad))
     return (None, None, *[grad if yes else None for yes, grad in zip(listens, grads, strict=True)]) if heard else None
@@ -242,10 +245,7 @@ def _sums(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tu
     return tuple([b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)])
 
 
-def _listens(param: nn.Parameter, grad: Tensor | None) -> bool:
-    return _torch.has_hooks(param) or not (grad is None or isinstance(grad, DTensor))
-
-
+@_torch.run_at_once
 class Gather(torch.autograd.Function):
     """A token to the full trainable parameters, which stand already; its backward begins the reduce of their gradients."""
 
@@ -266,7 +266,7 @@ class Gather(torch.autograd.Function):
             call.waiting[task] = 0
         if call.waiting.get(task) == 0:
             call.end(task)
-        if any(g is not None and g.is_sparse for g in grads):
+        if [g for g in grads if g is not None and g.is_sparse]:
             raise UsageError(
                 f"unit {unit.name!r} got a sparse gradient; use dense ones: nn.Embedding(..., sparse=False)."
             )

@@ -59,7 +59,7 @@ class Room:
         self.flat = flat
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
-        self._key, self.num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
+        self.key, self.num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
         self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
@@ -79,9 +79,6 @@ class Room:
             self._is_open = True
         if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
             self.flat.data.fill_(float("nan"))
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        return self._key == _torch.storage_key(storage)
 
     def close(self) -> None:
         """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
@@ -161,7 +158,7 @@ class Gathering:
 
         `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there.
         """
-        if not self.away:
+        if self._to and not self.away:
             self.load()
         if self._axis.num_ranks == 1:
             return
@@ -235,6 +232,8 @@ class Plan:
             self.exchange and axis.reduce.sends and self.wire == dtype and bool(self.pack.stop - self.pack.start)
         )
         self.sums_in_place = num == 1 and self.wire == dtype
+        self.plain = not self.taken and all(msg.cuts[i].dim == 0 for i in msg.packed)
+        self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
 
 
 class Reduction:
@@ -290,13 +289,17 @@ class Reduction:
         msg, wire = self._msg, self._plan.wire
         for i in self._plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
-        grads = [grads[i] for i in self._plan.others]
+        if self._plan.taken:
+            grads = [grads[i] for i in self._plan.others]
         alone = self._axis.num_ranks == 1
         self._direct = [grads[i] if alone else grads[i].to(wire).contiguous() for i in msg.direct]
         if self._whole:
             _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
         if self._pack.numel():
-            parts = [by_rank(grads[i], msg.cuts[i]) for i in msg.packed if msg.cuts[i].shard_numel]
+            if self._plan.plain:
+                parts = [grads[i].contiguous() for i in self._plan.packed]
+            else:
+                parts = [by_rank(grads[i], msg.cuts[i]) for i in self._plan.packed]
             if flags.numel():
                 parts.append(flags)
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)

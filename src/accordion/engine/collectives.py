@@ -69,8 +69,8 @@ class Link:
         One launch on a stream-ordered backend. gloo copies in and out of a coalesced gather, and has none for CUDA tensors.
         """
         if self._async:
-            gather, pairs = self.group._allgather_base, zip(fulls, shards, strict=True)
-            return self._pending(*[gather(full, shard, self._gather_options) for full, shard in pairs])
+            gather, options, pairs = self.group._allgather_base, self._gather_options, zip(fulls, shards, strict=True)
+            return Pending(self, [gather(full, shard, options) for full, shard in pairs])
         if fulls:
             self._gather_coalesced(fulls, shards, self._gather_options)
         return self._pending()

@@ -271,10 +271,12 @@ class Engine:
 
     def land_gradients(self) -> None:
         """Let the host wait for gradients that travel to where they rest."""
+        if not self.arriving:
+            return
         for flight in self.arriving:
             flight.synchronize()
         self.arriving.clear()
-        for held, grad in self._to_add:
+        for held, grad in self._to_add:  # none where nothing arrives
             held.add_(grad)
         self._to_add.clear()
 

@@ -177,6 +177,7 @@ class Group:
             self._gatherings.append(Gathering(wiring.replicate, self._inner, self.home, self._relay.room))
         if self.room is not None:
             self._gatherings.append(Gathering(wiring.shard, self.message, tagged, self.room))
+        self._is_direct = type(self.home) is Home and not wiring.relay
 
     def _prepare(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
         """What does not depend on how shards rest."""
@@ -184,12 +185,14 @@ class Group:
         self.wiring = wiring
         self.params, self.dtype, self.reduce_dtype = planned
         self.tag = self.index % NUM_TAGS + 1
+        self._is_direct = False
         self._gatherings: list[Gathering] = []  # to the relay, where there is one, and to the room
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
+        self.sums_are_shards = all(p.dtype is self.reduce_dtype for p in self.params)  # in dtype
         self.rescale(wiring.scale)
 
     def rescale(self, scale: float) -> None:
@@ -230,6 +233,11 @@ class Group:
         """Begin to fill the full storage; `landed` follows."""
         if self.room is None:
             return None
+        if self._is_direct:  # the common case, without the questions below
+            self.filled = self.version()
+            self.room.open()
+            self._gatherings[0].open()
+            return Flight(self.wiring.gather_lane, self._gatherings[0].steps(self._check), [], self._gathers)
         self.home.ready()
         now = self.version()
         self.room.open()
@@ -365,7 +373,9 @@ class Reduced:
 
     def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
         group = self._group
-        if group.scale != 1.0 and buffers:
+        if group.scale != 1.0 and len(buffers) == 1:
+            buffers[0].mul_(group.scale)
+        elif group.scale != 1.0 and buffers:
             _torch.foreach_mul_(buffers, group.scale)
         if group.after_reduce is not None:
             # Flags lie in the buffers, and are not the caller's.
@@ -395,5 +405,7 @@ class Reduced:
                 sums = self._last.flag_sums.tolist()
                 nobody = [k for k in self._absent if sums[k] == 0]
                 self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
+            if self._group.sums_are_shards:
+                return list(self._results)
         dtypes = [self._group.params[i].dtype for i in self._chosen]
         return [r if r is None or r.dtype is d else r.to(d) for r, d in zip(self._results, dtypes, strict=True)]

@@ -42,7 +42,7 @@ class Hooks:
         module.__dict__["_accordion"] = self.unit
         self.modules.append(weakref.ref(module))
         # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
-        before, after = torch.compiler.disable(self.before), torch.compiler.disable(self.after)
+        before, after = _torch.unseen_by_dynamo(self.before), _torch.unseen_by_dynamo(self.after)
         # First, so that the pre-hooks of others (weight_norm's, say) see full parameters.
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 
 
@@ -142,19 +142,19 @@ class Order:
 
     def ahead(
         self, phase: Phase, unit: int, num_bytes: Callable[[int], int], budget_bytes: int | None
-    ) -> Iterator[int]:
+    ) -> Sequence[int]:
         """Units to have gathered while `unit` runs: as many as the budget holds, or one where there is no budget.
 
         `num_bytes`: what a unit takes while it is gathered, whether it stands already or not.
         """
-        seen, spent = {unit}, 0
         following = self.after(phase, unit)
-        while following is not None and following not in seen:
-            spent += num_bytes(following)
-            if budget_bytes is not None and spent > budget_bytes:
-                return
-            yield following
-            if budget_bytes is None:
-                return
-            seen.add(following)
+        if budget_bytes is None:
+            return () if following is None or following == unit else (following,)
+        found: list[int] = []
+        while following is not None and following != unit and following not in found:
+            budget_bytes -= num_bytes(following)
+            if budget_bytes < 0:
+                break
+            found.append(following)
             following = self.after(phase, following)
+        return found

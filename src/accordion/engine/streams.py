@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from accordion.engine.watch import Watch
 
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
-NOWHERE = nullcontext()  # keeps nothing, and may be entered again
 
 
 class Lane:
@@ -30,10 +29,7 @@ class Lane:
         self._device, self.watch, self.late = device, watch, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
-
-    @property
-    def sleeps(self) -> bool:
-        return self._module is not None
+        self.sleeps = self._module is not None  # work runs on a stream, and the host goes on
 
     def compute(self) -> Any:
         """The stream on which the caller computes; None on a device whose work is done in the order of the calls."""
@@ -66,7 +62,8 @@ class Lane:
                 now.wait_stream(stream)
 
     def entered(self) -> AbstractContextManager[Any]:
-        return NOWHERE if self._module is None else self._module.stream(self.stream)
+        """What runs inside runs on this lane; only where it sleeps."""
+        return self._module.stream(self.stream)  # type: ignore[no-any-return]
 
     def copy(self, copies: Callable[[], None], held: list[Any], what: str) -> Flight:
         """Begin copies on this lane; nothing is waited for."""
@@ -92,28 +89,40 @@ class Flight:
         self._pending: Pending | None = None
         self._ended = False
         self._end: Any = None
+        if not lane.sleeps:
+            if not lane.late:
+                self._run()
+            return
         lane.follow()
-        if not lane.late:
-            self._advance()
-        elif lane.sleeps:
+        if lane.late:
             with lane.entered():
                 _torch.sleep_on_device()
-            self._advance()
+        self._advance()
 
     def _advance(self) -> None:
-        """Run on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
-        with self._lane.entered():
-            for pending in self._steps:
-                if pending.works:
-                    self._pending = pending
-                    return
-            self._ended = True
-            self._end = self._lane.record()  # not at landing: the lane goes on with other flights
+        if self._lane.sleeps:
+            with self._lane.entered():
+                self._run()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        """Go on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
+        if self._pending is not None:
+            self._lane.watch.wait(self._pending, self._what)
+            self._pending = None
+        for pending in self._steps:
+            if pending.works:
+                self._pending = pending
+                return
+        self._ended = True
+        self._end = self._lane.record()  # not at landing: the lane goes on with other flights
 
     def land(self) -> None:
         """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
         self._finish()
-        self._lane.lead(self._end)
+        if self._end is not None:
+            self._lane.lead(self._end)
         self._held.clear()
 
     def join(self, lane: Lane) -> None:
@@ -134,8 +143,4 @@ class Flight:
 
     def _finish(self) -> None:
         while not self._ended:
-            if self._pending is not None:
-                with self._lane.entered():
-                    self._lane.watch.wait(self._pending, self._what)
-                self._pending = None
             self._advance()

@@ -49,13 +49,23 @@ def map_tensors(
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors that `map_tensors` reaches."""
     found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(keep, tree)
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            _collect(item, found)
+    elif type(tree) is dict or isinstance(tree, Mapping):
+        for item in tree.values():
+            _collect(item, found)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for f in dataclasses.fields(tree):
+            if f.init:
+                _collect(getattr(tree, f.name), found)
 
 
 def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:

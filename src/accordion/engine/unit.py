@@ -74,6 +74,9 @@ class Unit:
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
         self.full_bytes = sum(g.full_bytes for g in groups)
+        self._gathered = [g for g in groups if not g.alias]
+        self._rooms = [g.room for g in groups if g.room is not None]
+        self._storages = {room.key for room in self._rooms}
         self.leases = 0
         self.resident = False  # the full parameters stand
         self.stays = False  # they outlive their leases
@@ -132,18 +135,23 @@ class Unit:
     # -- leases
 
     def launch(self) -> None:
-        if not self.resident and not self._flights:
-            self._flights = [f for f in (g.gather() for g in self.groups) if f is not None]
-            self.resident = not self._flights
+        if self.resident or self._flights:
+            return
+        for group in self.groups:
+            flight = group.gather()
+            if flight is not None:
+                self._flights.append(flight)
+        self.resident = not self._flights
 
     def acquire(self) -> int:
         """Promise that the full parameters stand until `release`; the version of the shards that they show."""
         if self.resident:
             version = self.version()
         else:
-            self.launch()
+            if not self._flights:
+                self.launch()
             self._land()
-            version = sum([g.filled for g in self.groups if not g.alias])
+            version = sum([g.filled for g in self._gathered])
         self.leases += 1
         return version
 
@@ -165,19 +173,19 @@ class Unit:
     def let_go(self) -> None:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
         if self.leases == 0 and (self.resident or self._flights) and self.engine.wiring.watch.broken is None:
-            self._land()
+            if self._flights:
+                self._land()
             if not (self.engine.wiring.resident or self.stays):
                 self._close()
 
     def _close(self) -> None:
-        for group in self.groups:
-            if group.room is not None:
-                group.room.close()
+        for room in self._rooms:
+            room.close()
         self.resident = False
 
     def version(self) -> int:
         """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""
-        return sum([g.version() for g in self.groups if not g.alias])
+        return sum([g.version() for g in self._gathered])
 
     def mark_stale(self) -> None:
         for group in self.groups:
@@ -185,15 +193,14 @@ class Unit:
 
     def writes(self) -> int:
         """Counts writes into full parameters, which are lost; a gather does not count."""
-        return sum([g.room.flat._version for g in self.groups if g.room is not None])
+        return sum([room.flat._version for room in self._rooms])
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
-        return any(g.room is not None and g.room.holds(storage) for g in self.groups)
+        return _torch.storage_key(tensor.untyped_storage()) in self._storages
 
     # -- gradients
 
@@ -201,9 +208,6 @@ class Unit:
         self, trained: Trained, values: Sequence[Any]
     ) -> Iterator[tuple[Group, Sequence[int], Sequence[Any]]]:
         """Split what is given per trained parameter into groups: (group, indices in it, values)."""
-        if len(self.groups) == 1:
-            yield self.groups[0], trained.indices, values
-            return
         start = 0
         pairs = list(zip(trained.indices, values, strict=True))
         for group in self.groups:
@@ -259,6 +263,10 @@ class Unit:
         if added:
             grads = [self._with_sum(i, p, g) for i, p, g in zip(trained.indices, trained.params, grads, strict=True)]
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
+        if len(self.groups) == 1:
+            group = self.groups[0]
+            sent = group.reduce_dtype if added else group.dtype
+            return [group.reduce(trained.indices, grads, sent, ours)]
         by_group = zip(self._by_group(trained, grads), self._by_group(trained, ours), strict=True)
         return [
             group.reduce(chosen, given, group.reduce_dtype if added else group.dtype, mine)
@@ -281,10 +289,10 @@ class Unit:
         Where gradients rest off the device, the copies that bring them there are `arriving` then. `adding`: see `Home.put`.
         """
         local: list[Tensor | None] = []
-        for (_, _, mine), part in zip(self._by_group(trained, adding), parts, strict=True):
+        by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]
+        for mine, part in zip(by_group, parts, strict=True):
             rows, flight = part.bring_home(mine)
             local += rows
             if flight is not None:
                 self.engine.arriving.append(flight)
-        pairs = zip(local, trained.params, strict=True)
-        return [None if g is None else _torch.as_dtensor(g, p) for g, p in pairs]
+        return _torch.as_dtensors(local, trained.params)

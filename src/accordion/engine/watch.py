@@ -117,7 +117,8 @@ class Watch:
                     num_apart = self._look(pending.link.ranks, what, num_apart)
         for work in pending.sends:
             self._done(work, None, what)
-        self.forget()
+        if self._posted:
+            self.forget()
 
     def _done(self, work: Any, timeout_s: float | None, what: str) -> bool:
         try:

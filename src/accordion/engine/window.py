@@ -25,14 +25,17 @@ class Window:
         self._module, self._params = weakref.ref(module), params
         self._has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
-        # By module: the names of its parameters, and which they are.
-        self._rows = [
-            (ref, [attr for r, attr, _ in self._places if r == ref], [i for r, _, i in self._places if r == ref])
-            for ref in dict.fromkeys(ref for ref, _, _ in self._places)
-        ]
+        # Runs of parameters that lie in one module: it, their names, and which they are.
+        self._runs: list[tuple[weakref.ref[nn.Module], list[str], slice]] = []
+        for ref, attr, i in self._places:
+            if self._runs and self._runs[-1][0] == ref and self._runs[-1][2].stop == i:
+                names, which = self._runs.pop()[1:]
+                self._runs.append((ref, [*names, attr], slice(which.start, i + 1)))
+            else:
+                self._runs.append((ref, [attr], slice(i, i + 1)))
         self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
-        self._inside: list[weakref.ref[nn.Module]] | None = None
+        self._inside: list[tuple[weakref.ref[nn.Module], int]] | None = None
         self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
 
     def guard_conversions(self, unit: Unit) -> None:
@@ -44,11 +47,15 @@ class Window:
         """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
         if self._shown:
             return
-        for ref, attr, i in self._places:
+        for ref, names, which in self._runs:
             module = ref()
-            if module is not None and module._parameters.get(attr) is not self._params[i].sharded:
+            if module is None:
+                continue
+            params, registry = self._params[which], module.__dict__["_parameters"]
+            replaced = [p.name for p, name in zip(params, names, strict=True) if registry.get(name) is not p.sharded]
+            if replaced:
                 raise UsageError(
-                    f"parameter {self._params[i].name!r} was replaced after shard(), by functional_call or by assignment, and "
+                    f"parameter {replaced[0]!r} was replaced after shard(), by functional_call or by assignment, and "
                     "the sharded model would not use it; write into it under full_params(model, write=True)."
                 )
 
@@ -56,18 +63,20 @@ class Window:
         """Tensors of a graph that the last forward left in attributes, such as a router's loss: other ways into the backward."""
         if self._inside is None:
             root = self._module()
-            self._inside = [weakref.ref(m) for m in _modules_inside(root)] if root is not None else []
-        for ref in self._inside:
+            self._inside = [(weakref.ref(m), _first_own(m)) for m in _modules_inside(root)] if root is not None else []
+        for ref, start in self._inside:
             module = ref()
             if module is None:
                 continue
-            for value in [v for key, v in module.__dict__.items() if key not in OF_MODULES]:
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    yield value
-                elif type(value) in (list, tuple):
-                    yield from (v for v in value if isinstance(v, Tensor) and v.grad_fn is not None)
-                elif type(value) is dict:
-                    yield from (v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None)
+            for value in list(module.__dict__.values())[start:]:
+                kind = type(value)
+                if isinstance(value, Tensor):
+                    if value.grad_fn is not None:
+                        yield value
+                elif kind is list or kind is tuple:
+                    yield from [v for v in value if isinstance(v, Tensor) and v.grad_fn is not None]
+                elif kind is dict:
+                    yield from [v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None]
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules see of full tensors: the same list where no parameter says otherwise."""
@@ -109,28 +118,24 @@ class Window:
         """Let modules show what was shown last, or the shards."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
         in_dict = fulls is not None and not registered
-        if registered or self._in_registry:
-            seen = fulls if registered and fulls is not None else [p.sharded for p in self._params]
-            for module, names, which in self._rows_alive():
-                module.__dict__["_parameters"].update(zip(names, [seen[i] for i in which], strict=True))
-        if in_dict and fulls is not None:
-            for module, names, which in self._rows_alive():
-                module.__dict__.update(zip(names, [fulls[i] for i in which], strict=True))
-        elif self._in_dict:
-            for module, names, _ in self._rows_alive():
+        to_registry = fulls if registered else [p.sharded for p in self._params] if self._in_registry else None
+        for ref, names, which in self._runs:
+            module = ref()
+            if module is None:
+                continue
+            attributes = module.__dict__
+            if to_registry is not None:
+                attributes["_parameters"].update(zip(names, to_registry[which], strict=True))
+            if in_dict and fulls is not None:
+                attributes.update(zip(names, fulls[which], strict=True))
+            elif self._in_dict:
                 for name in names:
-                    module.__dict__.pop(name, None)
+                    attributes.pop(name, None)
         self._in_registry, self._in_dict = registered, in_dict
         for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
             rnn: Any = ref()
             if rnn is not None:
                 rnn.__dict__["_flat_weights"] = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
-
-    def _rows_alive(self) -> Iterator[tuple[nn.Module, list[str], list[int]]]:
-        for ref, names, which in self._rows:
-            module = ref()
-            if module is not None:
-                yield module, names, which
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         """What `module.to(...)` and its kin do to the parameters: the full ones while they are shown, nothing to shards.
@@ -177,6 +182,11 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None
     module = of()
     if module is not None:
         module.__dict__["_apply"] = apply
+
+
+def _first_own(module: nn.Module) -> int:
+    """Where a module's own attributes begin: behind torch's, unless some were set before `super().__init__()`."""
+    return len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
 
 
 def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
