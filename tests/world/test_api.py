@@ -156,9 +156,12 @@ def different(mesh, strategy: acc.Strategy) -> None:
         acc.shard(model, mesh=mesh, strategy=strategy)
     synced = models.seeded(dist.get_rank())
     synced.register_buffer("scale", torch.tensor([float(dist.get_rank())]))
+    for dtype in (torch.uint16, torch.complex64, torch.float8_e4m3fn):  # which gloo does not know
+        synced.register_buffer(str(dtype)[6:], torch.full((2, 3), float(dist.get_rank() + 1)).to(dtype).t())
     synced = acc.shard(synced, mesh=mesh, strategy=strategy, sync=True)
     assert_equal(params_of(synced), dict(models.seeded(0).named_parameters()))
     assert synced.scale.item() == 0.0
+    assert all((b.to(torch.complex64) == 1).all() for name, b in synced.named_buffers() if name != "scale")
     one_loss(synced).backward()
 
 

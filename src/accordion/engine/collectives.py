@@ -157,11 +157,14 @@ def extremes(value: Tensor, links: Sequence[Link]) -> tuple[Tensor, Tensor]:
 
 
 def broadcast(tensors: Sequence[Tensor], links: Sequence[Link]) -> None:
-    """Every tensor takes the value of the first rank of each link; waits."""
+    """Every tensor takes the value of the first rank of each link; waits. As bytes: gloo knows few dtypes."""
     for link in links:
         if link.num_ranks > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, group=link.group, group_src=0)
+                whole = tensor.detach().contiguous()
+                dist.broadcast(whole.view(-1).view(torch.uint8), group=link.group, group_src=0)
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.detach().copy_(whole)
 
 
 def common_name(links: Sequence[Link]) -> str:
