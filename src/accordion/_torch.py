@@ -284,14 +284,17 @@ def named_group(name: str, ranks: list[int], device: torch.device | None) -> Any
 
     `new_group(use_local_synchronization=True)` names it after the number of groups that a rank knows. Where ranks know
     different ones, `new_group([0])` suffices, each waits for the others under a name of its own, for good.
+    Nor is it split off the job's communicator, as torch does where `init_process_group` was given a device: all ranks of
+    the job would have to take part.
     """
     c10d: Any = torch.distributed.distributed_c10d
-    plain = c10d._process_group_name
+    plain = c10d._process_group_name, c10d._get_split_source
     c10d._process_group_name = lambda ranks, use_hashed_name: name
+    c10d._get_split_source = lambda group: None
     try:
         return torch.distributed.new_group(ranks, use_local_synchronization=True, device_id=device)
     finally:
-        c10d._process_group_name = plain
+        c10d._process_group_name, c10d._get_split_source = plain
 
 
 def backend_of(group: Any, device: torch.device) -> str:
