@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from accordion.errors import OffloadError
+from accordion.errors import OffloadError, UsageError
 from accordion.memory import disk, pieces
+from accordion.memory.arena import Arena
 from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
 from accordion.memory.entries import Entry
+from accordion.memory.stream import NUM_BUFFERS, Stream
 from tests.disks import mounted
 
 PAGE = disk.ALIGN_BYTES
@@ -178,6 +182,38 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
             part.todo.entry.own[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)
+
+
+def test_several_requests_are_in_flight(tmp_path, monkeypatch):
+    """Four reads wait for each other: one after the other they would never end."""
+    numel, together = 4 * PAGE, threading.Barrier(NUM_BUFFERS)
+    area = pieces.Area(SwapFile(tmp_path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
+    own = torch.zeros(numel)
+    todo = pieces.Todo(Entry(0, own, own, own, {}), pieces.Place(area, 0, {}), frozenset({"a"}))
+    real = os.preadv
+
+    def preadv(*given: Any) -> int:
+        together.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    parts = list(pieces.pieces_of([todo]))
+    assert len(parts) == NUM_BUFFERS
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        stream = Stream(parts, pool, [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)])
+        for which in range(NUM_BUFFERS):
+            _, (view, *_) = stream.take(which)
+            assert not view.any()
+
+
+def test_host_memory_is_given_at_once_and_never_grows():
+    arena = Arena(3 * PAGE, torch.device("cpu"))
+    first, second = arena.take(PAGE // 4 + 1, torch.float32), arena.take(7, torch.float32)
+    assert second.data_ptr() - first.data_ptr() == 2 * PAGE
+    with pytest.raises(AssertionError, match="sized for all that is taken"):
+        arena.take(1, torch.float32)
+    with pytest.raises(UsageError, match=rf"offloading needs {2**60} bytes of host memory .* the machine did not give"):
+        Arena(2**60, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("total", "wanted"), [(10, 2**16), (10**7, 10**5), (10**9, 2**21)])

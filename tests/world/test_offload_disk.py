@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
 import accordion as acc
+from accordion.memory.paged import DiskHome
 from tests.world import models
 from tests.world.checks import one_loss, units_of
 from tests.world.offloads import disk, disk_of_all, pieces_of
@@ -72,6 +75,27 @@ def all_on_disk(mesh, path: Path) -> None:
     assert os.listdir(path) == []
 
 
+def ahead(mesh, path: Path) -> None:
+    """From the second pass on the shards of a unit are being read before it is gathered, in the forward and in the backward."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(params=f"disk:{path}", optimizer="host"))
+    one_loss(model).backward()
+    begun, late = [], []
+    begin_read, refresh = DiskHome.begin_read, DiskHome.refresh
+
+    def watched_read(home: DiskHome, version: int) -> None:
+        begun.append(home)
+        begin_read(home, version)
+
+    def watched_refresh(home: DiskHome, version: int) -> Any:
+        late.extend([home] if home not in begun else [])
+        begun.clear()
+        return refresh(home, version)
+
+    with mock.patch.multiple(DiskHome, begin_read=watched_read, refresh=watched_refresh):
+        one_loss(model, 1)
+    assert len(late) == 1, "the first unit, which nobody announces"
+
+
 def touched(mesh, path: Path) -> None:
     """What a caller writes into a parameter, a gradient or a state counts, though it lies on disk; what he keeps is his."""
     found = []
@@ -98,4 +122,5 @@ def touched(mesh, path: Path) -> None:
 def test_everything_on_disk(world, tmp_path):
     world.run(2, all_on_disk, tmp_path)
     world.run(2, touched, tmp_path)
+    world.run(1, ahead, tmp_path)
     world.run(2, in_pieces, tmp_path)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import accordion as acc
+from accordion.memory.step import Job
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss
 from tests.world.offloads import HOST, MIXED, disk, disk_of_all, places
@@ -63,6 +67,38 @@ def deferred(mesh, kind: str, path: Path) -> None:
 @pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
 def test_a_step_behind_the_next_forward_changes_no_bit(world, kind, tmp_path):
     world.run(2, deferred, kind, tmp_path)
+
+
+def each_waits_for_its_own(mesh) -> None:
+    """The step of the last unit begins when the first one's forward has: it runs behind the forward, in the forward's order."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    begun, order = threading.Event(), []
+    real = Job.run
+
+    def run(job: Job) -> Any:
+        names = [name for name, p in model.named_parameters() if any(e.param is p for e in job.entries)]
+        order.append(".".join(names[0].split(".")[:2]))
+        if names[0].startswith("blocks.2"):
+            assert begun.wait(60), "a gather waited for the steps of other units"
+        return real(job)
+
+    for step in range(2):
+        one_loss(model, step).backward()
+        with mock.patch.object(Job, "run", run):
+            optimizer.step()
+            if step == 1:
+                model.blocks[0].register_forward_hook(lambda *_: begun.set())
+                one_loss(model, step)
+            else:
+                begun.set()
+            acc.synchronize(model)
+        begun.clear()
+    assert order == ["embed.weight", "blocks.0", "blocks.1", "blocks.2"] * 2
+
+
+def test_a_gather_waits_for_the_step_of_its_own_unit(world):
+    world.run(1, each_waits_for_its_own)
 
 
 def scaled(mesh, path: Path) -> None:
