@@ -139,7 +139,8 @@ class Local:
         if begun.path.exists():
             shutil.rmtree(begun.path)  # of a save that was killed
         made = [above for above in path.parents if not above.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if made:
+            path.parent.mkdir(parents=True, exist_ok=True)
         for above in made:
             _sync(above.parent)
         begun.path.mkdir()
