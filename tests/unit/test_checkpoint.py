@@ -297,3 +297,46 @@ def test_what_nobody_has_seen_yet_is_read_once(tmp_path, monkeypatch):
         assert num_bytes * (4 if fresh else 6) <= sum(read) < num_bytes * (4 if fresh else 6) + 4000
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert all(torch.equal(optimizer.state[one][key], mine.state[two][key]) for key in optimizer.state[one])
+
+
+def test_frozen_parameters_and_optimizers_of_some(tmp_path):
+    """What is frozen is saved and loaded; what the optimizer does not hold has no state, whatever was frozen before."""
+    model, other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    other[0].requires_grad_(False)
+    mine = torch.optim.AdamW(other[1].parameters())
+    load(tmp_path / "c", other, mine)
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert [p.requires_grad for p in other.parameters()] == [False, False, True, True]
+    assert torch.equal(mine.state[other[1].weight]["exp_avg"], optimizer.state[model[1].weight]["exp_avg"])
+    thawed = torch.optim.AdamW(other.parameters())
+    with pytest.raises(CheckpointError, match=r"2 missing in the checkpoint's parameter group 0: 0\.weight, 0\.bias"):
+        load(tmp_path / "c", other, thawed)
+    with pytest.warns(UserWarning, match="was loaded in part"):
+        load(tmp_path / "c", other, thawed, strict=False)
+    assert torch.equal(thawed.state[other[1].weight]["exp_avg"], optimizer.state[model[1].weight]["exp_avg"])
+    assert not thawed.state[other[0].weight]
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """What a loss of power leaves is what was synced: files, then their names, then the folder's and that of what holds it."""
+    model, log = nn.Linear(2, 2), []
+    fsync, rename = os.fsync, os.rename
+
+    def place(path):
+        return os.path.relpath(path, tmp_path)
+
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (log.append(place(os.readlink(f"/proc/self/fd/{handle}"))), fsync(handle))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b, **k: (log.append(f"{place(a)} -> {place(b)}"), rename(a, b, **k)))
+    save(tmp_path / "new" / "run" / "c", model)
+    files = ["new/run/.c.tmp/rank-00000.safetensors", "new/run/.c.tmp/manifest.json", "new/run/.c.tmp"]
+    assert log == ["new", ".", *files, "new/run/.c.tmp -> new/run/c", "new/run"]
+    log.clear()
+    save(tmp_path / "new" / "run" / "c", model)
+    assert log == [*files, "new/run/c -> new/run/.c.old", "new/run/.c.tmp -> new/run/c", "new/run"]

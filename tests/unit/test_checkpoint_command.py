@@ -72,16 +72,16 @@ def test_inspect_verify_diff_and_prune(tmp_path, capsys):
         0,
         {"path": str(tmp_path / "step-2"), "good": True, "faults": []},
     )
-    with open(tmp_path / "step-2" / "rank-00000.safetensors", "r+b") as file:
-        file.seek(-200, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-200, os.SEEK_END)
-        file.write(bytes([byte ^ 4]))
+    file = tmp_path / "step-2" / "rank-00000.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-200] + bytes([whole[-200] ^ 4]) + whole[-199:])
     code, found = told(capsys, "verify", tmp_path / "step-2")
     assert code == 1
     assert len(found["faults"]) == 1
     assert "is damaged in bytes" in found["faults"][0]
 
+    assert told(capsys, "prune", tmp_path, "--keep", 1)[1]["removed"] == []  # the last good one
+    file.write_bytes(whole)
     assert told(capsys, "prune", tmp_path, "--keep", 1, "--dry-run")[1]["removed"] == [str(tmp_path / "step-1")]
     assert told(capsys, "prune", tmp_path, "--keep", 1)[1]["removed"] == [str(tmp_path / "step-1")]
     assert os.listdir(tmp_path) == ["step-2"]
@@ -183,7 +183,7 @@ def test_torch_and_dcp_go_out(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["c", "dcp", "m.pt"]
 
 
-def test_from_pretrained_loads_what_goes_out(tmp_path):
+def test_from_pretrained_loads_what_goes_out(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32,
@@ -198,7 +198,9 @@ def test_from_pretrained_loads_what_goes_out(tmp_path):
     export(tmp_path / "c", tmp_path / "hf")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert_equal(model, again)
-    export(tmp_path / "c", tmp_path / "like", like=tmp_path / "hf")
+    monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 4000)
+    made = export(tmp_path / "c", tmp_path / "like", like=tmp_path / "hf")
+    assert str(tmp_path / "like" / "model.safetensors.index.json") in made
     assert_equal(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "like", dtype=torch.float32))
 
 

@@ -1,5 +1,6 @@
 """Checkpoints over ranks: saved at any number of ranks and any placements, loaded at any other."""
 
+import importlib
 import os
 
 import pytest
@@ -418,3 +419,38 @@ def test_sharded_models_go_on_under_any_strategy(world, tmp_path, strategy):
         assert losses == pytest.approx(wanted, rel=1e-5)
     unbroken, _, _ = on_mesh(world, strategy, None, None, 5)
     assert unbroken[2:] == wanted
+
+
+PIECE = 2**12
+
+
+def save_in_pieces(mesh, path):
+    modules = [importlib.import_module(f"accordion.checkpoint.{name}") for name in ("writing", "save")]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "PIECE_BYTES", PIECE)
+        save(path, small(1, mesh))
+
+
+def small(seed, mesh):
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.weight = nn.Parameter(place(torch.randn(600, 64), mesh, [S0]))
+    return model
+
+
+def bytes_read(mesh, path):
+    """How much of the tensor file a rank reads, and whether it then holds its rows."""
+    model, read, preadv = small(2, mesh), [], os.preadv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *words: read.append(preadv(*words)) or read[-1])
+        load(path, model)
+    assert torch.equal(model.weight.to_local(), small(1, mesh).weight.to_local())
+    return sum(read), model.weight.to_local().numel() * 4
+
+
+def test_a_rank_reads_its_rows_and_little_more(world, tmp_path):
+    world.run(2, save_in_pieces, tmp_path / "c")
+    for read, own in world.run(4, bytes_read, tmp_path / "c"):
+        headers = 2 * 4000  # of the files
+        assert 2 * own <= read <= 2 * own + 2 * PIECE + headers

@@ -1,5 +1,6 @@
 """Saves that are killed at any instant, bytes that change, disks that fail, and manifests that lie."""
 
+import copy
 import errno
 import json
 import multiprocessing as mp
@@ -301,13 +302,15 @@ def lied(words, rng):
     words = json.loads(json.dumps(words))
     for _ in range(rng.randint(1, 3)):
         all_places = list(places(words))
+        if not all_places:
+            break
         *where, last = rng.choice(all_places)
         inner = words
         for key in where:
             inner = inner[key]
         what = rng.random()
         if what < 0.6:
-            inner[last] = rng.choice(STRANGE)
+            inner[last] = copy.deepcopy(rng.choice(STRANGE))
         elif what < 0.75 and isinstance(inner, list):
             inner.append(inner[last])
         elif what < 0.9:

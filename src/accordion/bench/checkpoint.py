@@ -161,10 +161,12 @@ def _without_sums() -> Iterator[None]:
         def update(self, data: Buffer, /) -> None: ...
 
     with ExitStack() as stack:
-        for name in ("gather", "writing"):
-            stack.enter_context(patch.object(import_module(f"accordion.checkpoint.{name}"), "summer", same))
-        reading = import_module("accordion.checkpoint.reading")
-        stack.enter_context(patch.object(reading, "running", lambda kind: partial(Same, kind)))
+        for name, what, stand_in in (
+            ("gather", "summer", same),
+            ("writing", "running", lambda kind: partial(Same, kind)),
+            ("reading", "running", lambda kind: partial(Same, kind)),
+        ):
+            stack.enter_context(patch.object(import_module(f"accordion.checkpoint.{name}"), what, stand_in))
         stack.enter_context(patch.object(import_module("accordion.checkpoint.load"), "_check", lambda *_: None))
         yield
 

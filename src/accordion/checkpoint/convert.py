@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accordion.checkpoint.folders import Local, checkpoint_at, folder_at
+from accordion.checkpoint.folders import Folder, Local, checkpoint_at, folder_at
 from accordion.checkpoint.foreign import HF_INDEX, HF_SINGLE, Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
 from accordion.checkpoint.gather import described
@@ -36,22 +36,31 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     is unpickled but tensors and, from DCP's metadata, a short list of names. Host memory: one source file at a time.
     Raises `CheckpointError` for a source that is damaged or names anything else, `UsageError` for one of no known format.
     """
-    found = open_foreign(source)
-    folder = folder_at(target)
-    begun = folder.begin()
     try:
-        for i, read in enumerate(found.files):
-            parts = read()
-            if parts:
-                write(begun, file_name(i), layout(parts, i))
-        text = memoryview(dump(described(_form(found), begun)))
-        with begun.create(MANIFEST) as file:
-            file.write(text)
-        folder.commit(begun)
-    except BaseException:
-        begun.discard()
+        found = open_foreign(source)
+        folder = folder_at(target)
+        begun = folder.begin()
+        try:
+            _write(found, begun)
+            folder.commit(begun)
+        except BaseException:
+            begun.discard()
+            raise
+    except (CheckpointError, UsageError):
         raise
+    except Exception as error:  # whatever a source that somebody else wrote makes of torch and of this
+        raise CheckpointError(f"{os.fspath(source)} cannot be converted: {type(error).__name__}: {error}") from error
     return found
+
+
+def _write(found: Foreign, begun: Folder) -> None:
+    for i, read in enumerate(found.files):
+        parts = read()
+        if parts:
+            write(begun, file_name(i), layout(parts, i))
+    text = memoryview(dump(described(_form(found), begun)))
+    with begun.create(MANIFEST) as file:
+        file.write(text)
 
 
 def _form(found: Foreign) -> Manifest:

@@ -138,7 +138,12 @@ class Local:
         begun = self.begun()
         if begun.path.exists():
             shutil.rmtree(begun.path)  # of a save that was killed
-        begun.path.mkdir(parents=True)
+        made = [above for above in path.parents if not above.exists()]
+        if made:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        for above in made:
+            _sync(above.parent)
+        begun.path.mkdir()
         return begun
 
     def begun(self) -> Local:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from accordion.checkpoint.boxes import Box, box_of
 from accordion.checkpoint.folders import Local
-from accordion.checkpoint.format import DTYPES, PLAIN_FILE
-from accordion.checkpoint.gather import read_head, stored_in
+from accordion.checkpoint.format import DTYPES, MOST_DIMS, PLAIN_FILE
+from accordion.checkpoint.gather import Stored, read_head, stored_in
 from accordion.checkpoint.values import Json, encode
 from accordion.checkpoint.writing import Part
 from accordion.errors import CheckpointError, UsageError
@@ -27,6 +28,7 @@ from accordion.errors import CheckpointError, UsageError
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 DCP_METADATA = ".metadata"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # under which programs put a model's state dict
+LARGEST_EXPANDED = 2**26  # bytes of a tensor that is larger than the memory it is made of
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
@@ -67,7 +69,7 @@ def _hf_files(folder: Path) -> list[str]:
     try:
         names = sorted(set(json.loads((folder / HF_INDEX).read_text())["weight_map"].values()))
         bad = [name for name in names if not PLAIN_FILE.fullmatch(name) or ".." in name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / HF_INDEX} is no index: {type(error).__name__}: {error}.") from error
     if bad:
         raise CheckpointError(
@@ -95,17 +97,37 @@ def _mapped(folder: Path, name: str) -> Iterator[tuple[str, Tensor]]:
     try:
         with closing(Local(folder).open(name)) as reader:
             stored, num_bytes = list(stored_in(read_head(reader))), reader.num_bytes
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / name} is no safetensors file: {type(error).__name__}: {error}.") from error
     data = torch.from_numpy(np.memmap(folder / name, mode="c", dtype=np.uint8)) if num_bytes else torch.empty(0)
     for held in stored:
-        if held.dtype not in DTYPES or not 0 <= held.at <= held.end <= num_bytes:
-            raise CheckpointError(f"{held.name} of {folder / name} is {held.dtype} in bytes {held.at} to {held.end}.")
+        if not _lies_in(held, num_bytes):
+            raise CheckpointError(
+                f"{held.name} of {folder / name} cannot be {held.dtype} of shape {held.shape} in bytes {held.at} to {held.end}."
+            )
         dtype, part = DTYPES[held.dtype], data[held.at : held.end]
         part = part if held.at % dtype.itemsize == 0 else part.clone()
-        if part.numel() != Box(held.shape, held.shape).numel * dtype.itemsize:
-            raise CheckpointError(f"{held.name} of {folder / name} has {part.numel()} bytes for shape {held.shape}.")
         yield held.name, part.view(dtype).view(held.shape)
+
+
+def _lies_in(held: Stored, num_bytes: int) -> bool:
+    """Whether a header's words mean a tensor in a file of so many bytes."""
+    sizes = [held.at, held.end, *held.shape]
+    if not isinstance(held.dtype, str) or held.dtype not in DTYPES or len(held.shape) > MOST_DIMS:
+        return False
+    if not all(type(size) is int and size >= 0 for size in sizes) or not held.at <= held.end <= num_bytes:
+        return False
+    return held.end - held.at == math.prod(held.shape) * DTYPES[held.dtype].itemsize
+
+
+def _checked(name: str, tensor: Tensor) -> Tensor:
+    """Raise `CheckpointError` for a tensor that a file can say in few bytes and nobody can hold."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CheckpointError(f"{name} is no plain tensor: {tensor.layout}, {tensor.dtype} on {tensor.device}.")
+    num_bytes, held = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if num_bytes > max(held, LARGEST_EXPANDED):
+        raise CheckpointError(f"{name} of shape {tuple(tensor.shape)} is absurd: {num_bytes} bytes made of {held}.")
+    return tensor
 
 
 # -- a file of torch.save
@@ -125,7 +147,7 @@ def _torch_file(path: Path) -> Foreign:
     if inner is not None:
         left = [str(key) for key in held if key != inner]
         held = held[inner]
-    tensors = {str(key): value for key, value in held.items() if isinstance(value, Tensor)}
+    tensors = {str(key): _checked(str(key), value) for key, value in held.items() if isinstance(value, Tensor)}
     left += [str(key) for key, value in held.items() if not isinstance(value, Tensor)]
     return Foreign(
         kind="torch.save",
@@ -276,7 +298,11 @@ def _dcp_value(folder: Path, info: Any) -> Any:
     try:
         with open(folder / info.relative_path, "rb") as file:
             file.seek(info.offset)
-            return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+            room = os.fstat(file.fileno()).st_size - info.offset
+            if not 0 <= info.length <= room:
+                raise ValueError(f"{info.length} bytes from byte {info.offset} on are not there")
+            value = torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+            return _checked(str(info.relative_path), value) if isinstance(value, Tensor) else value
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder / info.relative_path} cannot be read as tensors alone: {str(error).splitlines()[0]}"

@@ -12,8 +12,7 @@ import torch
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import Entry, Manifest
 from accordion.checkpoint.load import whole
-from accordion.checkpoint.reading import Files, Read, read_manifest
-from accordion.errors import CheckpointError
+from accordion.checkpoint.reading import Files, faults_in, read_manifest
 
 BLOCK = 2**22  # elements that are compared at once
 
@@ -43,14 +42,7 @@ def _about(entry: Entry) -> dict[str, Any]:
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte; everything that is not as it was written, each naming file and tensor. Empty: all is good."""
-    folder = checkpoint_at(path)
-    try:
-        manifest = read_manifest(folder)
-        with closing(Files(folder, manifest)) as files:
-            files.check_sizes()
-            return files.faults(Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in manifest.chunks())
-    except (CheckpointError, OSError) as error:
-        return [str(error)]
+    return faults_in(checkpoint_at(path))
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 
 from accordion.checkpoint.folders import Folder, Local, folder_at, readable
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.reading import faults_in, read_manifest
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
@@ -46,11 +46,17 @@ def is_complete(folder: Folder) -> bool:
 def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> list[str]:
     """Remove all but the `keep` newest good checkpoints in `folder`; returns which. With `dry` it only says which.
 
-    What is not complete is neither counted nor removed: a save may be writing it. Raises `UsageError` for `keep` below 1.
+    What is not complete is neither counted nor removed: a save may be writing it. Before any is removed one of those that
+    stay is read, every byte; where none of them is as it was written, more of the older ones stay, up to one that is. Raises
+    `UsageError` for `keep` below 1.
     """
     if keep < 1:
         raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
-    doomed = good_ones(folder_at(folder))[:-keep]
+    found = good_ones(folder_at(folder))
+    doomed = found[:-keep]
+    if doomed:
+        sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i])), 0)
+        doomed = doomed[:sound]
     for one in [] if dry else doomed:
         one.discard()
     return [str(one) for one in doomed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -190,3 +191,14 @@ class Files:
             rows = stage.view(dtype).view(-1, *row_shape)
             first = (a - start) // row_bytes
             into[first : first + rows.shape[0]].copy_(rows[(slice(None), *inner)])
+
+
+def faults_in(folder: Folder) -> list[str]:
+    """Read every byte of a checkpoint; everything that is not as it was written, each naming file and tensor."""
+    try:
+        manifest = read_manifest(folder)
+        with closing(Files(folder, manifest)) as files:
+            files.check_sizes()
+            return files.faults(Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in manifest.chunks())
+    except (CheckpointError, OSError) as error:
+        return [str(error)]

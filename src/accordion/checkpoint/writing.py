@@ -12,9 +12,12 @@ from torch import Tensor
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.folders import Folder, Writer
 from accordion.checkpoint.format import code_of, entry_name, header
-from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, kind_here, pieces, summer
+from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, Running, kind_here, pieces, running
 
 SUMS = "sums"
+WRITTEN_BYTES = (
+    2**20
+)  # at once, summed just before: the write finds them in the processor's cache; 0.86 of a piece's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +78,22 @@ def write(folder: Folder, name: str, plan: Layout, host: memoryview | None = Non
     `host`: the bytes of its parts, where they were copied. Without it they are copied from their devices one at a time:
     safetensors' own writer wants all tensors in host memory at once and refuses views of one storage, which shards are.
     """
-    sum_of = summer(plan.kind)
+    begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
     with folder.create(name) as file:
         file.write(memoryview(plan.head))
         for part, data in _parts_of(plan, host):
-            sums[_entry_name(part)] = [_passed(file, data[a:b], sum_of) for a, b in pieces(0, len(data), PIECE_BYTES)]
+            sums[_entry_name(part)] = [_passed(file, data[a:b], begin()) for a, b in pieces(0, len(data), PIECE_BYTES)]
         text = _as_json(sums)
         assert len(text) == plan.sums_bytes, "layout() knows how long checksums are"
         file.write(memoryview(text))
 
 
-def _passed(file: Writer, piece: memoryview, sum_of: object) -> str:
-    found: str = sum_of(piece)  # type: ignore[operator]
-    file.write(piece)
-    return found
+def _passed(file: Writer, piece: memoryview, total: Running) -> str:
+    for a, b in pieces(0, len(piece), WRITTEN_BYTES):
+        total.update(piece[a:b])
+        file.write(piece[a:b])
+    return total.hexdigest()
 
 
 def _parts_of(plan: Layout, host: memoryview | None) -> Iterator[tuple[Part, memoryview]]:

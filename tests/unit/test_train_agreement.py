@@ -1,0 +1,44 @@
+"""`accordion train` on ranks that found different things: every rank hears what differs, before any of them trains."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from accordion.errors import DivergenceError
+from accordion.train import loop
+from accordion.train.config import Config
+from accordion.train.launch import Place
+
+SAME = {"num_train": 1000, "digest": "d" * 64, "tokenizer_digest": "t" * 64, "resume": None}
+DIFFERENT = {
+    "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 999 (dddddddddddd)": {"num_train": 999},
+    "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 1,000 (eeeeeeeeeeee)": {"digest": "e" * 64},
+    "a tokenizer: rank 0 has tttttttttttt, rank 1 has uuuuuuuuuuuu": {"tokenizer_digest": "u" * 64},
+    "a checkpoint to go on from: rank 0 has None, rank 1 has c/step-3": {"resume": "c/step-3"},
+}
+
+
+@pytest.mark.parametrize(("message", "others"), DIFFERENT.items())
+def test_what_ranks_found_differs(monkeypatch, message, others):
+    """Rank 1 found something else; the exchange is made up of what each rank says."""
+    ranks = [SAME, {**SAME, **others}]
+    said: list[dict[str, str]] = []
+
+    def agree(rank):
+        tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
+        place = Place(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
+        loop._agree(Config(), SimpleNamespace(tokens=tokens, resume=ranks[rank]["resume"]), place)
+
+    def listen(into, mine):
+        said.append(mine)
+        into[:] = [mine, mine]
+
+    monkeypatch.setattr(loop.dist, "all_gather_object", listen)
+    agree(0)
+    agree(1)
+    monkeypatch.setattr(loop.dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), said))
+    for rank in (0, 1):
+        with pytest.raises(DivergenceError, match=re.escape(message)) as caught:
+            agree(rank)
+        assert "give every machine the same data.path and checkpoint.dir" in str(caught.value)
