@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.group import Group, Reduced
+from accordion.engine.group import Group
+from accordion.engine.reduced import Reduced
 from accordion.engine.schedule import Phase
 from accordion.engine.streams import Flight
 from accordion.engine.window import Window
