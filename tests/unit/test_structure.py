@@ -76,6 +76,7 @@ ENGINE = [
     "unit",
     "window",
     "group",
+    "reduced",
     "around",
     "axis",
     "streams",
