@@ -77,7 +77,6 @@ class Unit:
         self.full_bytes = sum(g.full_bytes for g in groups)
         self._gathered = [g for g in groups if not g.alias]
         self._rooms = [g.room for g in groups if g.room is not None]
-        self._storages = {room.key for room in self._rooms}
         self.leases = 0
         self.resident = False  # the full parameters stand
         self.stays = False  # they outlive their leases
@@ -201,7 +200,8 @@ class Unit:
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
-        return _torch.storage_key(tensor.untyped_storage()) in self._storages
+        storage = tensor.untyped_storage()
+        return any(room.holds(storage) for room in self._rooms)
 
     # -- gradients
 
