@@ -229,6 +229,7 @@ def _alone() -> list[tuple[int, ...]]:
     """What the counts are where nobody else has a gradient: asked of two, a view among them, since versions differ."""
     found: list[tuple[int, ...]] = []
 
+    @run_at_once  # as those who ask: what lies between holds references too
     class Asks(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

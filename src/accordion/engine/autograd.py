@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.engine.engine import IN_BACKWARD, Engine, Kept
 from accordion.engine.finite import Moment
-from accordion.engine.group import Reduced
+from accordion.engine.reduced import Reduced
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError

@@ -59,7 +59,7 @@ class Room:
         self.flat = flat
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
-        self.key, self.num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
+        self._key, self.num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
         self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
@@ -79,6 +79,9 @@ class Room:
             self._is_open = True
         if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
             self.flat.data.fill_(float("nan"))
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return self._key == _torch.storage_key(storage)
 
     def close(self) -> None:
         """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""

@@ -14,7 +14,8 @@ from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.collectives import reduced
 from accordion.engine.finite import Finite
-from accordion.engine.group import Reduced, Wiring
+from accordion.engine.group import Wiring
+from accordion.engine.reduced import Reduced
 from accordion.engine.schedule import Expected, Order, Phase
 from accordion.engine.streams import Flight
 from accordion.engine.together import Step, Together

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.group import Group, Reduced
+from accordion.engine.group import Group
+from accordion.engine.reduced import Reduced
 from accordion.engine.schedule import Phase
 from accordion.engine.streams import Flight
 from accordion.engine.window import Window
@@ -76,7 +77,6 @@ class Unit:
         self.full_bytes = sum(g.full_bytes for g in groups)
         self._gathered = [g for g in groups if not g.alias]
         self._rooms = [g.room for g in groups if g.room is not None]
-        self._storages = {room.key for room in self._rooms}
         self.leases = 0
         self.resident = False  # the full parameters stand
         self.stays = False  # they outlive their leases
@@ -200,7 +200,8 @@ class Unit:
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
-        return _torch.storage_key(tensor.untyped_storage()) in self._storages
+        storage = tensor.untyped_storage()
+        return any(room.holds(storage) for room in self._rooms)
 
     # -- gradients
 
