@@ -57,6 +57,8 @@ def run_of(ranks: int = 8, **sharding: object) -> Run:
         {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"},
         pytest.param({"strategy": acc.NO_SHARD, "checkpoint_activations": "full"}, marks=pytest.mark.slow),
         pytest.param({"checkpoint_activations": "every:2"}, marks=pytest.mark.slow),
+        {"units": acc.min_params(60_000)},  # three units a block
+        pytest.param({"units": acc.min_params(17_000), "checkpoint_activations": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
