@@ -57,6 +57,8 @@ def run_of(ranks: int = 8, **sharding: object) -> Run:
         {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"},
         pytest.param({"strategy": acc.NO_SHARD, "checkpoint_activations": "full"}, marks=pytest.mark.slow),
         pytest.param({"checkpoint_activations": "every:2"}, marks=pytest.mark.slow),
+        {"units": acc.min_params(60_000)},  # three units a block
+        pytest.param({"units": acc.min_params(17_000), "checkpoint_activations": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
@@ -269,9 +271,11 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
         assert set(entry["breakdown_bytes"]) == {c.value for c in Category}
         assert entry["peak_reserved_bytes"] >= entry["peak_allocated_bytes"]
     assert found["fits"] is True
-    assert {(c["config"]["strategy"], c["config"]["gpus"]) for c in found["candidates"]} == {
+    tried = [entry["config"] for entry in found["candidates"]]
+    assert {(c["strategy"], c["gpus"]) for c in tried if c["units"] == "repeated blocks"} == {
         ("shard_grad_op", 2), ("shard_optim", 2), ("no_shard", 2), ("full_shard", 1)
     }  # fmt: skip
+    assert any(c["units"].startswith("min_params:") for c in tried)
     assert found["fewest_gpus"]["gpus"] == 1
     assert all(entry["why"] for entry in found["candidates"])
     page = (tmp_path / "plan.html").read_text()

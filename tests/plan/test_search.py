@@ -16,12 +16,13 @@ from accordion.plan.bounds import Floor, floor_of, lanes_s, least_bytes
 from accordion.plan.events import Alloc, Category, Free, Op
 from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.memory import peak_of
+from accordion.plan.models import unit_rules
 from accordion.plan.offload import elements_of, host_bytes, offloaded
 from accordion.plan.part import Job, Part
 from accordion.plan.predict import step_of
 from accordion.plan.scale import UnlikeError
 from accordion.plan.search import Found, search
-from accordion.plan.space import Choice, Space, choices
+from accordion.plan.space import AUTO, Choice, Space, choices, units_named
 from accordion.plan.trace import trace
 from tests.plan.test_plan import gpt, run_of
 
@@ -62,6 +63,34 @@ def test_meshes_of_a_hybrid_have_shards_over_one_node_and_more():
 
 def test_a_search_of_200_is_what_several_nodes_span():
     assert len(choices(Space(gpus=[16, 32]), CLUSTER)) >= 200
+
+
+def test_units_by_size_are_tried_beside_the_fastest():
+    """The embedding and the parts of a block apart: traced as the engine cuts them, each with a reason where it loses."""
+    rules = unit_rules(gpt(7).make())
+    assert rules == ["min_params:66048"]
+    space = Space(
+        strategies=["full_shard"], checkpointing=["none"], micro_batches=[2], precision=BF16, units=[AUTO, *rules]
+    )
+    found = search(lambda size: gpt(7, batch=size), space, CLUSTER, 1_600_000)
+    assert [c.choice.units for c in found.candidates] == [AUTO, *rules]
+    assert [bool(c.why) for c in found.candidates] == [c is not found.best for c in found.candidates]
+
+    asked = choice(micro_batch=2, units=rules[0])
+    log = trace(gpt(7), space.run_of(asked, CLUSTER))
+    assert "blocks.3.up" in log.units
+    job = Job(subject_for=lambda size: gpt(7, batch=size), space=space, cluster=CLUSTER, num_params=1_600_000)
+    made = Part(job, lambda text: None).candidate(asked)  # no bound is known: it is traced
+    assert made.memory is not None
+    assert made.memory.peak.num_bytes == peak_of(log).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("min_params:x", "not understood"), ("min_params:0", "positive"), ("a b", "auto")]
+)
+def test_units_that_make_no_sense_are_told_of(text, said):
+    with pytest.raises(acc.UsageError, match=said):
+        units_named(text)
 
 
 # -- logs from other logs

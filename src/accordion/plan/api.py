@@ -19,12 +19,13 @@ from accordion.plan.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.events import Log
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
 from accordion.plan.language import language_model
-from accordion.plan.models import configuration, language_subject
+from accordion.plan.models import configuration, language_subject, unit_rules
 from accordion.plan.offload import offloaded
 from accordion.plan.result import Plan
 from accordion.plan.rig import OPTIMIZERS, Subject
 from accordion.plan.search import Found, search
 from accordion.plan.space import (
+    AUTO,
     CHECKPOINTING,
     MICRO_BATCHES,
     NO_OFFLOAD,
@@ -136,6 +137,7 @@ def plan(
         global_batch=global_batch,
         replicas=replicas or 0,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
+        units=[AUTO] if "units" in sharding else [AUTO, *unit_rules(whole)],
         optimizer=optimizer,
         engine=engine,
         precision=precision or Precision(params=torch.bfloat16),

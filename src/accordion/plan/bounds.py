@@ -9,7 +9,7 @@ from accordion.plan.cost import costs_of
 from accordion.plan.events import Collective, Enter, Log, Phase, Place
 from accordion.plan.hardware import REACHED, Cluster
 from accordion.plan.simulate import Step
-from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Choice, Space
+from accordion.plan.space import AUTO, NO_OFFLOAD, OFFLOADS, Choice, Space
 
 SCATTERS = ("scatter_sum", "exchange")
 ROUNDING = 0.99  # of lanes: another number of ranks pads differently
@@ -90,4 +90,4 @@ def lanes_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> flo
 
 def as_full_shard(choice: Choice) -> Choice:
     """The choice whose floor bounds this one."""
-    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD)
+    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD, units=AUTO)

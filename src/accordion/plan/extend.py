@@ -19,19 +19,21 @@ def num_traced(num_blocks: int, period: int) -> int:
 
 @dataclass(slots=True)
 class _Segment:
-    """The events of one place, `block` its number in the run of equal blocks (None: outside of it)."""
+    """The events of one place, `block` its number in the run of equal blocks (None: outside of it), `part` that of its units."""
 
     place: Place
     block: int | None
+    part: int
     events: list[Event]
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Where something numbered, memory or a flight, came to be: segment by phase and block, position in it."""
+    """Where something numbered, memory or a flight, came to be: segment by phase, block and unit of it, position in it."""
 
     phase: Phase
     block: int | None
+    part: int
     visit: int  # of that place: accumulation comes by more than once
     at: int
 
@@ -40,20 +42,25 @@ class IrregularError(Exception):
     """The blocks in the middle do not repeat, so the whole model must be traced."""
 
 
-def extend(log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float) -> Log:
+def extend(
+    log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float, each: int = 1
+) -> Log:
     """`log` of a model with `traced` equal blocks, units `first_unit` and following, as that of `total` blocks.
 
-    `optimizer_scale`: by how much the optimizer's kernels grow. Raises `IrregularError`.
+    `optimizer_scale`: by how much the optimizer's kernels grow. `each`: units of one block. Raises `IrregularError`.
     """
     if traced == total:
         return log
-    return _Extension(log, first_unit, traced, total, period, optimizer_scale).log()
+    return _Extension(log, first_unit, traced, total, period, optimizer_scale, each).log()
 
 
 class _Extension:
     """Owns the numbers of what is made anew."""
 
-    def __init__(self, log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float) -> None:
+    def __init__(
+        self, log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float, each: int
+    ) -> None:
+        self._each, self._end = each, first_unit + traced * each  # the first unit behind the blocks
         self._log, self._first, self._traced, self._total, self._period = log, first_unit, traced, total, period
         self._scale = optimizer_scale
         self._start = HEAD + period  # the repeated period: [start, start + period)
@@ -76,9 +83,9 @@ class _Extension:
         for segment, copy in self._order():
             place = segment.place
             if segment.block is not None:
-                place = Place(place.phase, self._first + self._image(segment.block, copy))
-            elif place.unit >= self._first + self._traced:
-                place = Place(place.phase, place.unit + self._total - self._traced)
+                place = Place(place.phase, self._unit(self._image(segment.block, copy), segment.part))
+            elif place.unit >= self._end:
+                place = Place(place.phase, place.unit + self._more)
             events.append(Enter(place))
             for event in segment.events:
                 events.extend(self._again(event, segment, copy))
@@ -88,13 +95,27 @@ class _Extension:
     # -- segments
 
     def _block(self, unit: int | None) -> int | None:
-        return unit - self._first if unit is not None and self._first <= unit < self._first + self._traced else None
+        inside = unit is not None and self._first <= unit < self._end
+        return (unit - self._first) // self._each if inside and unit is not None else None
+
+    def _part(self, unit: int) -> int:
+        """Which of its block's units this is."""
+        return (unit - self._first) % self._each if self._first <= unit < self._end else 0
+
+    def _unit(self, block: int, part: int) -> int:
+        """In the deep model."""
+        return self._first + block * self._each + part
+
+    @property
+    def _more(self) -> int:
+        """Units that the deep model has beside those of the shallow one."""
+        return (self._total - self._traced) * self._each
 
     def _cut(self) -> list[_Segment]:
         segments: list[_Segment] = []
         for event in self._log.events:
             if isinstance(event, Enter):
-                segments.append(_Segment(event.place, self._block(event.place.unit), []))
+                segments.append(_Segment(event.place, self._block(event.place.unit), self._part(event.place.unit), []))
             else:
                 segments[-1].events.append(event)
         return segments
@@ -111,7 +132,7 @@ class _Extension:
         flights: dict[int, _Made] = {}
         for segment, visit in self._visits():
             for at, event in enumerate(segment.events):
-                where = _Made(segment.place.phase, segment.block, visit, at)
+                where = _Made(segment.place.phase, segment.block, segment.part, visit, at)
                 if isinstance(event, Alloc):
                     made[event.number] = where
                 elif isinstance(event, (Launch, Mark)):
@@ -126,12 +147,12 @@ class _Extension:
 
     def _check(self) -> None:
         """Blocks of the middle that are a period apart must do the same, event by event."""
-        shapes: dict[tuple[Phase, int, int], list[object]] = {}
+        shapes: dict[tuple[Phase, int, int, int], list[object]] = {}
         for segment, visit in self._visits():
             if segment.block is None or not self._is_middle(segment.block):
                 continue
             shape = [self._shape(event, segment.block) for event in segment.events]
-            key = (segment.place.phase, visit, (segment.block - HEAD) % self._period)
+            key = (segment.place.phase, segment.part, visit, (segment.block - HEAD) % self._period)
             if shapes.setdefault(key, shape) != shape:
                 raise IrregularError
 
@@ -146,7 +167,7 @@ class _Extension:
             kind = (type(event), event.stream if isinstance(event, Wait) else "")
             if where is None or where.block is None:
                 return (*kind, where)
-            return (*kind, where.phase, where.visit, where.block - block, where.at)
+            return (*kind, where.phase, where.part, where.visit, where.block - block, where.at)
         return event
 
     def _order(self) -> Iterator[tuple[_Segment, int]]:
@@ -198,7 +219,7 @@ class _Extension:
             yield from range(self._copies) if self._is_repeated(where.block) else (0,)
         elif self._is_middle(segment.block):
             meant = self._image(segment.block, copy) + where.block - segment.block
-            yield _Made(where.phase, meant, where.visit, where.at)
+            yield _Made(where.phase, meant, where.part, where.visit, where.at)
         elif self._is_repeated(where.block):
             yield 0 if segment.block < where.block else self._copies - 1
         else:
@@ -235,7 +256,7 @@ class _Extension:
             if not self._is_repeated(block):
                 copy = 0
         index = self._by_place(flight)
-        return index[_Made(where.phase, block, where.visit, where.at)], copy
+        return index[_Made(where.phase, block, where.part, where.visit, where.at)], copy
 
     def _by_place(self, flight: bool) -> dict[_Made, int]:
         if not hasattr(self, "_index"):
@@ -249,12 +270,12 @@ class _Extension:
         for alloc, unit in self._log.held:
             block = self._block(unit)
             if block is None or unit is None:
-                moved = unit is not None and unit >= self._first + self._traced
-                held.append((alloc, unit + self._total - self._traced if moved and unit is not None else unit))
+                moved = unit is not None and unit >= self._end
+                held.append((alloc, unit + self._more if moved and unit is not None else unit))
                 continue
             for copy in range(self._copies if self._is_repeated(block) else 1):
                 number = self._number(alloc.number, copy)
-                held.append((replace(alloc, number=number), self._first + self._image(block, copy)))
+                held.append((replace(alloc, number=number), self._unit(self._image(block, copy), self._part(unit))))
         return held
 
     def _units(self) -> list[str]:
@@ -262,5 +283,6 @@ class _Extension:
         names, first = self._log.units, self._first
         stem, _, number = names[first].rpartition(".")
         start = int(number) if number.isdecimal() else 0
-        blocks = [f"{stem}.{start + i}" for i in range(self._total)]
-        return [*names[:first], *blocks, *names[first + self._traced :]]
+        inside = [name.removeprefix(names[first]) for name in names[first : first + self._each]]
+        blocks = [f"{stem}.{start + i}{part}" for i in range(self._total) for part in inside]
+        return [*names[:first], *blocks, *names[self._end :]]

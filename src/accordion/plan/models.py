@@ -18,7 +18,7 @@ from accordion.config import nearest
 from accordion.errors import UsageError
 from accordion.plan.language import brief, language_model, without_collections
 from accordion.plan.rig import Subject
-from accordion.units import UnitChoice, choose_units
+from accordion.units import UnitChoice, choose_units, min_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,22 +126,33 @@ def _token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Equal blocks in one container. `container`: its name. `first_unit`: index of the first block's unit."""
+    """Equal blocks in one container. `container`: its name. `first_unit`: index of the first block's unit. `each`: units of one
+    block, itself and those inside it.
+    """
 
     container: str
     count: int
     first_unit: int
+    each: int = 1
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> Run | None:
     """The most equal units that follow each other in one list; None where no two do."""
     chosen = choose_units(model, units)
+    tops: list[tuple[int, int]] = []  # units that are in no other but the root, and how many each of them holds
+    for i, (name, _) in enumerate(chosen[1:], 1):
+        if tops and name.startswith(chosen[tops[-1][0]][0] + "."):
+            tops[-1] = (tops[-1][0], tops[-1][1] + 1)
+        else:
+            tops.append((i, 1))
     runs: list[tuple[int, int]] = []  # first unit, count
     last: object = None
-    for i, (name, module) in enumerate(chosen[1:], 1):
+    for i, each in tops:
+        name, module = chosen[i]
         container = name.rpartition(".")[0]
         holder = model.get_submodule(container)
-        kind = (container, type(module), tuple((n, p.shape, p.requires_grad) for n, p in module.named_parameters()))
+        parameters = tuple((n, p.shape, p.requires_grad) for n, p in module.named_parameters())
+        kind = (container, type(module), each, parameters)
         listed = isinstance(holder, (nn.ModuleList, nn.Sequential)) and name == f"{container}.{_place(holder, module)}"
         if listed and kind == last:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)
@@ -153,7 +164,27 @@ def longest_run(model: nn.Module, units: UnitChoice) -> Run | None:
         return None
     container = chosen[first][0].rpartition(".")[0]
     holder = model.get_submodule(container)
-    return Run(container=container, count=count, first_unit=first) if len(list(holder.children())) == count else None
+    if len(list(holder.children())) != count:
+        return None
+    return Run(container=container, count=count, first_unit=first, each=dict(tops)[first])
+
+
+def unit_rules(model: nn.Module) -> list[str]:
+    """Other units to try than the repeated blocks: large leaves beside them apart too, and the largest parts of a block too."""
+    run = longest_run(model, None)
+    if run is None:
+        return []
+    names = {name for name, _ in choose_units(model, None)}
+    block = next(iter(model.get_submodule(run.container).children()))
+    whole = sum(p.numel() for p in block.parameters())
+    part = max((sum(p.numel() for p in child.parameters()) for child in block.children()), default=0)
+    found: dict[frozenset[str], str] = {}
+    for size in (whole, min(part, whole - part)):  # of which the rest of a block stays a unit
+        if size > 0:
+            units = frozenset(name for name, _ in choose_units(model, min_params(size)))
+            if units > names:
+                found.setdefault(units, f"min_params:{size}")
+    return list(found.values())
 
 
 def _place(holder: nn.Module, module: nn.Module) -> int:

@@ -14,11 +14,12 @@ from accordion.plan.offload import host_bytes, offloaded
 from accordion.plan.predict import Memory, memory_of
 from accordion.plan.rig import Subject
 from accordion.plan.simulate import Step
-from accordion.plan.space import NO_OFFLOAD, Choice, Space, choices
+from accordion.plan.space import AUTO, NO_OFFLOAD, Choice, Space, choices
 from accordion.plan.traces import Traces
 
 FIRST = "full_shard"  # is predicted first: it takes least memory, and others can only wait less
 AS_FAST = 0.02  # of choices that are as fast, the one that leaves most room is taken
+BESIDE = 3  # of the fastest, with which other units are tried
 HOST_MARGIN = 1.1  # on what ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
@@ -112,6 +113,14 @@ class Part:
             return Candidate(choice=choice, fits=False, least_bytes=least, bound=bound)
         return self._filled(Candidate(choice=choice, fits=False, least_bytes=least), self.traces.of(choice))
 
+    def other_units(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Other units beside what is fastest, or where nothing fits, beside what comes closest."""
+        mine = [c for c in candidates if c.choice.gpus == max(self._space.gpus) and c.choice.offload == NO_OFFLOAD]
+        known = [c for c in mine if c.memory is not None and c.steps is not None]
+        near = sorted((c for c in known if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))[:BESIDE]
+        near = near or sorted(known, key=lambda c: c.needed_bytes)[:1]
+        return [self.candidate(replace(c.choice, units=units)) for c in near for units in self._space.units[1:]]
+
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
         """Those first that could be fastest, so that what they reach rules out the others."""
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
@@ -124,9 +133,9 @@ class Part:
     def _bound_of(self, choice: Choice) -> str:
         """Why a choice need not be traced: FULL_SHARD does not fit either, or even if it waited for nothing it would not win."""
         floor = self._floors.get(as_full_shard(choice))
-        if choice.strategy == FIRST or choice.offload != NO_OFFLOAD or floor is None:
+        if choice == as_full_shard(choice) or choice.offload != NO_OFFLOAD or floor is None:
             return ""
-        if floor.num_bytes > self._most:
+        if floor.num_bytes > self._most and choice.units == AUTO:  # smaller units take less
             return f"takes more than full_shard, which needs at least {self._needed(floor.num_bytes) / GIB:,.1f} GiB"
         fastest, seconds = self._rates.get(choice.gpus, 0.0), self._least_s(choice)
         rate = choice.micro_batch * choice.accumulate * self._space.tokens / seconds

@@ -75,7 +75,7 @@ def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]
     grows = whole / _num_elements(short)
     try:
         log = trace(replace(subject, make=lambda: short), run)
-        extended = extend(log, blocks.first_unit, count, blocks.count, period, grows)
+        extended = extend(log, blocks.first_unit, count, blocks.count, period, grows, blocks.each)
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"

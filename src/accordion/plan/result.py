@@ -12,7 +12,7 @@ from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.part import HOST_MARGIN, Candidate
 from accordion.plan.search import Found, closest, unsettled
-from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.space import AUTO, NO_OFFLOAD, OFFLOADS, Space
 
 NOT_KNOWN = (
     "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "
@@ -115,7 +115,7 @@ class Plan:
         return {
             "strategy": c.choice.strategy,
             "replicas": c.choice.replicas,
-            "units": str(self.space.sharding.get("units") or "repeated blocks"),
+            "units": self._units(c),
             "checkpoint_activations": c.choice.checkpoint_activations,
             "micro_batch": c.choice.micro_batch,
             "accumulate": c.choice.accumulate,
@@ -126,6 +126,9 @@ class Plan:
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }
+
+    def _units(self, c: Candidate) -> str:
+        return c.choice.units if c.choice.units != AUTO else str(self.space.sharding.get("units") or "repeated blocks")
 
     def _peak(self, c: Candidate) -> dict[str, Any] | None:
         if c.memory is None:

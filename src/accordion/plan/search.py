@@ -11,7 +11,7 @@ from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.part import FIRST, HOST_MARGIN, Candidate, Job, Outcome, Part, Say, frugal_space, on_fewer
 from accordion.plan.rig import Subject
 from accordion.plan.second import Second, search_half, theirs_of
-from accordion.plan.space import NO_OFFLOAD, Choice, Space, choices
+from accordion.plan.space import AUTO, NO_OFFLOAD, Choice, Space, choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,9 @@ def search(
     part = Part(job, say)
     with ExitStack() as stack:
         candidates, less = _searched(part, job, every, say, processes, fewest and len(every) > 1, stack)
+        candidates += part.other_units(candidates)
         place = {choice: i for i, choice in enumerate(every)}
-        candidates.sort(key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD)])
+        candidates.sort(key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO)])
         best = part.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
         if less is not None and best is not None:
             on_less, logs = less()

@@ -10,11 +10,12 @@ from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Place, Precision, nea
 from accordion.errors import UsageError
 from accordion.plan.hardware import Cluster
 from accordion.plan.rig import Run
+from accordion.units import UnitChoice, min_params
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
-NO_OFFLOAD = "none"
+NO_OFFLOAD, AUTO = "none", "auto"
 OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the optimizer
     NO_OFFLOAD: (DEVICE, DEVICE),
     "optimizer": (DEVICE, HOST),
@@ -25,7 +26,10 @@ OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS."""
+    """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
+
+    `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
+    """
 
     strategy: str
     checkpoint_activations: str
@@ -34,12 +38,14 @@ class Choice:
     accumulate: int = 1
     replicas: int = 1
     offload: str = NO_OFFLOAD
+    units: str = AUTO
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"checkpointing {self.checkpoint_activations}", f"micro-batch {self.micro_batch}"]
         parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         parts += [f"offload {self.offload}"] if self.offload != NO_OFFLOAD else []
+        parts += [f"units {self.units}"] if self.units != AUTO else []
         return ", ".join([*parts, f"{self.gpus} GPUs"])
 
     @property
@@ -58,7 +64,8 @@ class Space:
     """What is looked through: every combination. `tokens`: of one sample; `sharding`: more keyword arguments of `shard`.
 
     `global_batch`: samples of a step over all GPUs, from which `accumulate` follows then. `replicas`: 0 looks for it. `offloads`:
-    in the order in which they are tried, each where the one before does not fit.
+    in the order in which they are tried, each where the one before does not fit. `units`: the first one everywhere, the others
+    beside what is fastest.
     """
 
     strategies: Sequence[str] = STRATEGIES
@@ -69,6 +76,7 @@ class Space:
     global_batch: int | None = None
     replicas: int = 0
     offloads: Sequence[str] = tuple(OFFLOADS)
+    units: Sequence[str] = (AUTO,)
     optimizer: str = "adamw"
     engine: str = "accordion"
     precision: Precision = field(default_factory=Precision)
@@ -84,6 +92,8 @@ class Space:
             "strategy": strategy_named(choice.strategy),
             "checkpoint_activations": choice.checkpoint_activations,
         }
+        if choice.units != AUTO:
+            sharding["units"] = units_named(choice.units)
         return Run(
             engine=self.engine,
             ranks=choice.gpus,
@@ -107,6 +117,21 @@ class Space:
             return self.offloads
         searched = strategy.grads is Place.SHARD and not strategy.keep_until_backward
         return self.offloads if searched else self.offloads[:1]
+
+
+def units_named(text: str) -> UnitChoice:
+    """What `auto`, `min_params:N` or names of classes, with commas between, say of units. Raises `UsageError`."""
+    if text == AUTO:
+        return None
+    head, colon, count = text.partition(":")
+    names = [name.strip() for name in text.split(",")]
+    if head == "min_params" and count.isdecimal() and len(count) < 19:
+        return min_params(int(count))
+    if colon or not all(name.isidentifier() for name in names):
+        raise UsageError(
+            f"units {text!r} is not understood; {nearest(text, [AUTO, 'min_params:1000000', 'ClassName,Other'])}"
+        )
+    return names
 
 
 def choices(space: Space, cluster: Cluster) -> list[Choice]:

@@ -115,8 +115,8 @@ class Traces:
                 continue
             if which == 1 and (first.micro_batch, other.micro_batch) == (base.micro_batch, wanted.micro_batch):
                 yield lines
-            if which == 2 and (first.strategy, first.micro_batch, first.gpus, other.gpus) == (
-                base.strategy, base.micro_batch, base.gpus, wanted.gpus,
+            if which == 2 and (first.strategy, first.micro_batch, first.gpus, other.gpus, first.units) == (
+                base.strategy, base.micro_batch, base.gpus, wanted.gpus, base.units,
             ):  # fmt: skip
                 yield lines
 

@@ -21,6 +21,7 @@ from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import PRESETS, configuration, language_subject
 from accordion.plan.result import Plan
+from accordion.plan.space import units_named
 from accordion.planner.options import read
 from accordion.planner.pages import of_plan, of_table
 
@@ -51,6 +52,7 @@ class Options:
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
         strategy: of accordion.shard, such as full_shard; without it: look for it
+        units: what is gathered together: auto (repeated blocks), min_params:N or names of classes; without it: look for it
         replicas: copies of the model with a hybrid strategy; without it: look for it
         offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
             it: the first of them that fits
@@ -85,6 +87,7 @@ class Options:
     optimizer: str = "adamw"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     strategy: str | None = None
+    units: str | None = None
     replicas: int | None = None
     offload: str | None = None
     checkpoint_activations: str | None = None
@@ -121,6 +124,7 @@ def run(words: list[str]) -> int:
     card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
     if o.html is not None:
         check_place(Path(o.html))
+    units: dict[str, Any] = {} if o.units is None else {"units": units_named(o.units)}
     say = partial(print, file=sys.stderr)
     made = plan(
         o.model,
@@ -145,6 +149,7 @@ def run(words: list[str]) -> int:
         measured_at=o.measured_at,
         say=say,
         processes=2,
+        **units,
     )
     change = "" if made.fits else _change(o, made, say)
     if o.json:

@@ -15,11 +15,11 @@ from accordion.config import DEVICE, DISK, Precision
 from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
-from accordion.plan.models import language_subject
+from accordion.plan.models import language_subject, unit_rules
 from accordion.plan.part import Candidate
 from accordion.plan.rig import Subject
 from accordion.plan.search import search
-from accordion.plan.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
+from accordion.plan.space import AUTO, CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
 from accordion.train.config import Config, parse_units
 from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics
@@ -52,8 +52,11 @@ def planned(
     cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks, host_memory_gib=host_gib())
     transformers_config = configuration(config.model, config.data)
     subject_for = partial(_subject, transformers_config, where, config.data.seq_len)
-    num_params = sum(p.numel() for p in language_model(transformers_config, where).parameters())
+    model = language_model(transformers_config, where)
+    num_params = sum(p.numel() for p in model.parameters())
     space = space_of(config, named, num_ranks, device)
+    if "shard.units" not in named:
+        space = replace(space, units=[AUTO, *unit_rules(model)])
     best = search(subject_for, space, cluster, num_params).best
     cut = smaller_of(config, named, num_ranks, space)
     if best is None and cut is not None:
@@ -103,6 +106,8 @@ def smaller_of(config: Config, named: AbstractSet[str], num_ranks: int, space: S
 def with_choice(config: Config, choice: Choice, space: Space) -> Config:
     """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
     shard = replace(config.shard, strategy=choice.strategy, checkpoint_activations=choice.checkpoint_activations)
+    if choice.units != AUTO:
+        shard = replace(shard, units=choice.units)
     if len(space.offloads) > 1:
         params, optimizer = OFFLOADS[choice.offload]
         shard = replace(shard, offload_params=params, offload_optimizer=optimizer)
@@ -151,6 +156,7 @@ def _expected(best: Candidate) -> Expected:
 def _said(choice: Choice) -> str:
     parts = [choice.strategy, f"checkpoint_activations {choice.checkpoint_activations}"]
     parts += [f"offload {choice.offload}"] if choice.offload != NO_OFFLOAD else []
+    parts += [f"units {choice.units}"] if choice.units != AUTO else []
     return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])
 
 
