@@ -34,6 +34,8 @@ DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 # Of the largest values that are summed over ranks and backwards, not of the sum: gradients may cancel. In bfloat16
 # autograd rounds the sum of two uses of a parameter; the engine adds calls of a unit in float32.
 TOLERANCES = {torch.float32: 2e-6, torch.float64: 2e-6, torch.bfloat16: 2e-2}
+# Where gradients of activations pass through bf16, another order of their sums is rounded to another bf16 number here and there.
+THROUGH_BF16 = 1e-4
 TIMEOUT_S = 60.0
 
 
@@ -491,14 +493,15 @@ def step_of(
     if "abandon" not in program.between[: step + 1]:
         assert_at_rest(model)
     found = grads_of(model)
+    least = THROUGH_BF16 if any(p.dtype == torch.bfloat16 for p in plain.params.values()) else 0.0
     problems = [
         f"number {i}: {a} and not {b}, a difference of {(a - b).abs().max():.3g}"
         for i, (a, b) in enumerate(zip(losses, wanted_losses, strict=True))
-        if not torch.allclose(a, b, rtol=1e-6, atol=1e-6 * b.abs().max().item())
+        if not torch.allclose(a, b, rtol=1e-6, atol=max(1e-6, least) * b.abs().max().item())
     ]
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
-        tolerance = TOLERANCES[plain.params[name].dtype] * sizes.get(name, 0.0)
+        tolerance = max(least, TOLERANCES[plain.params[name].dtype]) * sizes.get(name, 0.0)
         problems += differs(name, found[name], grad, tolerance)
     assert not problems, "\n".join([f"step {step}:", *problems])
     equal = all(torch.equal(a, b) for a, b in zip(losses, wanted_losses, strict=True)) and all(
