@@ -55,23 +55,18 @@ class Found:
     params: Worst
 
 
-def unsharded(
-    model: nn.Module, family: Family, num_ranks: int, compute: torch.dtype | None = None, views: bool = False
-) -> list[Trace]:
+def unsharded(model: nn.Module, family: Family, num_ranks: int, compute: torch.dtype | None = None) -> list[Trace]:
     """Train on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank.
 
     `compute`: the weights of forward and backward are cast to it, and so are the floating inputs of each unit.
-    `views`: each unit takes views of its inputs, so that the gradient of a tensor that several units read is added unit by
-    unit. The engine does that, since it lets go of a unit once the unit's own share is there. In two bytes another order
-    of these sums shows in the third digit, so a `compute` comes with views.
     """
     params = dict(model.named_parameters())
     masters = {n: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for n, p in params.items()}
     if compute is not None and family.bf16 == "with buffers":
         for buffer in model.buffers():
             buffer.data = cast(buffer.data, compute)
-    if compute is not None or views:
-        watch_inputs(model, compute)
+    if compute is not None:
+        cast_inputs(model, compute)
     optimizer = sgd(masters.values())
     losses: list[list[list[float]]] = [[] for _ in range(num_ranks)]
     first: dict[str, Tensor | None] = {}
@@ -95,18 +90,18 @@ def unsharded(
     return [Trace(losses=losses[rank], grads=first, params=final) for rank in range(num_ranks)]
 
 
-def watch_inputs(model: nn.Module, compute: torch.dtype | None) -> None:
-    """Every unit takes views of its inputs, cast to `compute`: one of a tensor that is given as queries and as keys."""
+def cast_inputs(model: nn.Module, compute: torch.dtype) -> None:
+    """Every unit takes its inputs cast to `compute`: once where a tensor is given as queries and as keys."""
 
     def take(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        views: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
 
-        def view(tensor: Tensor) -> Tensor:
-            if id(tensor) not in views:
-                views[id(tensor)] = cast(tensor, compute).view_as(tensor)
-            return views[id(tensor)]
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in found:
+                found[id(tensor)] = cast(tensor, compute)
+            return found[id(tensor)]
 
-        return map_tensors(view, (args, kwargs))
+        return map_tensors(once, (args, kwargs))
 
     for _, module in choose_units(model, None):
         module.register_forward_pre_hook(take, with_kwargs=True)
@@ -146,7 +141,6 @@ def compare(
     mesh: DeviceMesh,
     name: str,
     compute: torch.dtype | None = None,
-    views: bool = False,
     use_reentrant: bool | None = None,
     entered: bool = False,
     **options: Any,
@@ -154,7 +148,7 @@ def compare(
     """Both runs of a family on this rank. `use_reentrant`: of the model's own checkpointing, in both runs.
 
     `entered`: the forward of each unit is an entry point, for models that call it directly.
-    `compute`, `views`: see `unsharded`. `options`: of `shard`.
+    `compute`: see `unsharded`. `options`: of `shard`.
     """
     family, rank = FAMILIES[name], mesh.get_local_rank()
     model = family.build()
@@ -166,7 +160,7 @@ def compare(
                 "ignore", FutureWarning
             )  # the name that takes its place is not in all of transformers 5
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    wanted = unsharded(copy.deepcopy(model), family, mesh.size(), compute, views)[rank]
+    wanted = unsharded(copy.deepcopy(model), family, mesh.size(), compute)[rank]
     precision = acc.Precision(params=compute, buffers=compute if family.bf16 == "with buffers" else None)
     model = acc.shard(model, mesh=mesh, precision=precision, **options)
     assert [names for names in names_of(model) if len(names) > 1] == tied

@@ -238,7 +238,7 @@ class Group:
             self.filled = self.version()
             self.room.open()
             self._gatherings[0].open()
-            return Flight(self.wiring.gather_lane, self._gatherings[0].steps(self._check), [], self._gathers)
+            return self.wiring.gather_lane.start(self._gatherings[0].steps(self._check), [], self._gathers)
         self.home.ready()
         now = self.version()
         self.room.open()

@@ -69,7 +69,7 @@ def apply(
         param_dtype=p.params, reduce_dtype=p.reduce, output_dtype=p.output, cast_forward_inputs=p.cast_inputs
     )
     chosen = choose_units(model, units)
-    for i, (_, module) in enumerate(chosen[1:]):
+    for i, (_, module) in reversed(list(enumerate(chosen[1:]))):  # what lies inside of another unit comes first
         if checkpointing.every and i % checkpointing.every == 0:
             checkpoint_forward(module, checkpointing)
         reshard = not strategy.keep_until_backward and (reshard_last or i + 2 < len(chosen))

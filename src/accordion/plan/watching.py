@@ -22,7 +22,7 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     wiring = engine.wiring
     tracker.axes = {id(wiring.replicate.gather): "replicate", id(wiring.replicate.reduce): "replicate"}
     for name, lane in (("gather", wiring.gather_lane), ("reduce", wiring.reduce_lane)):
-        vars(lane).update(start=partial(_start, lane, name, tracker), entered=partial(tracker.on, name))
+        vars(lane)["start"] = partial(_start, lane, name, tracker)
     for name, phase in (("enters", Phase.FORWARD), ("comes_back", Phase.BACKWARD)):
         vars(engine)[name] = partial(_entering, getattr(engine, name), tracker, phase)
     for unit in engine.units:
@@ -51,11 +51,16 @@ def _taking(method: Callable[..., Any], tracker: Tracker, category: Category) ->
 
 
 class _Traced(Flight):
-    """A flight whose landing is written down. `number`: of its launch."""
+    """A flight whose landing, and the stream of what it does, are written down. `number`: of its launch."""
 
-    __slots__ = ("number", "tracker")
+    __slots__ = ("name", "number", "tracker")
+    name: str
     number: int
     tracker: Tracker
+
+    def _run(self) -> None:
+        with self.tracker.on(self.name):
+            super()._run()
 
     def land(self) -> None:
         self.tracker.events.append(Land(self.number))
@@ -64,7 +69,7 @@ class _Traced(Flight):
 
 def _start(lane: Lane, name: str, tracker: Tracker, steps: Steps, held: list[Any], what: str) -> Flight:
     flight = _Traced.__new__(_Traced)
-    flight.number, flight.tracker = tracker.next_flight(), tracker
+    flight.name, flight.number, flight.tracker = name, tracker.next_flight(), tracker
     tracker.events.append(Launch(flight.number, name))
     flight.__init__(lane, steps, held, what)  # type: ignore[misc]
     return flight
