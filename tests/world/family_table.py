@@ -222,13 +222,12 @@ without sharding, on the batches of all ranks. The errors are the largest of any
 step's gradients relative to the largest value of the gradient, and of both losses relative to the loss. Dropout is on.
 Parameters after two steps agree as closely, and a parameter without a gradient has none in either run.
 
-Rows that are not 0 differ by the order of sums alone: where several units read one tensor, such as an encoder's output, its
-gradient is added unit by unit, and where a unit is called several times, each call's gradient is summed over ranks.
+Rows that are not 0 differ by the order of sums alone: where a unit is called several times, each call's gradient is summed
+over ranks. What several units read, such as an encoder's output, is summed as without sharding, bit for bit.
 
 `bf16`: with `Precision(params=torch.bfloat16)` the same holds against bfloat16 weights over float32 masters without
-sharding, whose gradients are added unit by unit as well: in bfloat16 that order shows, at about 1e-2 of a gradient. It is
-"with buffers" where the model needs `buffers=torch.bfloat16` too, "no" where the model itself does not compute in bfloat16,
-and has a bound where the model adds or keeps gradients in another precision than Accordion does.
+sharding. It is "with buffers" where the model needs `buffers=torch.bfloat16` too, "no" where the model itself does not
+compute in bfloat16, and has a bound where the model adds or keeps gradients in another precision than Accordion does.
 
 | class | parameters | units | tied | gradients | losses | bf16 |
 |---|---:|---|---|---:|---:|---|

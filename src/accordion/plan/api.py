@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,7 +137,7 @@ def plan(
         global_batch=global_batch,
         replicas=replicas or 0,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
-        units=[AUTO] if "units" in sharding else [AUTO, *unit_rules(whole)],
+        units=_units(whole, engine, sharding),
         optimizer=optimizer,
         engine=engine,
         precision=precision or Precision(params=torch.bfloat16),
@@ -159,6 +159,11 @@ def plan(
         model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
     )
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
+
+
+def _units(model: nn.Module, engine: str, sharding: Mapping[str, Any]) -> Sequence[str]:
+    """Rules to try: those that are not given. For FSDP2 the blocks alone, as programs write it; it warns of parts of them."""
+    return [AUTO] if "units" in sharding or engine == "fsdp2" else [AUTO, *unit_rules(model)]
 
 
 def _strategies(strategy: str | None, offload: str | None, engine: str) -> Sequence[str]:
