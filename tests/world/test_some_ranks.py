@@ -199,7 +199,7 @@ def test_layers_dropped_at_random(world, num_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_many_layers_dropped_at_random(world, num_ranks):
-    world.run(num_ranks, run_drawn, range(100, 160))
+    world.run(num_ranks, run_drawn, range(100, 160), timeout_s=600)
 
 
 def frozen(mesh) -> None:
