@@ -22,7 +22,7 @@ from accordion.pretrained import load_pretrained
 from accordion.report import describe
 from accordion.shard import entry_point, shard
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
-from accordion.units import min_params
+from accordion.units import min_params, only_blocks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "load_pretrained",
     "min_params",
     "no_sync",
+    "only_blocks",
     "plan",
     "save",
     "shard",

@@ -37,7 +37,7 @@ from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, choose_units, other_units_read, owned_parameters
+from accordion.units import Owned, UnitChoice, by_unit, choose_units, is_layer, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -61,7 +61,8 @@ def shard(
     `model`: real, equal on all ranks (a checksum tells; `sync=True` takes the first rank's), or on the meta device, then
     its shards are zeros until they are loaded. `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default
     all ranks. `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable
-    (name, module) -> bool; by default the repeated blocks. `checkpoint_activations`: none, full, selective or every:K.
+    (name, module) -> bool, `only_blocks()`; by default the repeated blocks, and embeddings and heads about as large as one.
+    `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
     go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
@@ -110,9 +111,9 @@ def shard(
         for unit, reads in zip(engine.units, other_units_read([[m] for _, m in chosen], owned), strict=True):
             unit.reads = reads
         _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
-    for i, (_, module) in enumerate(chosen[1:]):
-        if checkpointing.every and i % checkpointing.every == 0:
-            checkpoint_forward(module, checkpointing, parking_of(engine, i + 1))
+    deep = [i for i, (_, module) in enumerate(chosen) if i and not is_layer(module)]
+    for i in deep[:: checkpointing.every] if checkpointing.every else ():
+        checkpoint_forward(chosen[i][1], checkpointing, parking_of(engine, i))
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
     weakref.finalize(model, engine.dismantle)

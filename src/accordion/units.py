@@ -30,8 +30,21 @@ def min_params(num_params: int) -> MinParams:
     return MinParams(num_params)
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A rule: the repeated blocks, and all else in the root's unit."""
+
+
+def only_blocks() -> Blocks:
+    """The repeated blocks alone: large embeddings and heads stay in the root's unit, gathered for the whole step."""
+    return Blocks()
+
+
 Policy = TypeVar("Policy", Precision, Offload)
-UnitChoice = Iterable[type[nn.Module] | str] | type[nn.Module] | MinParams | UnitRule | None
+UnitChoice = Iterable[type[nn.Module] | str] | type[nn.Module] | MinParams | Blocks | UnitRule | None
+
+AUTO = "auto"  # the name of the default
+LARGE_SHARE = 0.5  # of the largest block's parameters: from here on a layer beside the blocks is a unit of its own
 
 
 @dataclass(slots=True)
@@ -48,9 +61,28 @@ class Owned:
     owner: int
 
 
+def units_named(text: str, name: str = "units") -> UnitChoice:
+    """What `auto`, `blocks`, `min_params:N` or names of classes, with commas between, say. Raises `UsageError`, of `name`."""
+    head, colon, count = text.partition(":")
+    names = [part.strip() for part in text.split(",")]
+    if text == AUTO:
+        return None
+    if text == "blocks":
+        return only_blocks()
+    if head == "min_params" and count.isdecimal() and len(count) < 19:
+        return min_params(int(count))
+    if colon or not all(part.isidentifier() for part in names):
+        known = [AUTO, "blocks", "min_params:1000000", "ClassName,Other"]
+        raise UsageError(f"{name} {text!r} is not understood; {nearest(text, known)}")
+    return names
+
+
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
     """(name, module) of every unit, the root first and then in module order. Raises `UsageError` where nothing matches."""
     if choice is None:
+        blocks = _repeated_blocks(model)
+        chosen = blocks | _large_layers(model, blocks)
+    elif isinstance(choice, Blocks):
         chosen = _repeated_blocks(model)
     elif isinstance(choice, MinParams):
         chosen = _by_size(model, choice.num_params)
@@ -108,6 +140,43 @@ def _repeated_blocks(model: nn.Module) -> set[int]:
         for child in children:
             if id(child) not in found:
                 search(child)
+
+    search(model)
+    return found
+
+
+def is_layer(module: nn.Module) -> bool:
+    """An embedding or a linear layer and nothing more."""
+    return isinstance(module, (nn.Embedding, nn.Linear)) and next(module.children(), None) is None
+
+
+def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
+    """Embeddings and heads about as large as a block, or larger, whose weights are theirs alone.
+
+    In the root's unit they would stand in full from the forward to the end of the backward, and a head's gradient would wait for
+    the embedding's. Not those that the model has twice: two calls of a unit are two reduces, whose sum is another order.
+    """
+    found: set[int] = set()
+    num_users: Counter[object] = Counter()
+    num_paths: Counter[int] = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    for module in model.modules():
+        num_users.update(storage_key(p) for p in module._parameters.values() if p is not None)
+    sizes = [sum(p.numel() for p in m.parameters()) for m in model.modules() if id(m) in blocks]
+    least = LARGE_SHARE * max(sizes, default=float("inf"))
+
+    def search(module: nn.Module) -> None:
+        for child in module.children():
+            params = list(child.parameters(recurse=False))
+            if id(child) in blocks:
+                continue
+            if not is_layer(child):
+                search(child)
+            elif (
+                num_paths[id(child)] == 1
+                and all(num_users[storage_key(p)] == 1 for p in params)
+                and sum(p.numel() for p in params) >= least
+            ):
+                found.add(id(child))
 
     search(model)
     return found

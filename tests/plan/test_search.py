@@ -22,8 +22,9 @@ from accordion.plan.part import Job, Part
 from accordion.plan.predict import step_of
 from accordion.plan.scale import UnlikeError
 from accordion.plan.search import Found, search
-from accordion.plan.space import AUTO, Choice, Space, choices, units_named
+from accordion.plan.space import Choice, Space, choices
 from accordion.plan.trace import trace
+from accordion.units import AUTO, units_named
 from tests.plan.test_plan import gpt, run_of
 
 CLUSTER = Cluster(gpu=GPUS["h100"])

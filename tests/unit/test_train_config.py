@@ -9,7 +9,8 @@ import pytest
 
 from accordion.errors import UsageError
 from accordion.train import command
-from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, parse_units, spread
+from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, spread
+from accordion.units import min_params, only_blocks, units_named
 
 
 def test_defaults_are_valid() -> None:
@@ -138,10 +139,10 @@ def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
 
 
 def test_units() -> None:
-    assert parse_units("auto").classes == ()
-    assert parse_units("auto").min_params == 0
-    assert parse_units("min_params:100").min_params == 100
-    assert parse_units("A, B").classes == ("A", "B")
+    assert units_named("auto") is None
+    assert units_named("blocks") == only_blocks()
+    assert units_named("min_params:100") == min_params(100)
+    assert units_named("A, B") == ["A", "B"]
 
 
 def test_presets_name_their_size() -> None:

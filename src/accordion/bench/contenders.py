@@ -20,7 +20,7 @@ from accordion.config import STRATEGIES, Precision, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.optim import wrap_optimizer
 from accordion.shard import shard
-from accordion.units import choose_units
+from accordion.units import choose_units, only_blocks
 
 OURS = "accordion"
 
@@ -78,8 +78,8 @@ class DeepSpeedLoop(Loop):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What every contender gathers together: the blocks that `accordion.shard` would take."""
-    return [module for _, module in choose_units(model, None)[1:]]
+    """What the others gather together, as their programs write it: the repeated blocks."""
+    return [module for _, module in choose_units(model, only_blocks())[1:]]
 
 
 def mesh_of(seat: Seat) -> DeviceMesh:

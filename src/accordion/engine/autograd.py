@@ -37,12 +37,14 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "gather", "inputs", "kept", "number", "reached", "root", "shown"),
+        *("__weakref__", "gather", "inputs", "kept", "number", "reached", "reads_back", "root", "shown"),
         *("staged", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
     )
 
-    def __init__(self, unit: Unit, sync: bool) -> None:
+    def __init__(self, unit: Unit, sync: bool, reads: bool = False) -> None:
         self.unit, self.sync, self.trained = unit, sync, unit.trained
+        # Whether its backward computes with parameters, or somebody wants them to stay.
+        self.reads_back = bool(reads or unit.reads_back or unit.habits.keep or unit.habits.keep_on)
         self.staged: Staged | None = None
         self.number = 0  # in autograd's sequence, of the Stage
         self.writes = unit.writes()
@@ -69,9 +71,14 @@ class Call:
 
     def begin_unseen(self, fulls: Sequence[Tensor]) -> None:
         """A node of this call is about to read a full parameter; no mark and no output said that a backward comes."""
-        if self.reached is None and _torch.current_graph_task() not in self.waiting:  # not in its own forward
+        task = _torch.current_graph_task()
+        if self.reached is not None:  # in its own forward
+            return
+        if task not in self.waiting:
             self.unit.begins_at_reads = True
             self._begin(fulls)
+        if task not in self.shown:  # an embedding's weight that a hook reads too
+            self._stand(task, fulls)
 
     def _begin(self, fulls: Sequence[Tensor]) -> None:
         task, engine = _torch.current_graph_task(), self.unit.engine
@@ -89,11 +96,17 @@ class Call:
             self._watch_inputs(task)
         engine.join(task, self)
         engine.comes_back(self.unit)
-        version = self.unit.version() if engine.take(self.kept) else self.unit.acquire()
-        self.refuse_newer_weights(version)
-        self.unit.window.show(fulls, registered=False)
-        self.shown[task] = fulls
+        if self.reads_back:
+            self._stand(task, fulls)
         engine.gather_ahead(Phase.BACKWARD, self.unit)
+
+    def _stand(self, task: int, fulls: Sequence[Tensor]) -> None:
+        """Take the lease of backward `task`."""
+        unit = self.unit
+        version = unit.version() if unit.engine.take(self.kept) else unit.acquire()
+        self.refuse_newer_weights(version)
+        unit.window.show(fulls, registered=False)
+        self.shown[task] = fulls
 
     def refuse_newer_weights(self, version: int) -> None:
         """The backward must see what the forward saw; on one device autograd's version counters say so."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
@@ -62,6 +62,7 @@ class Engine:
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
         self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
         self._marks_of = -1  # the backward in which that call runs
+        self.reads: list[tuple[int, Hooks, nn.Module]] = []  # calls under way that a read began, with their depth
         self.depth = 0  # calls of units under way on the forward path
         self.root_call = 0
         self.kept: list[Kept] = []
@@ -83,7 +84,7 @@ class Engine:
             call.drop()
         for unit in self.units:
             unit.window.hide_all()
-        self.units, self.kept, self.to_reach = [], [], []
+        self.units, self.kept, self.to_reach, self.reads = [], [], [], []
         self.siblings.clear()
         self._tasks.clear()
         self.flying.clear()
@@ -93,6 +94,7 @@ class Engine:
     def enter(self) -> None:
         """A unit is called. The outermost call outside a backward is a root call: leftovers of failed steps go first."""
         if self.depth == 0:
+            self.reads.clear()
             self.to_reach, self._marks_of = [], _torch.current_graph_task()
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.root_call += 1
@@ -112,6 +114,13 @@ class Engine:
             if self.kept:
                 stale = not all(kept.unit.resident for kept in self.kept)
                 self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
+
+    def begun_by_reads(self) -> list[tuple[Hooks, nn.Module]]:
+        """The calls that reads began inside of the innermost call of a module, which ends; the last one first."""
+        found: list[tuple[Hooks, nn.Module]] = []
+        while self.reads and self.reads[-1][0] == self.depth - len(found):
+            found.append(self.reads.pop()[1:])
+        return found
 
     def collects(self) -> bool:
         """Whether calls made now are below the outermost call, and not in a backward that runs inside of it."""
@@ -144,9 +153,10 @@ class Engine:
             else:
                 self.report_non_finite()
 
-    def enters(self, unit: Unit, differentiable: bool) -> None:
+    def enters(self, unit: Unit, differentiable: bool, reads: bool = False) -> None:
         """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
-        step = Step(unit.index, differentiable, self.depth - len(self.together.standing), unit.trained.indices)
+        depth = self.depth - len(self.together.standing)
+        step = Step(unit.index, differentiable, depth, unit.trained.indices, reads=reads)
         if not (self.silent or (self.together.calm and self.announced.comes(Phase.FORWARD, step))):
             doing = (
                 f"training {len(step.trained)} of {len(unit.params)} parameters"
@@ -211,6 +221,7 @@ class Engine:
         self.together.forget()
         self.recover()
         self.kept.clear()
+        self.reads.clear()
         self.depth = 0
         for unit in self.units:
             unit.leases = 0
@@ -371,7 +382,8 @@ class Engine:
         if chosen is None:
             chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
         for index in chosen:
-            self.units[index].launch()
+            if phase is Phase.FORWARD or self.units[index].reads_back:
+                self.units[index].launch()
 
     def _full_bytes(self, index: int) -> int:
         return self.units[index].full_bytes
@@ -380,7 +392,11 @@ class Engine:
         following = self.order.after(Phase.FORWARD, unit.index)
         return None if following is None else self.units[following]
 
-    def is_last(self, unit: Unit) -> bool:
+    def is_among_last(self, unit: Unit) -> bool:
+        """Whether the backward needs it at once: the last unit, and where that is a head alone, the block before it."""
+        following = self.order.after(Phase.FORWARD, unit.index)
+        if following is not None and self.units[following].is_layer:
+            return self.order.ends_with(Phase.FORWARD, following)
         return self.order.ends_with(Phase.FORWARD, unit.index)
 
     def token(self) -> Tensor:

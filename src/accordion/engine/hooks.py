@@ -17,7 +17,9 @@ from accordion import _torch
 from accordion.engine.autograd import Call, Gather, Leave, Staged
 from accordion.engine.engine import IN_BACKWARD
 from accordion.engine.finite import Moment
+from accordion.engine.reads import Registry
 from accordion.engine.schedule import Phase
+from accordion.engine.together import Step
 from accordion.engine.tree import map_tensors, overlapping, tensors_in, tensors_of, written_into
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
@@ -49,6 +51,8 @@ class Hooks:
         self._last_hooks[id(module)] = self._handles[-1].id
         if self.unit.index == 0:
             self._guard(module)
+        elif next(module.children(), None) is None:
+            module.__dict__["_parameters"] = Registry(module._parameters, partial(self._read, weakref.ref(module)))
         for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely
             module.__dict__[name] = getattr(self.unit, name)
 
@@ -59,6 +63,7 @@ class Hooks:
         for module in modules:
             for name in ("_accordion", "__deepcopy__", "__reduce_ex__"):
                 module.__dict__.pop(name, None)
+            module.__dict__["_parameters"] = dict(module._parameters)
             if self._guarded is not None and module.__dict__.get("forward") is self._guarded[0]:
                 del module.__dict__["forward"]
                 if self._guarded[1] is not None:
@@ -144,7 +149,29 @@ class Hooks:
 
     # -- one call
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _read(self, reference: weakref.ref[nn.Module]) -> None:
+        """A parameter of a layer is read, maybe by the forward of another unit: then a call begins that ends with that one's."""
+        engine, module = self.engine, reference()
+        if engine.depth == 0 or engine.suspended or module is None or self.unit.window.is_shown:
+            return
+        torch.compiler.disable(self.before)(module, (), {}, reads=True)
+        engine.reads.append((engine.depth, self, module))
+
+    def _end_reads(self, out: Any) -> Any:
+        """The call ends inside of which reads began others. Gives `out` with memory of its own in place of their parameters'."""
+        begun, failed = self.engine.begun_by_reads(), None
+        for hooks, _ in begun:
+            out = map_tensors(hooks._own_memory, out)
+        for hooks, module in begun:
+            try:
+                hooks.after(module, (), {}, () if out is not None else None)
+            except Exception as error:  # the others end too
+                failed = error
+        if failed is not None:
+            raise failed
+        return out
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any, *, reads: bool = False) -> Any:
         engine, unit = self.engine, self.unit
         if engine.suspended:
             self._calls.append(None)
@@ -156,18 +183,18 @@ class Hooks:
         engine.enter()
         differentiable = torch.is_grad_enabled() and self._is_differentiable(args, kwargs)
         if _torch.current_graph_task() == -1:
-            engine.enters(unit, differentiable)
+            engine.enters(unit, differentiable, reads)
         elif not unit.leases:  # else it stands, and is not gathered
             engine.comes_back(unit)
         engine.depth += 1
         try:
-            call, fulls = self._open(differentiable)
+            call, fulls = self._open(differentiable, reads)
         except BaseException:
             engine.depth -= 1  # torch runs `after` now, and it finds no call
             raise
         self._calls.append((call, fulls))
         unit.window.show(fulls)
-        if call.reached is not None and unit.begins_at_reads is not False:
+        if call.reached is not None and (unit.begins_at_reads is not False or not call.reads_back):
             self._watch_reads(call, fulls)
         if engine.finite is not None:
             engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
@@ -189,26 +216,25 @@ class Hooks:
             return True
         return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
-    def _open(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
+    def _open(self, differentiable: bool, reads: bool) -> tuple[Call, Sequence[Tensor]]:
         """Take the lease of the forward, gather and stage ahead, and give what the module shall see."""
-        unit = self.unit
+        unit, engine = self.unit, self.engine
         outside = _torch.current_graph_task() == -1
         unit.window.check_registry()
         unit.stays = False
         version = unit.acquire()
         try:
-            return self._opened(differentiable, version, outside)
+            return self._opened(Call(unit, engine.sync, reads), differentiable, version, outside)
         except BaseException:
             unit.release()
             raise
 
-    def _opened(self, differentiable: bool, version: int, outside: bool) -> tuple[Call, Sequence[Tensor]]:
+    def _opened(self, call: Call, differentiable: bool, version: int, outside: bool) -> tuple[Call, Sequence[Tensor]]:
         engine, unit = self.engine, self.unit
         if outside:
             engine.gather_ahead(Phase.FORWARD, unit)
         if not differentiable:
-            return Call(unit, engine.sync), unit.window.around(unit.views)
-        call = Call(unit, engine.sync)
+            return call, unit.window.around(unit.views)
         call.version = version
         token = self._stage(call) if unit.trained.indices else engine.anchor
         if outside:
@@ -266,14 +292,16 @@ class Hooks:
         if (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry
-        engine, unit = self.engine, self.unit
+        engine, unit, given = self.engine, self.unit, out
         error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
         inside, failed = _torch.current_graph_task() != -1, None
-        if not inside and error is None:
-            try:
+        try:
+            if engine.reads:
+                out = self._end_reads(out)
+            if not inside and error is None:
                 engine.leaves(unit)
-            except BaseException as caught:
-                error = failed = caught
+        except BaseException as caught:
+            error = failed = caught
         watch_of_reads = self._watches.pop(id(call), None)
         if watch_of_reads is not None:
             self._end_watch(watch_of_reads)
@@ -287,7 +315,6 @@ class Hooks:
             )
         if inside:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
-        given = out
         if error is None:
             if engine.finite is not None:
                 engine.finite.look(unit.index, Moment.FORWARD, tensors_of(out))
@@ -342,7 +369,7 @@ class Hooks:
 
     def _end_lease(self, call: Call, *, keep: bool) -> None:
         """A call's forward has ended: its lease waits for the backward, or ends too."""
-        if call.reached is not None and keep:
+        if call.reached is not None and keep and call.reads_back:
             call.kept = self.engine.keep(self.unit, call.root)
         else:
             self.unit.release()
@@ -350,11 +377,11 @@ class Hooks:
 
     # -- a call for others, whose output nobody uses
 
-    def open_for_others(self, differentiable: bool) -> tuple[Call, Sequence[Tensor]]:
-        with torch.set_grad_enabled(differentiable):
+    def open_for_others(self, step: Step) -> tuple[Call, Sequence[Tensor]]:
+        with torch.set_grad_enabled(step.differentiable):
             self.engine.depth += 1
             try:
-                opened = self._open(differentiable)
+                opened = self._open(step.differentiable, step.reads)
             except BaseException:
                 self.engine.depth -= 1
                 raise
@@ -377,7 +404,7 @@ class Hooks:
             return self.unit.leases == 1
         if keep is not None:
             return keep
-        return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_last(self.unit)
+        return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_among_last(self.unit)
 
 
 class Saved(NamedTuple):

@@ -27,7 +27,7 @@ logger = logging.getLogger("accordion")
 class Step(NamedTuple):
     """A unit is entered, or left by a rank that may have called others inside of it. `depth`: calls under way around the step.
 
-    `differentiable`: whether a backward may come through the call.
+    `differentiable`: whether a backward may come through the call. `reads`: it is one that a read of a parameter began.
     """
 
     unit: int
@@ -35,6 +35,7 @@ class Step(NamedTuple):
     depth: int
     trained: tuple[int, ...]
     leaves: bool = False
+    reads: bool = False
 
 
 class Follow(NamedTuple):
@@ -76,8 +77,8 @@ def choose(said: Iterable[Mapping[str, Any]]) -> Step | Follow | None:
 
 def step_of(listed: Sequence[Any]) -> Step:
     """A step that came through JSON."""
-    unit, differentiable, depth, trained, leaves = listed
-    return Step(unit, differentiable, depth, tuple(trained), leaves)
+    unit, differentiable, depth, trained, *how = listed
+    return Step(unit, differentiable, depth, tuple(trained), *how)
 
 
 class Together:
@@ -191,7 +192,7 @@ class Together:
             of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
             self._watch.fail(f"this rank {what}, and others call {of}, for which it cannot stand in; {ADVICE}")
         self._expected.note(Phase.FORWARD, step)
-        self.standing.append((step.depth, hooks, *hooks.open_for_others(step.differentiable)))
+        self.standing.append((step.depth, hooks, *hooks.open_for_others(step)))
 
     def close(self, depth: int) -> None:
         """End the calls for others that lie at `depth` or deeper."""

@@ -18,6 +18,7 @@ from accordion.engine.schedule import Phase
 from accordion.engine.streams import Flight
 from accordion.engine.window import Window
 from accordion.errors import UsageError
+from accordion.units import is_layer
 
 if TYPE_CHECKING:
     from accordion.engine.autograd import Staged
@@ -91,6 +92,10 @@ class Unit:
         self._on_device = engine.wiring.device.type != "cpu"
         self.trained = self._trained_now()
         self.window = Window(module, self.params)
+        self.is_layer = is_layer(module)
+        # The backward of an embedding computes with indices alone: nothing is gathered for it.
+        readers = [ref() for p in self.params for ref, _ in p.places]
+        self.reads_back = not all(type(m).forward is nn.Embedding.forward for m in readers if m is not None)
         self.window.guard_conversions(self)
         engine.units.append(self)
 

@@ -101,6 +101,10 @@ class Window:
                 break
         self._install()
 
+    @property
+    def is_shown(self) -> bool:
+        return bool(self._shown)
+
     def hide_all(self) -> None:
         if self._shown:
             self._shown.clear()
@@ -135,7 +139,8 @@ class Window:
         for ref in self._caches:  # `nn.RNNBase` keeps its parameters in a list too
             rnn: Any = ref()
             if rnn is not None:
-                rnn.__dict__["_flat_weights"] = [getattr(rnn, n, None) for n in rnn._flat_weights_names]
+                now = {**rnn._parameters, **rnn.__dict__}
+                rnn.__dict__["_flat_weights"] = [now.get(n) for n in rnn._flat_weights_names]
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         """What `module.to(...)` and its kin do to the parameters: the full ones while they are shown, nothing to shards.

@@ -25,7 +25,6 @@ from accordion.plan.result import Plan
 from accordion.plan.rig import OPTIMIZERS, Subject
 from accordion.plan.search import Found, search
 from accordion.plan.space import (
-    AUTO,
     CHECKPOINTING,
     MICRO_BATCHES,
     NO_OFFLOAD,
@@ -36,6 +35,7 @@ from accordion.plan.space import (
     check_offload,
 )
 from accordion.plan.traces import traced_as
+from accordion.units import AUTO
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
 """Engines that can be traced, each with the strategies that it has."""

@@ -9,7 +9,8 @@ from accordion.plan.cost import costs_of
 from accordion.plan.events import Collective, Enter, Log, Phase, Place
 from accordion.plan.hardware import REACHED, Cluster
 from accordion.plan.simulate import Step
-from accordion.plan.space import AUTO, NO_OFFLOAD, OFFLOADS, Choice, Space
+from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Choice, Space
+from accordion.units import AUTO
 
 SCATTERS = ("scatter_sum", "exchange")
 ROUNDING = 0.99  # of lanes: another number of ranks pads differently

@@ -19,7 +19,7 @@ from accordion.errors import UsageError
 from accordion.plan.events import COMPUTE, Mark, Phase, Wait
 from accordion.plan.rig import OPTIMIZERS, Rig, Run
 from accordion.plan.tracker import Tracker, storages_of
-from accordion.units import choose_units
+from accordion.units import choose_units, is_layer
 
 STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
 OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_root", "reshard_last")
@@ -69,8 +69,10 @@ def apply(
         param_dtype=p.params, reduce_dtype=p.reduce, output_dtype=p.output, cast_forward_inputs=p.cast_inputs
     )
     chosen = choose_units(model, units)
+    deep = [module for _, module in chosen[1:] if not is_layer(module)]
+    recomputed = {id(module) for module in deep[:: checkpointing.every]} if checkpointing.every else ()
     for i, (_, module) in reversed(list(enumerate(chosen[1:]))):  # what lies inside of another unit comes first
-        if checkpointing.every and i % checkpointing.every == 0:
+        if id(module) in recomputed:
             checkpoint_forward(module, checkpointing)
         reshard = not strategy.keep_until_backward and (reshard_last or i + 2 < len(chosen))
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

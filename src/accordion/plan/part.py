@@ -14,8 +14,9 @@ from accordion.plan.offload import host_bytes, offloaded
 from accordion.plan.predict import Memory, memory_of
 from accordion.plan.rig import Subject
 from accordion.plan.simulate import Step
-from accordion.plan.space import AUTO, NO_OFFLOAD, Choice, Space, choices
+from accordion.plan.space import NO_OFFLOAD, Choice, Space, choices
 from accordion.plan.traces import Traces
+from accordion.units import AUTO
 
 FIRST = "full_shard"  # is predicted first: it takes least memory, and others can only wait less
 AS_FAST = 0.02  # of choices that are as fast, the one that leaves most room is taken

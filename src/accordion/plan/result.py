@@ -12,7 +12,8 @@ from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.part import HOST_MARGIN, Candidate
 from accordion.plan.search import Found, closest, unsettled
-from accordion.plan.space import AUTO, NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
+from accordion.units import AUTO
 
 NOT_KNOWN = (
     "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "

@@ -11,7 +11,8 @@ from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.part import FIRST, HOST_MARGIN, Candidate, Job, Outcome, Part, Say, frugal_space, on_fewer
 from accordion.plan.rig import Subject
 from accordion.plan.second import Second, search_half, theirs_of
-from accordion.plan.space import AUTO, NO_OFFLOAD, Choice, Space, choices
+from accordion.plan.space import NO_OFFLOAD, Choice, Space, choices
+from accordion.units import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Place, Precision, nea
 from accordion.errors import UsageError
 from accordion.plan.hardware import Cluster
 from accordion.plan.rig import Run
-from accordion.units import UnitChoice, min_params
+from accordion.units import AUTO, only_blocks, units_named
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
-NO_OFFLOAD, AUTO = "none", "auto"
+NO_OFFLOAD = "none"
 OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the optimizer
     NO_OFFLOAD: (DEVICE, DEVICE),
     "optimizer": (DEVICE, HOST),
@@ -94,6 +94,8 @@ class Space:
         }
         if choice.units != AUTO:
             sharding["units"] = units_named(choice.units)
+        elif self.engine == "fsdp2":
+            sharding.setdefault("units", only_blocks())  # as programs write it
         return Run(
             engine=self.engine,
             ranks=choice.gpus,
@@ -117,21 +119,6 @@ class Space:
             return self.offloads
         searched = strategy.grads is Place.SHARD and not strategy.keep_until_backward
         return self.offloads if searched else self.offloads[:1]
-
-
-def units_named(text: str) -> UnitChoice:
-    """What `auto`, `min_params:N` or names of classes, with commas between, say of units. Raises `UsageError`."""
-    if text == AUTO:
-        return None
-    head, colon, count = text.partition(":")
-    names = [name.strip() for name in text.split(",")]
-    if head == "min_params" and count.isdecimal() and len(count) < 19:
-        return min_params(int(count))
-    if colon or not all(name.isidentifier() for name in names):
-        raise UsageError(
-            f"units {text!r} is not understood; {nearest(text, [AUTO, 'min_params:1000000', 'ClassName,Other'])}"
-        )
-    return names
 
 
 def choices(space: Space, cluster: Cluster) -> list[Choice]:

@@ -21,9 +21,9 @@ from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
 from accordion.plan.language import language_model
 from accordion.plan.models import PRESETS, configuration, language_subject
 from accordion.plan.result import Plan
-from accordion.plan.space import units_named
 from accordion.planner.options import read
 from accordion.planner.pages import of_plan, of_table
+from accordion.units import units_named
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_FOUND = 1  # exit code where nothing fits
@@ -52,7 +52,7 @@ class Options:
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
         strategy: of accordion.shard, such as full_shard; without it: look for it
-        units: what is gathered together: auto (repeated blocks), min_params:N or names of classes; without it: look for it
+        units: what is gathered together: auto, blocks, min_params:N or names of classes; without it: look for it
         replicas: copies of the model with a hybrid strategy; without it: look for it
         offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
             it: the first of them that fits

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from accordion.config import Offload, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
+from accordion.units import units_named
 
 # No `slots=True` here: jsonargparse reads defaults of nested dataclasses through `vars`.
 
@@ -53,8 +54,8 @@ class ShardConfig:
     Args:
         strategy: `full_shard`, `shard_grad_op`, `shard_optim`, `no_shard`, `hybrid_shard` or `hybrid_shard_optim`
         replicas: copies of the sharded model with a hybrid strategy; 0: one for each node
-        units: what is gathered together: `auto` (the repeated blocks), class names separated by commas,
-            or `min_params:N`
+        units: what is gathered together: `auto` (the repeated blocks, and embeddings and heads about as large), `blocks`
+            (these alone), class names separated by commas, or `min_params:N`
         precision: dtype of the computation: `auto` (bf16 on accelerators that have it, fp32 on CPU), `fp32`, `bf16`
             or `fp16` (with gradient scaling); masters and optimizer state stay in fp32
         checkpoint_activations: recompute activations in backward: `none`, `full`, `selective` or `every:K`
@@ -269,7 +270,7 @@ def check(config: Config) -> None:
     strategy = strategy_named(config.shard.strategy)
     checkpointing_named(config.shard.checkpoint_activations)
     config.shard.offload()
-    parse_units(config.shard.units)
+    units_named(config.shard.units, "shard.units")
     if config.shard.replicas and not strategy.hybrid:
         raise UsageError(
             f"shard.replicas is {config.shard.replicas} but strategy {strategy.name!r} has no replicas; "
@@ -304,32 +305,6 @@ def spread(config: Config, named: Collection[str], num_ranks: int) -> Config:
             "do not divide; take a multiple, or a smaller train.micro_batch."
         )
     return replace(config, train=replace(options, accumulate=accumulate))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitChoice:
-    """`shard.units` read: class names, or a least number of parameters, or neither for the engine's own choice."""
-
-    classes: tuple[str, ...] = ()
-    min_params: int = 0
-
-
-def parse_units(text: str) -> UnitChoice:
-    """Read `auto`, `min_params:N` or class names separated by commas."""
-    if text == "auto":
-        return UnitChoice()
-    head, colon, count = text.partition(":")
-    if colon:
-        if head != "min_params" or not count.isdecimal() or int(count) == 0:
-            raise UsageError(f"shard.units {text!r} is not understood; {nearest(text, ['auto', 'min_params:1000000'])}")
-        return UnitChoice(min_params=int(count))
-    names = tuple(name.strip() for name in text.split(","))
-    wrong = next((name for name in names if not name.isidentifier()), None)
-    if wrong is not None:
-        raise UsageError(
-            f"shard.units {text!r} is not understood: {wrong!r} is no class name; valid: auto, min_params:N."
-        )
-    return UnitChoice(classes=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from accordion.config import Place as Lies
 from accordion.config import strategy_named
 from accordion.plan.language import language_model
 from accordion.train import checkpoints
-from accordion.train.config import Config, TrainConfig, as_yaml, flat, parse_units
+from accordion.train.config import Config, TrainConfig, as_yaml, flat
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
 from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.evaluate import sample, token_losses, validation_loss
@@ -39,6 +39,7 @@ from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
+from accordion.units import units_named
 
 LAST_LR = 0.1  # the cosine ends at this share of the peak
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
@@ -143,12 +144,11 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
     sizes = {"shard": place.world // prepared.replicas}
     if strategy.hybrid:
         sizes = {"replicate": prepared.replicas, **sizes}
-    units = parse_units(shard.units)
     offload = shard.offload()
     model = acc.shard(
         language_model(configuration(config.model, config.data), config.model.path or config.model.preset),
         init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
-        units=acc.min_params(units.min_params) if units.min_params else units.classes or None,
+        units=units_named(shard.units),
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,

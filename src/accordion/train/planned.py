@@ -19,12 +19,12 @@ from accordion.plan.models import language_subject, unit_rules
 from accordion.plan.part import Candidate
 from accordion.plan.rig import Subject
 from accordion.plan.search import search
-from accordion.plan.space import AUTO, CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
-from accordion.train.config import Config, parse_units
+from accordion.plan.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
+from accordion.train.config import Config
 from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
-from accordion.units import UnitChoice, min_params
+from accordion.units import AUTO, units_named
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,7 +89,7 @@ def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: De
         offloads=offloads,
         precision=Precision(params=DTYPES[_precision(shard.precision, device)]),
         tokens=config.data.seq_len,
-        sharding={"units": _units(config)},
+        sharding={"units": units_named(config.shard.units, "shard.units")},
         device=device,
     )
 
@@ -131,11 +131,6 @@ def host_gib() -> float:
 
 def _subject(config: object, where: str, seq: int, micro_batch: int) -> Subject:
     return language_subject(config, where, micro_batch, seq)
-
-
-def _units(config: Config) -> UnitChoice:
-    units = parse_units(config.shard.units)
-    return min_params(units.min_params) if units.min_params else units.classes or None
 
 
 def _precision(name: str, device: Device) -> str:

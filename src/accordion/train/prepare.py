@@ -11,7 +11,7 @@ from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.plan.language import language_model
 from accordion.train import checkpoints
-from accordion.train.config import PRESETS, Config, UnitChoice, parse_units
+from accordion.train.config import PRESETS, Config
 from accordion.train.data import check_enough
 from accordion.train.model import check_folder, configuration
 from accordion.train.planned import Expected
@@ -25,6 +25,7 @@ from accordion.train.tokens import (
     check_fits,
     folder_vocabulary,
 )
+from accordion.units import UnitChoice, choose_units, units_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,8 @@ def _prepare(config: Config, world: int, local_world: int, cache: Path, say: Say
     for place in (run_dir, folder):
         _check_writable(place)
     resume = checkpoints.choose(folder, config.checkpoint.resume)
-    units = parse_units(config.shard.units)
-    if config.model.path is not None or units.classes or resume is not None:
+    units = units_named(config.shard.units, "shard.units")
+    if config.model.path is not None or units is not None or resume is not None:
         _check_model(config, units, resume)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
@@ -140,11 +141,9 @@ def _check_writable(folder: Path) -> None:
 def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None:
     """Build the model without storage and hold it against the units asked for and the checkpoint."""
     from accordion.pretrained import check_pretrained
-    from accordion.units import choose_units
 
     model = language_model(configuration(config.model, config.data), config.model.path or config.model.preset)
-    if units.classes:
-        choose_units(model, units.classes)
+    choose_units(model, units)
     if config.model.path is not None and config.model.init == "pretrained":
         try:
             check_pretrained(model, Path(config.model.path))
