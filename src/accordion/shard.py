@@ -30,14 +30,14 @@ from accordion.engine.home import on_device
 from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut, cut
 from accordion.engine.streams import Lane
-from accordion.engine.unit import Unit
+from accordion.engine.unit import Unit, is_layer
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
 from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, choose_units, is_layer, other_units_read, owned_parameters
+from accordion.units import Owned, UnitChoice, by_unit, choose_units, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accordion.config import Offload, Precision, UnitRule, nearest
+from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 
 
@@ -21,6 +22,9 @@ class MinParams:
     """A rule by size: a module is a unit where at least `num_params` of its parameters are in no unit below it."""
 
     num_params: int
+
+    def __str__(self) -> str:
+        return f"min_params:{self.num_params}"
 
 
 def min_params(num_params: int) -> MinParams:
@@ -33,6 +37,9 @@ def min_params(num_params: int) -> MinParams:
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """A rule: the repeated blocks, and all else in the root's unit."""
+
+    def __str__(self) -> str:
+        return "blocks"
 
 
 def only_blocks() -> Blocks:
@@ -143,11 +150,6 @@ def _repeated_blocks(model: nn.Module) -> set[int]:
 
     search(model)
     return found
-
-
-def is_layer(module: nn.Module) -> bool:
-    """An embedding or a linear layer and nothing more."""
-    return isinstance(module, (nn.Embedding, nn.Linear)) and next(module.children(), None) is None
 
 
 def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:

@@ -38,6 +38,7 @@ PUBLIC = {
     "load_pretrained",
     "min_params",
     "no_sync",
+    "only_blocks",
     "plan",
     "save",
     "shard",
@@ -72,6 +73,7 @@ ENGINE = [
     "hooks",
     "autograd",
     "engine",
+    "reads",
     "together",
     "unit",
     "window",
@@ -198,4 +200,4 @@ def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard.py"]}
     print(f"engine/ and shard.py: {sum(counted.values())} lines", counted)
     assert max(counted.values()) <= 400, counted
-    assert sum(counted.values()) <= 4320, "growth needs a reason in docs/design.md"
+    assert sum(counted.values()) <= 4440, "growth needs a reason in docs/design.md"

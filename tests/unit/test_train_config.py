@@ -83,7 +83,7 @@ MISTAKES = [
     (["--shard.checkpoint_activations", "fool"], "'full'"),
     (["--shard.units", "min_param:100"], "min_params"),
     (["--shard.units", "min_params:0"], "min_params"),
-    (["--shard.units", "Llama Layer"], "no class name"),
+    (["--shard.units", "Llama Layer"], "is not understood"),
     (["--shard.replicas", "2"], "has no replicas"),
     (["--launch.device", "gpu"], "launch.device"),
     (["--data.path", ""], "data.path is empty"),

@@ -8,13 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.collectives import reduced
 from accordion.engine.finite import Finite
 from accordion.engine.group import Wiring
+from accordion.engine.reads import Reads
 from accordion.engine.reduced import Reduced
 from accordion.engine.schedule import Expected, Order, Phase
 from accordion.engine.streams import Flight
@@ -62,7 +63,7 @@ class Engine:
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
         self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
         self._marks_of = -1  # the backward in which that call runs
-        self.reads: list[tuple[int, Hooks, nn.Module]] = []  # calls under way that a read began, with their depth
+        self.reads = Reads()
         self.depth = 0  # calls of units under way on the forward path
         self.root_call = 0
         self.kept: list[Kept] = []
@@ -84,7 +85,8 @@ class Engine:
             call.drop()
         for unit in self.units:
             unit.window.hide_all()
-        self.units, self.kept, self.to_reach, self.reads = [], [], [], []
+        self.units, self.kept, self.to_reach = [], [], []
+        self.reads.clear()
         self.siblings.clear()
         self._tasks.clear()
         self.flying.clear()
@@ -114,13 +116,6 @@ class Engine:
             if self.kept:
                 stale = not all(kept.unit.resident for kept in self.kept)
                 self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
-
-    def begun_by_reads(self) -> list[tuple[Hooks, nn.Module]]:
-        """The calls that reads began inside of the innermost call of a module, which ends; the last one first."""
-        found: list[tuple[Hooks, nn.Module]] = []
-        while self.reads and self.reads[-1][0] == self.depth - len(found):
-            found.append(self.reads.pop()[1:])
-        return found
 
     def collects(self) -> bool:
         """Whether calls made now are below the outermost call, and not in a backward that runs inside of it."""

@@ -52,7 +52,8 @@ class Hooks:
         if self.unit.index == 0:
             self._guard(module)
         elif next(module.children(), None) is None:
-            module.__dict__["_parameters"] = Registry(module._parameters, partial(self._read, weakref.ref(module)))
+            read = partial(self.engine.reads.begin, self, weakref.ref(module))
+            module.__dict__["_parameters"] = Registry(module._parameters, read)
         for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely
             module.__dict__[name] = getattr(self.unit, name)
 
@@ -148,28 +149,6 @@ class Hooks:
                 hooks._reserved = root_call, _torch.reserve_number()
 
     # -- one call
-
-    def _read(self, reference: weakref.ref[nn.Module]) -> None:
-        """A parameter of a layer is read, maybe by the forward of another unit: then a call begins that ends with that one's."""
-        engine, module = self.engine, reference()
-        if engine.depth == 0 or engine.suspended or module is None or self.unit.window.is_shown:
-            return
-        torch.compiler.disable(self.before)(module, (), {}, reads=True)
-        engine.reads.append((engine.depth, self, module))
-
-    def _end_reads(self, out: Any) -> Any:
-        """The call ends inside of which reads began others. Gives `out` with memory of its own in place of their parameters'."""
-        begun, failed = self.engine.begun_by_reads(), None
-        for hooks, _ in begun:
-            out = map_tensors(hooks._own_memory, out)
-        for hooks, module in begun:
-            try:
-                hooks.after(module, (), {}, () if out is not None else None)
-            except Exception as error:  # the others end too
-                failed = error
-        if failed is not None:
-            raise failed
-        return out
 
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, reads: bool = False) -> Any:
         engine, unit = self.engine, self.unit
@@ -296,8 +275,7 @@ class Hooks:
         error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
         inside, failed = _torch.current_graph_task() != -1, None
         try:
-            if engine.reads:
-                out = self._end_reads(out)
+            out = engine.reads.end(engine.depth, out)
             if not inside and error is None:
                 engine.leaves(unit)
         except BaseException as caught:
@@ -319,9 +297,9 @@ class Hooks:
             if engine.finite is not None:
                 engine.finite.look(unit.index, Moment.FORWARD, tensors_of(out))
             if torch.is_grad_enabled():
-                out = self._watch_outputs(call, fulls, map_tensors(self._own_memory, out), (args, kwargs))
+                out = self._watch_outputs(call, fulls, map_tensors(self.own_memory, out), (args, kwargs))
             else:
-                out = map_tensors(self._own_memory, out)
+                out = map_tensors(self.own_memory, out)
         self._end_lease(call, keep=error is None and self._keeps_lease(inside))
         engine.leave(error)
         if failed is not None:
@@ -331,7 +309,7 @@ class Hooks:
             out = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, out)
         return None if out is given else out
 
-    def _own_memory(self, tensor: Tensor) -> Tensor:
+    def own_memory(self, tensor: Tensor) -> Tensor:
         """An output that is a view of a full parameter (learned positions, say) would be let go with it."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 

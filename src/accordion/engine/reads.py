@@ -1,15 +1,24 @@
-"""What a module of one layer shows of its parameters to code outside of its own forward."""
+"""Calls of a layer that somebody begins by reading its weight, as `x @ self.embed.weight.T` does."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accordion.engine.tree import map_tensors
+
+if TYPE_CHECKING:
+    from accordion.engine.hooks import Hooks
 
 
 class Registry(dict[str, Any]):
     """The `_parameters` of a module: a look at one of them is told first.
 
-    `module.weight` looks here, `parameters()` and state dicts go through the items and are not heard.
+    `module.weight` looks here; `parameters()` and state dicts go through the items and are not heard.
     """
 
     __slots__ = ("_read",)
@@ -21,3 +30,43 @@ class Registry(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         self._read()
         return super().__getitem__(name)
+
+
+class Reads:
+    """Owns the calls under way that a read began, with their depth; each ends with the call inside of which it began."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[int, Hooks, nn.Module]] = []
+
+    def clear(self) -> None:
+        self._begun.clear()
+
+    def begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
+        """A parameter of a layer is read. In a forward, outside of the layer's own calls, one of them begins."""
+        engine, module = hooks.engine, reference()
+        if engine.depth == 0 or engine.suspended or module is None or hooks.unit.window.is_shown:
+            return
+        torch.compiler.disable(hooks.before)(module, (), {}, reads=True)
+        self._begun.append((engine.depth, hooks, module))
+
+    def end(self, depth: int, out: Any) -> Any:
+        """The innermost call of a module ends, with the output `out`, None where it failed. What reads began inside ends first.
+
+        Gives the output with memory of its own in place of parameters that are let go.
+        """
+        if not self._begun:
+            return out
+        ending: list[tuple[Hooks, nn.Module]] = []
+        while self._begun and self._begun[-1][0] == depth - len(ending):
+            ending.append(self._begun.pop()[1:])
+        for hooks, _ in ending:
+            out = map_tensors(hooks.own_memory, out)
+        failed = None
+        for hooks, module in ending:
+            try:
+                hooks.after(module, (), {}, None if out is None else ())
+            except Exception as error:  # the others end too
+                failed = error
+        if failed is not None:
+            raise failed
+        return out

@@ -18,7 +18,6 @@ from accordion.engine.schedule import Phase
 from accordion.engine.streams import Flight
 from accordion.engine.window import Window
 from accordion.errors import UsageError
-from accordion.units import is_layer
 
 if TYPE_CHECKING:
     from accordion.engine.autograd import Staged
@@ -50,6 +49,11 @@ class Habits:
     reduces: bool = True
     ahead: dict[Phase, list[int]] = field(default_factory=dict)
     on_convert: Callable[[], None] | None = None
+
+
+def is_layer(module: nn.Module) -> bool:
+    """An embedding or a linear layer and nothing more."""
+    return isinstance(module, (nn.Embedding, nn.Linear)) and next(module.children(), None) is None
 
 
 class Unit:

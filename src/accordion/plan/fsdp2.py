@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 from accordion import _torch
 from accordion.activations import checkpoint_forward
 from accordion.config import FULL_SHARD, Place, Precision, Strategy, checkpointing_named
+from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 from accordion.plan.events import COMPUTE, Mark, Phase, Wait
 from accordion.plan.rig import OPTIMIZERS, Rig, Run
 from accordion.plan.tracker import Tracker, storages_of
-from accordion.units import choose_units, is_layer
+from accordion.units import choose_units
 
 STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
 OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_root", "reshard_last")

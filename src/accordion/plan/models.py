@@ -170,7 +170,7 @@ def longest_run(model: nn.Module, units: UnitChoice) -> Run | None:
 
 
 def unit_rules(model: nn.Module) -> list[str]:
-    """Other units to try than the repeated blocks: large leaves beside them apart too, and the largest parts of a block too."""
+    """Other units to try than the default's: all layers of a block's size apart too, and the largest parts of a block too."""
     run = longest_run(model, None)
     if run is None:
         return []

@@ -129,7 +129,10 @@ class Plan:
         }
 
     def _units(self, c: Candidate) -> str:
-        return c.choice.units if c.choice.units != AUTO else str(self.space.sharding.get("units") or "repeated blocks")
+        if c.choice.units != AUTO:
+            return c.choice.units
+        own = "repeated blocks" if self.space.engine == "fsdp2" else "repeated blocks, large embeddings and heads"
+        return str(self.space.sharding.get("units") or own)
 
     def _peak(self, c: Candidate) -> dict[str, Any] | None:
         if c.memory is None:
