@@ -24,8 +24,8 @@ from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.ranks import Seat
 from accordion.bench.trainer import Trainer
 from accordion.config import strategy_named
-from accordion.engine.axis import sum_rows
 from accordion.engine.collectives import Link
+from accordion.engine.reduction import sum_rows
 from accordion.engine.streams import Lane
 from accordion.engine.watch import Watch
 from accordion.train.config import Preset

@@ -80,6 +80,7 @@ ENGINE = [
     "group",
     "reduced",
     "around",
+    "reduction",
     "axis",
     "streams",
     "watch",

@@ -104,10 +104,17 @@ def choices(mesh) -> None:
     assert unit_names(by_size) == wanted
     stages = models.plain()  # lists in a list, which nobody calls
     stages.blocks = nn.ModuleList(nn.ModuleList([block]) for block in stages.blocks)
-    assert unit_names(acc.shard(stages, mesh=mesh, units=acc.only_blocks())) == ["", "blocks.0.0", "blocks.1.0", "blocks.2.0"]
+    assert unit_names(acc.shard(stages, mesh=mesh, units=acc.only_blocks())) == [
+        "",
+        "blocks.0.0",
+        "blocks.1.0",
+        "blocks.2.0",
+    ]
     named = models.plain()
     named._no_split_modules = ["LayerNorm"]
-    assert unit_names(acc.shard(named, mesh=mesh, units=acc.only_blocks()))[1:] == [f"blocks.{i}.norm" for i in range(3)] + ["norm"]
+    assert unit_names(acc.shard(named, mesh=mesh, units=acc.only_blocks()))[1:] == [
+        f"blocks.{i}.norm" for i in range(3)
+    ] + ["norm"]
     with pytest.raises(acc.UsageError, match=r"names Blok.*did you mean 'Block'"):
         acc.shard(models.plain(), mesh=mesh, units=["Blok"])
     with pytest.raises(acc.UsageError, match="Conv2d"):

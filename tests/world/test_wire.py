@@ -16,6 +16,7 @@ from torch import Tensor
 import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
+from accordion.engine import reduction
 from accordion.engine.collectives import Link, common_name
 from accordion.engine.layout import PACK_LIMIT_BYTES
 from tests.world import models
@@ -206,3 +207,37 @@ def beside_other_groups(mesh) -> float:
 
 def test_ranks_that_know_different_groups_meet(world):
     assert world.run(2, beside_other_groups) == [2.0, 2.0]
+
+
+def check_pieces(mesh) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        return received_numels(mesh, patch)
+
+
+def received_numels(mesh, patch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Gradients that are exchanged in pieces are those exchanged at once, bit for bit; bytes that arrive at a time, both ways."""
+    found, arriving = [], []
+    for in_pieces in (False, True):
+        torch.manual_seed(0)
+        precision = acc.Precision(params=torch.bfloat16)
+        strategy = dataclasses.replace(acc.FULL_SHARD, reduce="exchange")
+        model = models.Tiny(width=256, hidden=2112, num_blocks=1)
+        acc.shard(model, mesh=mesh, precision=precision, strategy=strategy, units={models.Block})
+        unit = model.blocks[0].__dict__["_accordion"]
+        axis = unit.groups[0].wiring.shard
+        axis.reduce.is_gloo = not in_pieces
+        patch.setattr(reduction, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
+        tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
+        models.loss_of(model(tokens), targets).backward()
+        (plan,) = unit.groups[0].plans(unit.trained.indices, torch.bfloat16)
+        assert plan.exchange
+        assert len(plan.pieces) == (2 if in_pieces else 1), plan.pieces
+        arriving.append(plan.received_numel)
+        found.append([p.grad.to_local() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return arriving[0], arriving[1]
+
+
+def test_an_exchange_in_pieces_receives_less_at_a_time(world) -> None:
+    for at_once, in_pieces in world.run(2, check_pieces):
+        assert in_pieces <= 0.6 * at_once

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from accordion import _torch
 from accordion.engine.around import Around
-from accordion.engine.axis import Axis, Gathering, Plan, Room
+from accordion.engine.axis import Axis, Gathering, Room
 from accordion.engine.collectives import Link, gathered_rows
 from accordion.engine.home import Home, HomeMaker
 from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
 from accordion.engine.reduced import Reduced
+from accordion.engine.reduction import Plan
 from accordion.engine.streams import Flight, Lane, Steps
 from accordion.engine.watch import ADVICE, Watch
 

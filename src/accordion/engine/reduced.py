@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.axis import Reduction, dense
+from accordion.engine.reduction import Reduction, dense
 from accordion.engine.streams import Flight, Steps
 from accordion.engine.watch import ADVICE
 

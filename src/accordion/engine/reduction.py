@@ -1,0 +1,223 @@
+"""Reduce of a group of tensors over one mesh axis: full gradients to shards of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.axis import Axis
+from accordion.engine.collectives import Pending
+from accordion.engine.home import local_view
+from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, aligned, message
+from accordion.engine.streams import Steps
+
+PIECE_BYTES = 32 * 1024 * KIB  # received at once, at least: a hundred microseconds, several times what a launch costs
+
+
+class Plan:
+    """How the gradients of some tensors are reduced over an axis: what is the same in every step.
+
+    `sent`: the dtype of the gradients; `dtype`: of their sum. `taken`: large ones that, alone on the axis, are their own
+    results; `others`: the rest, in the order of `msg`. `places`: (shape, stride, offset) of each of these's local rows.
+    """
+
+    def __init__(self, axis: Axis, cuts: Sequence[Cut], num_flags: int, sent: torch.dtype, dtype: torch.dtype) -> None:
+        num = axis.num_ranks
+        self.axis, self.dtype = axis, dtype
+        self.exchange = num > 1 and axis.takes_exchange(cuts, sent.itemsize)
+        self.wire = sent if self.exchange and sent.itemsize <= dtype.itemsize else dtype
+        self.taken = [i for i, c in enumerate(cuts) if num == 1 and c.numel * self.wire.itemsize >= PACK_LIMIT_BYTES]
+        self.others = [i for i in range(len(cuts)) if i not in self.taken]
+        self.msg = msg = message(
+            [cuts[i] for i in self.others], self.wire.itemsize, even_only=not self.exchange, num_flags=num_flags
+        )
+        self.places: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+        for c, at in zip(msg.cuts, msg.shard_offsets, strict=True):
+            rows = local_view(torch.empty(c.shard_numel, device="meta"), c, axis.rank)
+            self.places.append((tuple(rows.shape), rows.stride(), at))
+        self.direct = [slice(at, at + prod(shape)) for shape, _, at in (self.places[i] for i in msg.direct)]
+        self.whole = [slice(msg.shard_offsets[i], msg.shard_offsets[i] + msg.cuts[i].shard_numel) for i in msg.whole]
+        self.pack = slice(msg.pack_start, msg.pack_start + msg.row_numel)
+        self.sends = (
+            self.exchange and axis.reduce.sends and self.wire == dtype and bool(self.pack.stop - self.pack.start)
+        )
+        self.pieces, self.received_at, self.received_numel = self._in_pieces()
+        self.sums_in_place = num == 1 and self.wire == dtype
+        self.plain = not self.taken and all(msg.cuts[i].dim == 0 for i in msg.packed)
+        self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
+
+    def _in_pieces(self) -> tuple[list[slice], list[int], int]:
+        """Which direct gradients are exchanged together, packed ones with the last; where in one buffer each arrives; its size.
+
+        Pieces are received one after the other into the same memory, of the largest gradient's size. On gloo all are one piece:
+        its host would begin the second when it waits for the first.
+        """
+        rows = self.axis.num_ranks - self.sends
+        numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
+        least = max([*numels, PIECE_BYTES // self.wire.itemsize])
+        pieces, offsets, begun, at = list[slice](), list[int](), 0, 0
+        for i, numel in enumerate(numels):
+            if at + numel > least and not self.axis.reduce.is_gloo:
+                pieces.append(slice(begun, i))
+                begun, at = i, 0
+            offsets.append(at)
+            at += numel
+        return [*pieces, slice(begun, None)], offsets, max(at, least) if pieces else at
+
+
+class Reduction:
+    """One reduce of a group over an axis: full gradients to this rank's rows of their sum, as `plan` says.
+
+    All buffers are allocated when it is made; `load` fills them, `steps` communicates. Then `results` has the local rows of
+    each tensor, `flag_sums` (num_flags,) the sums of the flags, and `out` is the one buffer behind all of them.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._axis, self._msg = plan, plan.axis, plan.msg
+        num, wire, msg = plan.axis.num_ranks, plan.wire, plan.msg
+        self.out = out = torch.empty(msg.shard_numel, dtype=plan.dtype, device=device)
+        self._out_pack = out[plan.pack]
+        self.flag_sums = self._out_pack[msg.pack_numel :]
+        self.results = [out] * (len(plan.taken) + len(plan.others))
+        for i, place in zip(plan.others, plan.places, strict=True):
+            self.results[i] = out.as_strided(*place)
+        self._whole = [out[part] for part in plan.whole]
+        self._direct_out = [out[part] for part in plan.direct]
+        self._direct: list[Tensor] = []
+        pack_shape = (num, msg.row_numel)
+        self._pack = (
+            self._out_pack.view(pack_shape)
+            if plan.sums_in_place
+            else torch.empty(pack_shape, dtype=wire, device=device)
+        )
+        self._received: list[Tensor] = []
+        if plan.exchange:
+            rows, arrives = num - plan.sends, torch.empty(plan.received_numel, dtype=wire, device=device)
+            for at, out_part in zip(plan.received_at, self._direct_out, strict=True):
+                numel = out_part.numel()
+                self._received.append(arrives[at : at + rows * numel].view(rows, numel))
+            self._received.append(torch.empty_like(self._pack))
+
+    def poison(self) -> None:
+        """Before `load`: without a wait the memory may still have a gradient of an earlier step, its tag included."""
+        for buffer in (self.out, *self._received):
+            buffer.fill_(float("nan"))
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self.buffers, self._pack, *self._direct, *self._received]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What lies behind `results` and `flag_sums`."""
+        return [self.out, *(self.results[i] for i in self._plan.taken)]
+
+    def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
+        """`grads`: one per cut, in its full shape. `flags` (num_ranks, num_flags): row r is what this rank says to rank r.
+
+        `ours`: which of them may be written into, because nobody else has them.
+        """
+        msg, wire = self._msg, self._plan.wire
+        for i in self._plan.taken:
+            self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
+        if self._plan.taken:
+            grads = [grads[i] for i in self._plan.others]
+        alone = self._axis.num_ranks == 1
+        self._direct = [grads[i] if alone else grads[i].to(wire).contiguous() for i in msg.direct]
+        if self._whole:
+            _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
+        if self._pack.numel():
+            if self._plan.plain:
+                parts = [grads[i].contiguous() for i in self._plan.packed]
+            else:
+                parts = [by_rank(grads[i], msg.cuts[i]) for i in self._plan.packed]
+            if flags.numel():
+                parts.append(flags)
+            _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
+
+    def steps(self) -> Steps:
+        link = self._axis.reduce
+        if link.num_ranks == 1:
+            if self._direct:
+                _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
+            if not self._plan.sums_in_place:
+                self._out_pack.copy_(self._pack[0])
+        elif self._plan.sends:
+            parts = self._parts()
+            sends = link.send_each(parts)
+            yield joined(link.exchange(self._sends()[-1:]), link.sum(self._whole))._replace(sends=sends)
+            for (row_of_each, _), out in zip(parts, self._direct_out, strict=True):
+                add_rows(row_of_each, out)
+            sum_rows(self._received[-1], self._out_pack)
+        elif self._plan.exchange:
+            sends, outs = self._sends(), [*self._direct_out, self._out_pack]
+            for piece in self._plan.pieces:
+                pending = link.exchange(sends[piece])
+                yield joined(pending, link.sum(self._whole)) if piece.stop is None else pending
+                for received, out in zip(self._received[piece], outs[piece], strict=True):
+                    sum_rows(received, out)
+        else:
+            outs, inputs = list(self._direct_out), [g.view(-1) for g in self._direct]
+            if self._pack.numel():
+                outs.append(self._out_pack)
+                inputs.append(self._pack.view(-1))
+            scattered = link.scatter_sum(outs, inputs)
+            yield joined(scattered, link.sum(self._whole)) if self._whole else scattered
+
+    def _parts(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For each direct gradient, by rank: where its part of this rank's rows comes to lie, and what goes to it."""
+        parts, rank = [], self._axis.rank
+        for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
+            c = self._msg.cuts[i]
+            to = list(grad.view(-1).split([c.rows_of(r) * c.row_numel for r in range(c.num_ranks)]))
+            parts.append(([*received[:rank], to[rank], *received[rank:]], to))
+        return parts
+
+    def _sends(self) -> list[tuple[Tensor, Tensor, list[int], list[int]]]:
+        sends: list[tuple[Tensor, Tensor, list[int], list[int]]] = []
+        for i, sent, received in zip(self._msg.direct, self._direct, self._received, strict=False):
+            c = self._msg.cuts[i]
+            if c.rows % c.num_ranks == 0:
+                sends.append((received.view(-1), sent.view(-1), [], []))
+            else:
+                to = [c.rows_of(r) * c.row_numel for r in range(c.num_ranks)]
+                sends.append((received.view(-1), sent.view(-1), [received.shape[1]] * c.num_ranks, to))
+        if self._pack.numel():
+            sends.append((self._received[-1].view(-1), self._pack.view(-1), [], []))
+        return sends
+
+
+def joined(first: Pending, second: Pending) -> Pending:
+    """Both, of one link."""
+    return Pending(first.link, [*first.works, *second.works])
+
+
+def add_rows(rows: Sequence[Tensor], out: Tensor) -> None:
+    """`out` (n,) becomes the sum of all of `rows` (n,), in their order and dtype."""
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out.add_(row)
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """`out` (n,) becomes the sum of `rows` (num_ranks, n), added in the dtype of `out`."""
+    if rows.shape[0] == 2 and rows.dtype == out.dtype:
+        torch.add(rows[0], rows[1], out=out)
+    elif out.numel():
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+
+
+def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
+    """`grad` in row-major order; the same tensor where it is so already and no copy is asked for."""
+    grad = grad.to(dtype)
+    return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
+
+
+def by_rank(grad: Tensor, c: Cut) -> Tensor:
+    """`grad` with the dim that is cut first: what goes to rank r is the r-th chunk of it."""
+    assert c.dim is not None
+    return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()
