@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from accordion.errors import UsageError
 
@@ -254,6 +256,7 @@ class ActivationCheckpointing:
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
     """Parse `none`, `full`, `selective` or `every:K`; the one parser of the library and the command line."""
+    check_kinds(checkpoint_activations=text)
     fixed = {
         "none": ActivationCheckpointing(),
         "full": ActivationCheckpointing(every=1),
@@ -265,6 +268,25 @@ def checkpointing_named(text: str) -> ActivationCheckpointing:
     if head == "every" and count.isdecimal() and int(count) > 0:
         return ActivationCheckpointing(every=int(count))
     raise UsageError(f"checkpoint_activations {text!r} is not understood; {nearest(text, [*fixed, 'every:2'])}")
+
+
+ARGUMENTS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "mesh": ((DeviceMesh, NoneType), "a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes it"),
+    "strategy": (Strategy, "accordion.FULL_SHARD or another Strategy"),
+    "precision": (Precision, "accordion.Precision(params=torch.bfloat16), for example"),
+    "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
+    "offload": (Offload, "accordion.Offload(optimizer='host'), for example"),
+    "checkpoint_activations": (str, "'none', 'full', 'selective' or 'every:2'"),
+}
+"""What `shard` takes under these names, and how to write it."""
+
+
+def check_kinds(**given: object) -> None:
+    """Raises `UsageError` for an argument of `shard` that is of another kind, saying what to write."""
+    for name, value in given.items():
+        kind, write = ARGUMENTS[name]
+        if not isinstance(value, kind):
+            raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; pass {write}.")
 
 
 DEBUG_MODES = ("streams", "order", "finite")

@@ -20,7 +20,17 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.activations import checkpoint_forward
 from accordion.agreement import on_every_rank, same_structure, same_values, settings_of
-from accordion.config import FULL_SHARD, Offload, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
+from accordion.config import (
+    FULL_SHARD,
+    Offload,
+    Place,
+    Precision,
+    Prefetch,
+    Strategy,
+    check_kinds,
+    checkpointing_named,
+    debug_modes,
+)
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Link, alone, broadcast, gathered_rows, own_communicator
@@ -71,7 +81,8 @@ def shard(
 
     Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where ranks hold different models.
     """
-    precision, prefetch = precision or Precision(), prefetch or Prefetch()
+    precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
+    check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
     modes = debug_modes(debug)
     _check(model, reduce_op)
@@ -83,7 +94,7 @@ def shard(
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         _check_hooks(owned)
         precisions = by_unit(chosen, precision, "Precision")
-        offloads = by_unit(chosen, offload or Offload(), "Offload")
+        offloads = by_unit(chosen, offload, "Offload")
         same_structure(owned, chosen, strategy, wiring, settings_of(precisions, offloads))
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]

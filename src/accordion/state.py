@@ -20,7 +20,7 @@ from accordion.memory.in_backward import refuse_in_backward
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
     """The engine of `model`; raises `UsageError` where it is not sharded."""
-    engine = engine_of(model)
+    engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
     return engine

@@ -25,8 +25,8 @@ class MinParams:
 
 def min_params(num_params: int) -> MinParams:
     """Units of at least `num_params` parameters each, formed from the leaves up."""
-    if num_params < 1:
-        raise UsageError(f"min_params({num_params}) makes no sense; pass a positive number of parameters.")
+    if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
+        raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
 
 
@@ -141,6 +141,9 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
+    given: object = choice
+    if not isinstance(given, Iterable | str | type):
+        raise UsageError(f"units is {given!r}; pass module classes or their names, min_params(n) or a callable.")
     wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
