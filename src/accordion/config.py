@@ -124,6 +124,10 @@ class Precision:
         return self.reduce
 
 
+COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What `Precision(params=)` is under the names of the command line."""
+
+
 def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     """`wanted`, unless `own` has more bytes."""
     return own if own.itemsize > wanted.itemsize else wanted
