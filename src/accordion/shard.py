@@ -47,7 +47,7 @@ from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, choose_units, other_units_read, owned_parameters
+from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -270,8 +270,7 @@ def _one_node(link: Link, device: torch.device) -> bool:
 
 
 def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
-    itemsize = precision.compute_dtype(o.original.dtype).itemsize
-    return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
+    return cut(o.original.shape, wiring.shard.num_ranks, gathered_dtype(o, precision).itemsize)
 
 
 def with_tiers(
@@ -301,7 +300,7 @@ def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Pla
     for o, c in mine:
         dtype, trained = o.original.dtype, o.original.requires_grad
         param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
-        by_dtype.setdefault(precision.compute_dtype(dtype), []).append(param)
+        by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
     return [Planned(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
 
 

@@ -198,6 +198,21 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
     return list(found.values())
 
 
+STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
+    """The dtype in which a parameter is gathered.
+
+    That of a batch norm stays as it is unless its running statistics are cast too: torch's kernels want both alike (2.13), and
+    statistics in two bytes hardly move. Its inputs and outputs are in the dtype of the computation all the same.
+    """
+    modules = [ref() for ref, _ in o.places]
+    if precision.buffers is None and all(isinstance(m, STATISTICS) and m.running_mean is not None for m in modules):
+        return o.original.dtype
+    return precision.compute_dtype(o.original.dtype)
+
+
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
     """For each unit, the other units whose parameters its modules read: those inside it, and the owners of what it shares."""
     owners: dict[int, set[int]] = {}
