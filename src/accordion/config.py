@@ -85,11 +85,12 @@ def strategy_named(name: str) -> Strategy:
 class Precision:
     """In which dtype each thing is kept.
 
-    `params`: dtype the model computes in (None: as the parameter is). `reduce`: dtype of the sum over ranks (None: that of
-    the gradients). `output`: floating outputs of the root are cast to it (None: left). `master`: the sharded parameters that
-    the optimizer steps (None: as the parameter is); a wider or frozen parameter keeps its own. `buffers`: floating buffers
-    are cast to it once (None: left). `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or
-    name of a unit -> its own, whose `output` is what that unit's outputs are cast to.
+    `params`: dtype the model computes in (None: as the parameter is); a batch norm's own keep that of its running statistics.
+    `reduce`: dtype of the sum over ranks (None: that of the gradients). `output`: floating outputs of the root are cast to it
+    (None: left). `master`: the sharded parameters that the optimizer steps (None: as the parameter is); a wider or frozen
+    parameter keeps its own. `buffers`: floating buffers are cast to it once, those statistics among them (None: left).
+    `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or name of a unit -> its own, whose
+    `output` is what that unit's outputs are cast to.
     """
 
     params: torch.dtype | None = None
