@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+import torch
+
+from accordion import __version__
 from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
 
@@ -57,8 +60,11 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: accordion <command> [options]\n")
         print("\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items()))
-        print("\naccordion <command> --help tells more.")
+        print("\naccordion <command> --help tells more; accordion --version tells which one this is.")
         return 0 if words else BAD_INPUT
+    if words[0] == "--version":
+        print(f"accordion {__version__}, torch {torch.__version__}")
+        return 0
     command = words[0]
     if command not in COMMANDS:
         raise UsageError(f"command {command!r} does not exist; {nearest(command, COMMANDS)}")

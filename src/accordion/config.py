@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from accordion.errors import UsageError
 
@@ -83,11 +85,12 @@ def strategy_named(name: str) -> Strategy:
 class Precision:
     """In which dtype each thing is kept.
 
-    `params`: dtype the model computes in (None: as the parameter is). `reduce`: dtype of the sum over ranks (None: that of
-    the gradients). `output`: floating outputs of the root are cast to it (None: left). `master`: the sharded parameters that
-    the optimizer steps (None: as the parameter is); a wider or frozen parameter keeps its own. `buffers`: floating buffers
-    are cast to it once (None: left). `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or
-    name of a unit -> its own, whose `output` is what that unit's outputs are cast to.
+    `params`: dtype the model computes in (None: as the parameter is); a batch norm's own keep that of its running statistics.
+    `reduce`: dtype of the sum over ranks (None: that of the gradients). `output`: floating outputs of the root are cast to it
+    (None: left). `master`: the sharded parameters that the optimizer steps (None: as the parameter is); a wider or frozen
+    parameter keeps its own. `buffers`: floating buffers are cast to it once, those statistics among them (None: left).
+    `cast_inputs`: floating inputs of each unit are cast to `params`. `overrides`: class or name of a unit -> its own, whose
+    `output` is what that unit's outputs are cast to.
     """
 
     params: torch.dtype | None = None
@@ -120,6 +123,10 @@ class Precision:
         if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce
+
+
+COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What `Precision(params=)` is under the names of the command line."""
 
 
 def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
@@ -254,6 +261,7 @@ class ActivationCheckpointing:
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
     """Parse `none`, `full`, `selective` or `every:K`; the one parser of the library and the command line."""
+    check_kinds(checkpoint_activations=text)
     fixed = {
         "none": ActivationCheckpointing(),
         "full": ActivationCheckpointing(every=1),
@@ -265,6 +273,25 @@ def checkpointing_named(text: str) -> ActivationCheckpointing:
     if head == "every" and count.isdecimal() and int(count) > 0:
         return ActivationCheckpointing(every=int(count))
     raise UsageError(f"checkpoint_activations {text!r} is not understood; {nearest(text, [*fixed, 'every:2'])}")
+
+
+ARGUMENTS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "mesh": ((DeviceMesh, NoneType), "a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes it"),
+    "strategy": (Strategy, "accordion.FULL_SHARD or another Strategy"),
+    "precision": (Precision, "accordion.Precision(params=torch.bfloat16), for example"),
+    "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
+    "offload": (Offload, "accordion.Offload(optimizer='host'), for example"),
+    "checkpoint_activations": (str, "'none', 'full', 'selective' or 'every:2'"),
+}
+"""What `shard` takes under these names, and how to write it."""
+
+
+def check_kinds(**given: object) -> None:
+    """Raises `UsageError` for an argument of `shard` that is of another kind, saying what to write."""
+    for name, value in given.items():
+        kind, write = ARGUMENTS[name]
+        if not isinstance(value, kind):
+            raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; pass {write}.")
 
 
 DEBUG_MODES = ("streams", "order", "finite")

@@ -164,6 +164,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     The norm is over all elements of all gradients, as on one device; one number is reduced over ranks. The same on all ranks.
     Gradients of parameters that are not sharded count as they are, and must be equal on all ranks.
     """
+    given: object = model
+    if not isinstance(given, nn.Module):
+        raise UsageError(
+            f"clip_grad_norm_ takes the model that shard() returned, not a {type(given).__name__} of parameters as torch's; "
+            "write clip_grad_norm_(model, 1.0)."
+        )
     engine = engine_of(model)
     if engine is None:
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")

@@ -25,7 +25,7 @@ from accordion.engine.group import own_rows
 from accordion.errors import CheckpointError, UsageError
 from accordion.initialise import is_of_transformers, materialised_buffers
 from accordion.rows import Rows, as_rows, stored
-from accordion.state import sharded_engine
+from accordion.state import settle, sharded_engine
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIXES = ("model.", "transformer.", "module.")  # of models inside models and of DistributedDataParallel
@@ -51,8 +51,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     engine = sharded_engine(model, "load_pretrained")
     if engine.suspended:
         raise UsageError("load_pretrained does not work inside full_params; leave it first.")
-    engine.recover()
-    engine.synchronize()
+    settle(engine, "loads pretrained weights")
     team = Team.of(model.parameters())
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))

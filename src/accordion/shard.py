@@ -20,7 +20,17 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.activations import checkpoint_forward
 from accordion.agreement import on_every_rank, same_structure, same_values, settings_of
-from accordion.config import FULL_SHARD, Offload, Place, Precision, Prefetch, Strategy, checkpointing_named, debug_modes
+from accordion.config import (
+    FULL_SHARD,
+    Offload,
+    Place,
+    Precision,
+    Prefetch,
+    Strategy,
+    check_kinds,
+    checkpointing_named,
+    debug_modes,
+)
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Link, alone, broadcast, gathered_rows, own_communicator
@@ -37,7 +47,7 @@ from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, choose_units, other_units_read, owned_parameters
+from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, other_units_read, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -72,7 +82,8 @@ def shard(
 
     Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where ranks hold different models.
     """
-    precision, prefetch = precision or Precision(), prefetch or Prefetch()
+    precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
+    check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
     modes = debug_modes(debug)
     _check(model, reduce_op)
@@ -84,7 +95,7 @@ def shard(
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         _check_hooks(owned)
         precisions = by_unit(chosen, precision, "Precision")
-        offloads = by_unit(chosen, offload or Offload(), "Offload")
+        offloads = by_unit(chosen, offload, "Offload")
         same_structure(owned, chosen, strategy, wiring, settings_of(precisions, offloads))
         same_values(owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
@@ -260,8 +271,7 @@ def _one_node(link: Link, device: torch.device) -> bool:
 
 
 def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
-    itemsize = precision.compute_dtype(o.original.dtype).itemsize
-    return cut(o.original.shape, wiring.shard.num_ranks, itemsize)
+    return cut(o.original.shape, wiring.shard.num_ranks, gathered_dtype(o, precision).itemsize)
 
 
 def with_tiers(
@@ -291,7 +301,7 @@ def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Pla
     for o, c in mine:
         dtype, trained = o.original.dtype, o.original.requires_grad
         param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
-        by_dtype.setdefault(precision.compute_dtype(dtype), []).append(param)
+        by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
     return [Planned(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
 
 

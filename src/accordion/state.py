@@ -20,10 +20,24 @@ from accordion.memory.in_backward import refuse_in_backward
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
     """The engine of `model`; raises `UsageError` where it is not sharded."""
-    engine = engine_of(model)
+    engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
     return engine
+
+
+def settle(engine: Engine, what: str) -> None:
+    """Before what all ranks of a model do together outside of a pass: end what is under way, and come to the same place.
+
+    `what`: "saves a checkpoint", for messages. Raises `DivergenceError` on every rank where others do something else; without a
+    word each would wait for the other, in collectives that do not pair up.
+    """
+    engine.recover()
+    engine.synchronize()
+    watch = engine.wiring.watch
+    if watch.broken is None:
+        watch.forget()
+        engine.together.must(what)
 
 
 @contextmanager
@@ -51,8 +65,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     engine = sharded_engine(model, "full_params")
     if engine.suspended:
         raise UsageError("full_params is open already on this model; leave it first.")
-    engine.recover()
-    engine.synchronize()
+    settle(engine, "shows full parameters")
     shown: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -114,8 +127,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = Tr
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
     """Gather what `state_dict(keep_vars=True)` gave, in its order; empty on other ranks with `rank0_only`. Collective."""
-    engine.recover()
-    engine.synchronize()
+    settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in _all_params(engine)}
     result: dict[str, Any] = {}

@@ -29,8 +29,8 @@ class MinParams:
 
 def min_params(num_params: int) -> MinParams:
     """Units of at least `num_params` parameters each, formed from the leaves up."""
-    if num_params < 1:
-        raise UsageError(f"min_params({num_params}) makes no sense; pass a positive number of parameters.")
+    if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
+        raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
 
 
@@ -212,6 +212,9 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
+    given: object = choice
+    if not isinstance(given, Iterable | str | type):
+        raise UsageError(f"units is {given!r}; pass module classes or their names, min_params(n) or a callable.")
     wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
@@ -264,6 +267,21 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
     for key, entry in found.items():
         entry.owner = above[key][-1] if above[key] else 0
     return list(found.values())
+
+
+STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
+    """The dtype in which a parameter is gathered.
+
+    That of a batch norm stays as it is unless its running statistics are cast too: torch's kernels want both alike (2.13), and
+    statistics in two bytes hardly move. Its inputs and outputs are in the dtype of the computation all the same.
+    """
+    modules = [ref() for ref, _ in o.places]
+    if precision.buffers is None and all(isinstance(m, STATISTICS) and m.running_mean is not None for m in modules):
+        return o.original.dtype
+    return precision.compute_dtype(o.original.dtype)
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:

@@ -217,8 +217,8 @@ def test_a_file_of_another_checkpoint_is_noticed(tmp_path):
 
 
 def test_no_checkpoint_and_no_folder(tmp_path):
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+    for path, why in ((tmp_path, r"it has no manifest\.json"), (tmp_path / "absent", "there is no such folder")):
+        with pytest.raises(CheckpointError, match=f"is no checkpoint: {why}"):
             load(path, Tied())
 
 

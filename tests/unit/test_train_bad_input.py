@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,8 @@ def words(*given: str) -> Callable[[Path], list[str]]:
 CASES = {
     "no such command": (words("--x"), "--x"),
     "unknown key": (words("--train.setps", "3"), "'--train.steps'"),
+    "misspelt help": (words("--hlep"), "did you mean '--help'?"),
+    "no flag": (words("train.steps=3"), "unrecognized: train.steps=3; a key is given as --train.steps 50"),
     "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
     "missing data": (words("--data.path", "corpsu"), "'corpus'"),
     "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
@@ -208,6 +211,11 @@ def test_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == (0 if argv == ["--help"] else 2)
     shown = capsys.readouterr()
     assert "train" in shown.out + shown.err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accordion {metadata.version('accordion')}, torch {torch.__version__}\n"
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

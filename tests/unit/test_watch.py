@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from accordion.engine import watch
 from accordion.engine.collectives import Pending, alone
 from accordion.engine.watch import Watch
 from accordion.errors import DivergenceError
@@ -41,3 +45,19 @@ def test_what_ends_while_a_wait_is_given_up_has_ended() -> None:
 def test_what_fails_while_a_wait_is_given_up_has_failed() -> None:
     with pytest.raises(DivergenceError, match="while this rank gathers unit 1: Connection closed by peer"):
         waits_for(EndsLate("Connection closed by peer"))
+
+
+def test_who_waits_for_a_rank_that_says_nothing_names_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank evaluates, the other waits at a barrier of its own: nothing that the engine could see there."""
+    for name, seconds in {"PATIENCE_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
+        monkeypatch.setattr(watch, name, seconds)
+    alone_here = Watch([], [0, 1])
+    alone_here._store = HashStore()
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(DivergenceError, match=r"ranks have come to nothing new in 1 s"),
+    ):
+        alone_here.meet({"what": "begins a forward"})
+    assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model."]

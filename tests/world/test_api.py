@@ -141,6 +141,23 @@ def misuse(mesh) -> None:
         acc.shard(nn.ReLU(), mesh=mesh)
     with pytest.raises(acc.UsageError, match="Module"):
         acc.shard(lambda x: x, mesh=mesh)
+    for name, given in {
+        "mesh": 2,
+        "strategy": "full_shard",
+        "precision": torch.bfloat16,
+        "prefetch": 2,
+        "offload": "host",
+        "checkpoint_activations": True,
+        "units": 1000,
+    }.items():
+        with pytest.raises(acc.UsageError, match=f"^{name} is {given!r}.*; pass"):
+            acc.shard(models.plain(), **{"mesh": mesh, name: given})
+    with pytest.raises(acc.UsageError, match="whole number"):
+        acc.min_params("1M")
+    with pytest.raises(acc.UsageError, match=r"write clip_grad_norm_\(model, 1.0\)"):
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(acc.UsageError, match="this generator is not sharded"):
+        acc.full_state_dict(model.parameters())
     for call in (acc.full_state_dict, lambda m: acc.clip_grad_norm_(m, 1.0), acc.describe):
         with pytest.raises(acc.UsageError, match="not sharded"):
             call(models.plain())

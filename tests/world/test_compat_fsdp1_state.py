@@ -70,6 +70,16 @@ def loads_full(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any])
     older = FSDP.full_optim_state_dict(model, optimizer)
     if rank == 0:
         assert_same_tensors(older, state)
+    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+    for by_older_name in (
+        FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),
+        FSDP.scatter_full_optim_state_dict(state if rank == 0 else None, model, optim=optimizer),
+        FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
+    ):
+        assert_same_tensors(by_older_name, found)
+    with pytest.raises(acc.UsageError, match="pass optim="):
+        FSDP.shard_full_optim_state_dict(whole, model)
     if mesh.size() == 4:
         with pytest.raises(RuntimeError, match="Missing key"):
             model.load_state_dict({k: v for k, v in weights.items() if k != "last.bias"})

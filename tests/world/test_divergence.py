@@ -110,6 +110,42 @@ def test_asked_for_it_is_named_in_any_step(alone, strategy):
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 
+def with_the_model(model: nn.Module, what: str, folder: str) -> None:
+    """Things of all ranks together, which a program may do on the first one alone, as with an unsharded model."""
+    if what == "saves a checkpoint":
+        acc.save(f"{folder}/step-1", model)
+    elif what == "takes the full state dict":
+        acc.full_state_dict(model)
+    else:
+        with acc.full_params(model):
+            pass
+
+
+def does_alone(mesh, what: str, folder: str) -> str:
+    model = acc.shard(models.plain(), mesh=mesh, units={models.Block})
+    for step in range(2):
+        one_loss(model, step).backward()
+    with_the_model(model, what, folder)
+    start = time.monotonic()
+    with impatient(), pytest.raises(acc.DivergenceError) as caught:
+        with_the_model(model, what, folder) if dist.get_rank() == 0 else one_loss(model, 2).backward()
+    assert time.monotonic() - start < SOON_S
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "saves a checkpoint",
+        pytest.param("takes the full state dict", marks=pytest.mark.slow),
+        pytest.param("shows full parameters", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_of_all_ranks_and_done_by_one_is_named(alone, tmp_path, what):
+    for text in alone.run(2, does_alone, what, str(tmp_path)):
+        assert f"rank 0 {what}, rank 1 gathers unit 0 (root)" in text
+
+
 def raises_alone(mesh, steps: int) -> str:
     """Rank 1 raises in its forward; the others wait for it in vain."""
     model = acc.shard(models.plain(), mesh=mesh)

@@ -86,6 +86,29 @@ def dtypes(mesh) -> None:
         call(acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
 
 
+def convolution() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1))
+
+
+def batch_norms(mesh) -> None:
+    """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
+    plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(BF16)
+    plain[0].to(BF16)
+    plain[2].to(BF16)
+    model = acc.shard(convolution(), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
+    for m in (model, plain):
+        m(x).float().pow(2).mean().backward()
+    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-2)
+    model = acc.shard(convolution(), mesh, precision=acc.Precision(params=BF16, buffers=BF16))
+    assert model(x).dtype == model[1][0].running_mean.dtype == BF16
+
+
+def test_batch_norms_keep_the_dtype_of_their_statistics(world):
+    world.run(2, batch_norms)
+
+
 def test_each_thing_is_in_the_dtype_that_was_asked_for(world):
     world.run(2, dtypes)
 

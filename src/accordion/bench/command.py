@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from accordion.bench import checkpoint, host, offload, pages, scale
 from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
@@ -224,12 +225,18 @@ def run(words: list[str]) -> int:
     return 0
 
 
+class _AsWritten(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, one for each subcommand."""
+
+
 def read(kind: type[Any], name: str, words: list[str]) -> Any:
     """`words` as the options `kind`. Raises `UsageError`."""
     prog = f"accordion bench {name}".strip()
-    listed = "\n".join(f"  {prog} {sub}: {what}" for sub, what in SUBCOMMANDS.items()) if not name else ""
+    listed = "\n".join(f"  {prog} {sub:<12}{what}" for sub, what in SUBCOMMANDS.items()) if not name else ""
     about = f"{(kind.__doc__ or '').splitlines()[0]}\n{listed}"
-    parser = ArgumentParser(prog=prog, description=about, exit_on_error=False, allow_abbrev=False)
+    parser = ArgumentParser(
+        prog=prog, description=about, exit_on_error=False, allow_abbrev=False, formatter_class=_AsWritten
+    )
     parser.add_class_arguments(kind)
     known = [f"--{field.name}" for field in fields(kind)]
     for word in words:

@@ -26,6 +26,7 @@ from accordion.checkpoint.team import Team
 from accordion.checkpoint.values import Json, decode
 from accordion.engine.autograd import engine_of
 from accordion.errors import CheckpointError, UsageError
+from accordion.state import settle
 
 SHOWN = 8  # faults of a damaged checkpoint that a message lists
 
@@ -54,8 +55,7 @@ def load(
             raise UsageError(
                 "load does not work inside full_params, where the parameters are no shards; leave it first."
             )
-        engine.recover()
-        engine.synchronize()
+        settle(engine, "loads a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
     with closing(team.agree(lambda: _files(path))) as files:

@@ -39,7 +39,7 @@ def read_manifest(folder: Folder) -> Manifest:
             )
         text = folder.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.") from None
+        raise CheckpointError(f"{folder} is no checkpoint: there is no such folder.") from None
     try:
         return parse(text)
     except CheckpointError as error:

@@ -36,6 +36,7 @@ from accordion.checkpoint.values import Json, encode
 from accordion.checkpoint.writing import Layout, Part, layout, write
 from accordion.engine.autograd import engine_of
 from accordion.errors import CheckpointError, UsageError
+from accordion.state import settle
 
 T = TypeVar("T")
 
@@ -77,8 +78,7 @@ def save(
             raise UsageError(
                 "save does not work inside full_params, where the parameters are no shards; leave it first."
             )
-        engine.recover()
-        engine.synchronize()
+        settle(engine, "saves a checkpoint")
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())

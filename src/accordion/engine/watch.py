@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,12 @@ from accordion import _torch
 from accordion.engine.collectives import Link, Pending, common_name
 from accordion.errors import DivergenceError
 
+log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
+SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
 POLLS = 3  # one after the other, in all of which ranks must be found apart: one may just be leaving
 ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
@@ -43,7 +46,7 @@ class Watch:
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         # What a rank does that waits, where others ask where it is.
         self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = None
-        self._posted = False
+        self._posted, self._num_looks = False, 0
         self._num_met = 0
         self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
         self._prefix, self._rank = f"accordion/{common_name(links)}", dist.get_rank() if links else 0
@@ -72,7 +75,7 @@ class Watch:
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 self.fail(
-                    f"this rank {said['what']}, and not all others have come to anything new in {LOST_S:g} s; {ADVICE}"
+                    f"this rank {said['what']}, and other ranks have come to nothing new in {LOST_S:g} s; {ADVICE}"
                 )
         found = None
         if self._store.get(go) != same.encode():
@@ -145,6 +148,10 @@ class Watch:
             if "failed" in post:
                 self._break(f"while this rank {what}, rank {rank} failed: {post['failed']}")
         # Where all whom a rank waits for are there, it is slow, but it goes on.
+        self._num_looks += 1
+        silent = ", ".join(str(rank) for rank in self._ranks if rank not in posts)
+        if silent and self._num_looks == SILENT_POLLS:
+            log.warning("rank %d %s, nothing is heard of rank %s: all must call the model.", self._rank, what, silent)
         complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
         if complete or len(posts) < len(self._ranks):
             return 0
@@ -186,7 +193,7 @@ class Watch:
         """What was told holds no longer."""
         if self._posted:
             self._store.delete_key(self._key(self._rank))
-            self._posted = False
+            self._posted, self._num_looks = False, 0
 
     def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
         """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there."""

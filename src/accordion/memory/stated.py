@@ -15,7 +15,7 @@ from accordion.memory.arena import ALIGN_BYTES, page_aligned
 from accordion.memory.budget import NUM_STATES, Shape, Shapes, device_bytes, host_needs, on_disk, within
 from accordion.memory.pieces import piece_numel
 from accordion.memory.stream import NUM_BUFFERS, NUM_DEVICE_BUFFERS
-from accordion.units import UnitChoice, by_unit, choose_units, owned_parameters
+from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, owned_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +59,15 @@ def stated(
     chosen = choose_units(model, units)
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
     precisions, offloads = by_unit(chosen, precision or Precision(), "Precision"), by_unit(chosen, offload, "Offload")
-    shapes = [
-        shapes_of([o.original for o in owned if o.owner == i], own, num_ranks) for i, own in enumerate(precisions)
-    ]
+    shapes = [shapes_of([o for o in owned if o.owner == i], own, num_ranks) for i, own in enumerate(precisions)]
     return stated_of(shapes, within(offload, offloads, shapes), num_states)
 
 
-def shapes_of(params: Sequence[nn.Parameter], precision: Precision, num_ranks: int) -> list[Shape]:
+def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> list[Shape]:
     """How the parameters of one unit lie, group by group."""
     by_dtype: dict[torch.dtype, list[tuple[Cut, torch.dtype, bool]]] = {}
-    for p in params:
-        gathered = precision.compute_dtype(p.dtype)
+    for o in owned:
+        p, gathered = o.original, gathered_dtype(o, precision)
         own = (
             cut(p.shape, num_ranks, gathered.itemsize),
             precision.master_dtype(p.dtype, p.requires_grad),

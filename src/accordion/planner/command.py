@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from accordion.bench.report import show
-from accordion.config import Precision
+from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
 from accordion.plan.api import plan
 from accordion.plan.change import smallest_change
@@ -25,7 +23,6 @@ from accordion.planner.options import read
 from accordion.planner.pages import of_plan, of_table
 from accordion.units import units_named
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_FOUND = 1  # exit code where nothing fits
 LARGEST = 1_000_000  # GPUs
 ABOUT = (
@@ -144,7 +141,7 @@ def run(words: list[str]) -> int:
         engine=o.engine,
         global_batch=o.global_batch,
         optimizer=o.optimizer,
-        precision=Precision(params=DTYPES[o.precision]),
+        precision=Precision(params=COMPUTE_DTYPES[o.precision]),
         measured_step_s=o.measured_step_s,
         measured_at=o.measured_at,
         say=say,

@@ -24,8 +24,8 @@ import accordion as acc
 from accordion.checkpoint import RandomState, load, save
 from accordion.checkpoint.background import saver_of
 from accordion.compat.deepspeed import Schedule, Settings
+from accordion.config import COMPUTE_DTYPES, strategy_named
 from accordion.config import Place as Lies
-from accordion.config import strategy_named
 from accordion.plan.language import language_model
 from accordion.train import checkpoints
 from accordion.train.config import Config, TrainConfig, as_yaml, flat
@@ -43,7 +43,6 @@ from accordion.units import units_named
 
 LAST_LR = 0.1  # the cosine ends at this share of the peak
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
@@ -150,7 +149,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
         units=units_named(shard.units),
         strategy=strategy,
-        precision=replace(theirs.precision if theirs else acc.Precision(), params=DTYPES[name]),
+        precision=replace(theirs.precision if theirs else acc.Precision(), params=COMPUTE_DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
         offload=offload,
         reduce_op=theirs.reduce_op if theirs else "mean",

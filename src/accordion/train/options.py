@@ -14,6 +14,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from accordion.config import nearest
 from accordion.errors import UsageError
 
+OTHERS = ("--config", "--help", "--print_config")  # flags that are no keys
+
 
 def parse(parser: ArgumentParser, words: list[str], keys: Sequence[str]) -> Mapping[str, Any]:
     """Parse `words` and the run files they name; flags win over files, wherever they stand.
@@ -25,8 +27,8 @@ def parse(parser: ArgumentParser, words: list[str], keys: Sequence[str]) -> Mapp
     known = [*(f"--{key}" for key in keys), *(f"--{key.partition('.')[0]}" for key in keys)]
     for word in flags:
         name = word.partition("=")[0]
-        if name.startswith("--") and name not in (*known, "--help", "--print_config"):
-            near = get_close_matches(name, [*known, "--config"], n=1, cutoff=0.5)
+        if name.startswith("--") and name not in (*known, *OTHERS):
+            near = get_close_matches(name, [*known, *OTHERS], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"option {name!r} does not exist; {hint}{parser.prog} --help lists all.")
     for file in files:
@@ -95,6 +97,8 @@ KIND = {"int": "a whole number", "float": "a number", "str": "text", "bool": "tr
 
 def _explain(message: str) -> str:
     """jsonargparse's words about one value, as one sentence."""
+    if message.startswith("unrecognized arguments: "):
+        return f"{message.replace(' arguments', '', 1)}; a key is given as --train.steps 50 or --train.steps=50."
     key = re.search(r'Parser key "([\w.]+)"', message)
     value = re.search(r"(?:Got value|Given value): (.*)", message)
     wanted = re.search(r"<class '(\w+)'>|Literal\[(.*?)\]", message)

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from accordion.config import DEVICE, DISK, Precision
+from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, Precision
 from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
@@ -25,8 +25,6 @@ from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
 from accordion.units import AUTO, units_named
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,7 @@ def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: De
         accumulate=config.train.accumulate,
         replicas=shard.replicas,
         offloads=offloads,
-        precision=Precision(params=DTYPES[_precision(shard.precision, device)]),
+        precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
         tokens=config.data.seq_len,
         sharding={"units": units_named(config.shard.units, "shard.units")},
         device=device,
