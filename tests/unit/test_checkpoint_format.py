@@ -1,5 +1,6 @@
 """Boxes against torch's own chunks, the manifest's text, and the values that JSON has no word for."""
 
+import functools
 import json
 import math
 import zlib
@@ -210,7 +211,13 @@ def test_files_outside_of_the_folder_are_refused(file):
         ("tensors__a__dtype", "F33", "unknown dtype 'F33'"),
         ("tensors__a__shape", [3, -2], "no size"),
         ("tensors__a__shape", [3, True], "no size"),
-        ("tensors__a__shape", [3, 10**4000], "elements and its chunks"),
+        ("tensors__a__shape", [3, 10**4000], "absurd"),
+        ("tensors__a__shape", [2**62, 0], "absurd"),
+        ("saved_by", 3, "by whom"),
+        ("optimizer", 3, "damaged"),
+        ("optimizer", {"groups": [{"params": [1], "options": {}}], "state": {}}, "groups and state"),
+        ("optimizer", {"groups": [], "state": []}, "groups and state"),
+        ("extra", functools.reduce(lambda value, _: [value], range(200), 1), "nested more than 100 deep"),
         ("tensors__a__shape", [4, 2], "8 elements and its chunks have 6"),
         ("tensors__a__chunks", [], "6 elements and its chunks have 0"),
         (CHUNK + "offset", [2, 0], "leaves its shape"),
