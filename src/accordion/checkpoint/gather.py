@@ -38,7 +38,9 @@ def described(form: Manifest, folder: Folder) -> Manifest:
     try:
         names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} went away while it was written; no other job may save under this name.") from None
+        raise CheckpointError(
+            f"{folder} went away while it was written; no other job may save under this name."
+        ) from None
     for file_name in names:
         with closing(folder.open(file_name)) as reader:
             head = read_head(reader)
