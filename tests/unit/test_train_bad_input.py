@@ -142,6 +142,7 @@ CASES = {
     "no such command": (words("--x"), "--x"),
     "unknown key": (words("--train.setps", "3"), "'--train.steps'"),
     "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
+    "checkpoints on remote storage": (words("--checkpoint.dir", "s3://bucket/run"), "'s3://bucket/run', a URL"),
     "missing data": (words("--data.path", "corpsu"), "'corpus'"),
     "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
     "no text at all": (rows("\n"), "holds no text"),
