@@ -3,7 +3,9 @@
 import functools
 import json
 import math
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
+import accordion.checkpoint
 from accordion.checkpoint import format as fmt
 from accordion.checkpoint import load, save, values
 from accordion.checkpoint.boxes import Box, Cut, box_of, overlap
@@ -320,3 +323,14 @@ def test_without_the_package_xxhash(tmp_path, monkeypatch):
     assert b'"checksum":"crc32"' in (tmp_path / "b" / "manifest.json").read_bytes()
     load(tmp_path / "b", other)
     assert torch.equal(other.weight, model.weight)
+
+
+def test_pickles_are_for_other_formats_alone():
+    """What is saved and loaded here knows no word that reads or writes one."""
+    words = re.compile(
+        r"import pickle|\bmarshal\b|\bshelve\b|\bdill\b|torch\.save\(|torch\.load\(|\w+_object(?:_list)?\("
+    )
+    files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
+    found = {path.name: set(words.findall(path.read_text())) for path in files}
+    assert {name for name, held in found.items() if held} == {"foreign.py", "convert.py"}
+    assert found["convert.py"] == {"torch.save("}
