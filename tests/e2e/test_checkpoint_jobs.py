@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -20,10 +17,9 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.look import diff, verify
+from tests.e2e.jobs import TINY, lines_of, workers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-TEXT = str(Path(asyncio.__file__).parent)
-TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +30,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.chdir(folder)
         yield folder
-
-
-def lines_of(run_dir: Path) -> list[dict[str, Any]]:
-    file = run_dir / "metrics.jsonl"
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 @pytest.mark.parametrize(("on_error", "code"), [("continue", 0), pytest.param("stop", 1, marks=pytest.mark.slow)])
@@ -86,21 +76,6 @@ def test_a_disk_that_fills_up(place: Path, capfd: pytest.CaptureFixture[str], on
             assert len(lines_of(run_dir)) == 6
     finally:
         subprocess.run(["umount", "-l", str(checkpoints)], check=True)
-
-
-def workers_of(agent: int) -> list[int]:
-    """Process ids of the ranks that a torchrun agent started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                ppid = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                environ = (entry / "environ").read_bytes().split(b"\0")
-            except (OSError, IndexError):
-                continue
-            if ppid == agent and any(line.startswith(b"LOCAL_RANK=") for line in environ):
-                found.append(int(entry.name))
-    return sorted(found)
 
 
 def torchrun(run_dir: str, *flags: str) -> list[str]:

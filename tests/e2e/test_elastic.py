@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_checkpoint_jobs import workers_of
+from tests.e2e.jobs import TINY, lines_of, until, workers_of
 
-TEXT = str(Path(asyncio.__file__).parent)
-TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
 SAME = ["--train.micro_batch", "4", "--train.global_batch", "16", "--train.steps", "100000", "--train.warmup", "20"]
 SAVING = ["--checkpoint.every", "4", "--checkpoint.keep", "3"]
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.13's agent tells one that joins later no address
@@ -70,18 +65,9 @@ def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
 
 def losses_of(run_dir: Path) -> list[float]:
     """Of step 1, 2, ...; a run that goes on takes back what was not saved."""
-    file = run_dir / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    lines = lines_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
-
-
-def until(ready: Callable[[], bool], what: str, *logs: Path, timeout_s: float = 300) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        told = "\n".join(log.read_text()[-3000:] for log in logs) if time.monotonic() > deadline else ""
-        assert time.monotonic() < deadline, f"{what}: not in {timeout_s:.0f} s\n{told}"
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
 from accordion.errors import UsageError
 from accordion.train import launch
@@ -136,17 +140,50 @@ time.sleep(600)
 """
 
 
+@contextmanager
+def killed(words: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive the test."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_a_rank_whose_store_falls_silent_ends_by_itself() -> None:
     """As a machine behind a link that is cut: the connection stands and nothing comes."""
-    with subprocess.Popen([sys.executable, "-c", KEEPS_STORE], stdout=subprocess.PIPE, text=True) as keeper:
+    with killed([sys.executable, "-c", KEEPS_STORE]) as keeper:
         assert keeper.stdout is not None
-        words = [sys.executable, "-c", WATCHES, keeper.stdout.readline().strip()]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+        with killed([sys.executable, "-c", WATCHES, keeper.stdout.readline().strip()]) as rank:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "watches\n"
             keeper.send_signal(signal.SIGSTOP)
             said = rank.communicate(timeout=60)[1]
-        keeper.kill()
     assert rank.returncode == 1
     assert "accordion: rank 3 stopped: the job's store at 127.0.0.1:" in said
     assert "has not answered for 1 s (launch.timeout_s)" in said
+
+
+def test_an_agent_whose_store_falls_silent_ends_in_time() -> None:
+    """`torchrun --rdzv-backend accordion`, whose own client of the store would wait for a quarter of an hour."""
+    (found,) = (point for point in entry_points(group="torchrun.handlers") if point.name == "accordion")
+    words = {"run_id": "job", "min_nodes": 1, "max_nodes": 1, "local_addr": "127.0.0.1", "is_host": "0"}
+    with killed([sys.executable, "-c", KEEPS_STORE]) as keeper:
+        assert keeper.stdout is not None
+        endpoint = f"127.0.0.1:{keeper.stdout.readline().strip()}"
+        handler = found.load()()(RendezvousParameters("accordion", endpoint, read_timeout="2", **words))
+        info = handler.next_rendezvous()
+        assert (info.rank, info.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
+        keeper.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(RendezvousConnectionError, match=f"rendezvous at {endpoint} has not answered for 2 s"):
+            any(iter(handler.num_nodes_waiting, -1))  # what it heard within the last second it does not ask again
+        assert handler.shutdown() is False  # at once, not for two seconds more each
+        assert time.monotonic() - start < WITHIN_S
+
+
+def test_torchrun_learns_of_the_rendezvous_without_the_package() -> None:
+    """torch imports it in every program that imports torch's own."""
+    words = "import sys, accordion_rendezvous as a; assert callable(a.handler()); print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "accordion"} & set(told)

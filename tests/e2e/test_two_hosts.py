@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +16,11 @@ import pytest
 
 from accordion.checkpoint import latest
 from accordion.checkpoint.look import verify
+from tests.e2e.jobs import TINY, lines_of, until
 
-TEXT = str(Path(asyncio.__file__).parent)
-TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
-TIMEOUT_S = 20
-GIVES_UP_S = 120  # torchrun's own agent ends when the system gives its connection up; see `Hosts`
+TIMEOUT_S = 20  # of a rank
+READ_S = 45  # of its agent, so that ranks can speak first
+SLOW_S = 15  # what a busy machine takes beside
 
 
 class Hosts:
@@ -41,8 +39,6 @@ class Hosts:
             ip("-n", name, "addr", "add", f"{address(i)}/24", "dev", "net0")
             ip("-n", name, "link", "set", "net0", "up")
             ip("-n", name, "link", "set", "lo", "up")
-            # How often a packet is sent again before a connection is given up: 15 times and 15 minutes by itself, 50 s so.
-            run("ip", "netns", "exec", name, "sh", "-c", "echo 7 > /proc/sys/net/ipv4/tcp_retries2")
 
     def cut(self) -> None:
         """Nothing that either sends arrives any more; both still see their own end up."""
@@ -50,8 +46,9 @@ class Hosts:
 
     def start(self, host: int, nodes: int, out: Path, *flags: str) -> subprocess.Popen[str]:
         """One rank on `host` under torchrun's agent."""
-        words = ["--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "0", "--rdzv-backend", "c10d"]
-        words += ["--rdzv-endpoint", f"{address(0)}:29400", "--rdzv-conf", f"is_host={int(host == 0)}"]
+        words = ["--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "0"]
+        words += ["--rdzv-backend", "accordion", "--rdzv-endpoint", f"{address(0)}:29400"]
+        words += ["--rdzv-conf", f"is_host={int(host == 0)},read_timeout={READ_S}"]
         words += ["--rdzv-id", f"job{nodes}", "--local-addr", address(host), "-m", "accordion", "train"]
         with out.open("w") as file:
             return subprocess.Popen(
@@ -122,20 +119,7 @@ def runs(pid: int) -> bool:
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    file = run_dir / "metrics.jsonl"
-    return (
-        [json.loads(line)["step"] for line in file.read_text().splitlines() if line.endswith("}")]
-        if file.exists()
-        else []
-    )
-
-
-def until(ready: Callable[[], bool], timeout_s: float, what: str, logs: list[Path]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        told = "\n".join(log.read_text()[-3000:] for log in logs) if time.monotonic() > deadline else ""
-        assert time.monotonic() < deadline, f"{what}: not in {timeout_s} s\n{told}"
-        time.sleep(0.1)
+    return [line["step"] for line in lines_of(run_dir)]
 
 
 @pytest.mark.slow
@@ -146,21 +130,26 @@ def test_a_link_that_is_cut_for_good_ends_both_hosts_and_one_goes_on(
     run_dir, logs = tmp_path / "run", [tmp_path / "a.log", tmp_path / "b.log"]
     flags = [*TINY, "--run.dir", str(run_dir), "--checkpoint.every", "2", "--launch.timeout_s", str(TIMEOUT_S)]
     agents = [hosts.start(i, 2, logs[i], *flags, "--train.steps", "100000") for i in range(2)]
-    until(lambda: len(steps_of(run_dir)) >= 6, 300, "six steps", logs)
+    until(lambda: len(steps_of(run_dir)) >= 6, "six steps", *logs)
     ranks = [hosts.ranks(i, agents[i].pid) for i in range(2)]
     assert [len(pids) for pids in ranks] == [1, 1]
     hosts.cut()
+    cut = time.monotonic()
     until(
         lambda: not any(runs(pid) for pids in ranks for pid in pids),
-        2 * TIMEOUT_S + 10,  # one for a collective, one more where the rank then asks the store
         "the end of the ranks",
-        logs,
+        *logs,
+        timeout_s=2 * TIMEOUT_S + SLOW_S,  # one for a collective, one more where the rank then asks the store
     )
-    until(lambda: all(agent.poll() is not None for agent in agents), GIVES_UP_S, "the end of the agents", logs)
+    until(lambda: all(agent.poll() is not None for agent in agents), "the end of the agents", *logs, timeout_s=READ_S)
+    assert time.monotonic() - cut < READ_S + SLOW_S
     assert [agent.returncode for agent in agents] == [1, 1]
     told = [log.read_text() for log in logs]
     assert "within launch.timeout_s" in told[0] or "a collective failed while this rank" in told[0]
     assert f"has not answered for {TIMEOUT_S} s (launch.timeout_s)" in told[1]
+    assert (
+        f"RendezvousConnectionError: the store of the rendezvous at {address(0)}:29400 has not answered for" in told[1]
+    )
     newest = latest(run_dir / "checkpoints")
     assert newest is not None
     assert verify(newest) == []

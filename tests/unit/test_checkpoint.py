@@ -2,13 +2,16 @@
 
 import json
 import os
+import secrets
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accordion.checkpoint import latest, load, save
+from accordion.checkpoint import latest, load, prune, save
+from accordion.checkpoint.folders import folder_at
 from accordion.errors import CheckpointError
 
 
@@ -246,11 +249,72 @@ def test_an_older_checkpoint_is_replaced_and_other_folders_are_not(tmp_path):
     assert (tmp_path / "precious" / "thesis.tex").exists()
 
 
-def test_rests_of_a_killed_save_are_cleared(tmp_path):
-    (tmp_path / ".c.tmp").mkdir()
-    (tmp_path / ".c.tmp" / "rank-00000.safetensors").write_text("half")
+def test_rests_of_a_killed_save_are_cleared_and_nothing_else(tmp_path):
+    for name in (".c.tmp", ".c.0123abcd.tmp", ".c.d.0123abcd.tmp", ".c.notes.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_text("half")
     save(tmp_path / "c", Tied())
+    assert sorted(os.listdir(tmp_path)) == [".c.d.0123abcd.tmp", ".c.notes.tmp", "c"]
+
+
+def test_two_jobs_that_save_under_one_name_never_write_into_one_folder(tmp_path, monkeypatch):
+    """One takes the other's place or fails; what is there then is of one of them alone."""
+    one, other, into = Tied(), Tied(), Tied()
+    entered, gate, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def held(handle):
+        if threading.current_thread().name == "accordion-save":
+            entered.set()
+            assert gate.wait(60)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", held)
+    saving = save(tmp_path / "c", one, extra="one", background=True)
+    assert entered.wait(60)
+    save(tmp_path / "c", other, extra="other")
+    gate.set()
+    with pytest.raises(CheckpointError, match="no other job may save under this name"):
+        saving.wait()
+    assert load(tmp_path / "c", into) == "other"
+    assert torch.equal(into.scale, other.scale)
     assert os.listdir(tmp_path) == ["c"]
+    folder = folder_at(tmp_path / "c")
+    folder.begin("a")
+    folder.begin("b")
+    with (
+        pytest.raises(CheckpointError, match="no other job"),
+        folder.begun("a").create("rank-00001.safetensors"),
+    ):
+        pass
+
+
+def test_odd_paths(tmp_path, monkeypatch):
+    model, other = Tied(), Tied()
+    monkeypatch.chdir(tmp_path)
+    odd = ["c", "with spaces/and (more) ü.d/", "./x/../y/step-1/", "%41*?[a]"]
+    for path in odd:
+        save(path, model, extra=path)
+        assert load(path, other) == load(os.path.abspath(path), other) == path
+    assert latest("y/") == latest(f"file://{tmp_path}/y/") == str(tmp_path / "y" / "step-1")
+    save(f"file://{tmp_path}/y/step-2", model, keep=1)
+    assert os.listdir("y") == ["step-2"]
+    assert sorted(os.listdir()) == ["%41*?[a]", "c", "with spaces", "y"]
+
+
+def test_links_to_checkpoints(tmp_path):
+    """One is read through, replaced alone, and neither counted nor followed where old ones are removed."""
+    model, other = Tied(), Tied()
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", model, extra=step)
+    (tmp_path / "step-3").symlink_to(tmp_path / "step-2")
+    assert latest(tmp_path) == str(tmp_path / "step-3")
+    assert load(tmp_path / "step-3", other) == 2
+    assert prune(tmp_path, 1) == [str(tmp_path / "step-1")]
+    assert load(latest(tmp_path), other) == 2
+    for extra in (4, 5):
+        save(tmp_path / "step-3", model, extra=extra)
+        assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+    assert [load(tmp_path / f"step-{step}", other) for step in (2, 3)] == [2, 5]
 
 
 def test_latest(tmp_path):
@@ -334,9 +398,11 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         os, "fsync", lambda handle: (log.append(place(os.readlink(f"/proc/self/fd/{handle}"))), fsync(handle))
     )
     monkeypatch.setattr(os, "rename", lambda a, b, **k: (log.append(f"{place(a)} -> {place(b)}"), rename(a, b, **k)))
+    monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "0" * 2 * num_bytes)
     save(tmp_path / "new" / "run" / "c", model)
-    files = ["new/run/.c.tmp/rank-00000.safetensors", "new/run/.c.tmp/manifest.json", "new/run/.c.tmp"]
-    assert log == ["new", ".", *files, "new/run/.c.tmp -> new/run/c", "new/run"]
+    begun = "new/run/.c.00000000.tmp"
+    files = [f"{begun}/rank-00000.safetensors", f"{begun}/manifest.json", begun]
+    assert log == ["new", ".", *files, f"{begun} -> new/run/c", "new/run"]
     log.clear()
     save(tmp_path / "new" / "run" / "c", model)
-    assert log == [*files, "new/run/c -> new/run/.c.old", "new/run/.c.tmp -> new/run/c", "new/run"]
+    assert log == [*files, "new/run/c -> new/run/.c.old", f"{begun} -> new/run/c", "new/run"]

@@ -127,6 +127,23 @@ def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
     assert repr(mine.state_dict()) == repr(optimizer.state_dict())
 
 
+def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
+    model, other = small(1), small(2)
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
+    code, found = told(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
+    assert (code, found["from"], found["tensors"], found["left_out"]) == (0, "torch.save", 4, ["epoch"])
+    assert (found["path"], found["optimizer"]) == (str(tmp_path / "c"), False)
+    code, found = told(capsys, "export", tmp_path / "c", tmp_path / "hf", "--dtype", "BF16")
+    assert (code, found) == (0, {"files": [str(tmp_path / "hf" / "model.safetensors")]})
+    assert load_file(tmp_path / "hf" / "model.safetensors")["0.weight"].dtype == torch.bfloat16
+    load(tmp_path / "c", other)
+    assert_equal(model, other)
+    for job, *words in (("export", "c", "hf", "--format", "torch"), ("convert", "m.pt", "m.pt")):
+        words = [str(tmp_path / word) if not word.startswith("-") and word != "torch" else word for word in words]
+        assert cli.main(["checkpoint", job, *words, "--json"]) in (1, 2)
+        assert "exists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("inner", [None, "model"])
 def test_a_torch_file_comes_in(tmp_path, inner):
     model, other = small(1), small(2)

@@ -1,8 +1,11 @@
 """Boxes against torch's own chunks, the manifest's text, and the values that JSON has no word for."""
 
+import functools
 import json
 import math
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
+import accordion.checkpoint
 from accordion.checkpoint import format as fmt
 from accordion.checkpoint import load, save, values
 from accordion.checkpoint.boxes import Box, Cut, box_of, overlap
@@ -210,7 +214,13 @@ def test_files_outside_of_the_folder_are_refused(file):
         ("tensors__a__dtype", "F33", "unknown dtype 'F33'"),
         ("tensors__a__shape", [3, -2], "no size"),
         ("tensors__a__shape", [3, True], "no size"),
-        ("tensors__a__shape", [3, 10**4000], "elements and its chunks"),
+        ("tensors__a__shape", [3, 10**4000], "absurd"),
+        ("tensors__a__shape", [2**62, 0], "absurd"),
+        ("saved_by", 3, "by whom"),
+        ("optimizer", 3, "damaged"),
+        ("optimizer", {"groups": [{"params": [1], "options": {}}], "state": {}}, "groups and state"),
+        ("optimizer", {"groups": [], "state": []}, "groups and state"),
+        ("extra", functools.reduce(lambda value, _: [value], range(200), 1), "nested more than 100 deep"),
         ("tensors__a__shape", [4, 2], "8 elements and its chunks have 6"),
         ("tensors__a__chunks", [], "6 elements and its chunks have 0"),
         (CHUNK + "offset", [2, 0], "leaves its shape"),
@@ -313,3 +323,14 @@ def test_without_the_package_xxhash(tmp_path, monkeypatch):
     assert b'"checksum":"crc32"' in (tmp_path / "b" / "manifest.json").read_bytes()
     load(tmp_path / "b", other)
     assert torch.equal(other.weight, model.weight)
+
+
+def test_pickles_are_for_other_formats_alone():
+    """What is saved and loaded here knows no word that reads or writes one."""
+    words = re.compile(
+        r"import pickle|\bmarshal\b|\bshelve\b|\bdill\b|torch\.save\(|torch\.load\(|\w+_object(?:_list)?\("
+    )
+    files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
+    found = {path.name: set(words.findall(path.read_text())) for path in files}
+    assert {name for name, held in found.items() if held} == {"foreign.py", "convert.py"}
+    assert found["convert.py"] == {"torch.save("}

@@ -9,7 +9,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.checkpoint import RandomState, folders, latest, load, prune, save
-from accordion.checkpoint.convert import export
+from accordion.checkpoint.convert import FORMATS, convert, export
 from accordion.checkpoint.look import diff, verify
 from accordion.errors import CheckpointError, UsageError
 from tests import pool
@@ -80,11 +80,25 @@ def test_torn_and_damaged_in_memory(memory):
     torn(memory, fsspec.filesystem("memory"))
 
 
-def test_export_from_remote(memory, tmp_path):
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_to_and_from_other_formats_on_remote_storage(memory, tmp_path, monkeypatch):
     model = small(1)
+    monkeypatch.chdir(tmp_path)
     save(f"{memory}/c", model)
-    export(f"{memory}/c", tmp_path / "m.pt", "torch")
-    assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=True)["0.weight"], model[0].weight)
+    export(f"{memory}/c", "m.pt", "torch")
+    assert torch.equal(torch.load("m.pt", weights_only=True)["0.weight"], model[0].weight)
+    for kind in FORMATS:
+        made = export("c" if kind == "hf" and save("c", model) else f"{memory}/c", f"{memory}/{kind}", kind)
+        assert all(path.startswith(f"{memory}/{kind}") for path in made)
+        with pytest.raises(UsageError, match="exists; pass another path"):
+            export(f"{memory}/c", f"{memory}/{kind}", kind)
+        convert(f"{memory}/{kind}", f"{memory}/from-{kind}")
+        other = small(2)
+        load(f"{memory}/from-{kind}", other)
+        assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items()), kind
+    with pytest.raises(UsageError, match="is neither a file nor a folder"):
+        convert(f"{memory}/absent", "x")
+    assert sorted(os.listdir()) == ["c", "m.pt"]
 
 
 def test_each_byte_is_asked_for_once(memory, monkeypatch):

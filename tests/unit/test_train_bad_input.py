@@ -145,6 +145,7 @@ CASES = {
     "misspelt help": (words("--hlep"), "did you mean '--help'?"),
     "no flag": (words("train.steps=3"), "unrecognized: train.steps=3; a key is given as --train.steps 50"),
     "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
+    "checkpoints on remote storage": (words("--checkpoint.dir", "s3://bucket/run"), "'s3://bucket/run', a URL"),
     "missing data": (words("--data.path", "corpsu"), "'corpus'"),
     "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
     "no text at all": (rows("\n"), "holds no text"),

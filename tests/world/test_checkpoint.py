@@ -326,14 +326,14 @@ def rank_of_many(mesh, path):
     model.weight = nn.Parameter(
         DTensor.from_local(local, mesh, [S0], shape=(3 * mesh.size(), 2), stride=(2, 1), run_check=False)
     )
-    path.parent.joinpath(".c.tmp").mkdir(exist_ok=True)
+    path.parent.joinpath(".c..tmp").mkdir(exist_ok=True)  # nobody tells the name of this save
     save(path, model)
 
 
 @pytest.mark.parametrize("num_ranks", [8, 1024])
 def test_a_rank_of_many_writes_by_itself(run_fake, tmp_path, num_ranks):
     run_fake(num_ranks, 5, rank_of_many, tmp_path / "c")
-    with safe_open(tmp_path / ".c.tmp" / "rank-00005.safetensors", framework="pt") as held:
+    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as held:
         assert held.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
 
 

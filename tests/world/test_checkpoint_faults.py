@@ -2,12 +2,17 @@
 
 import copy
 import errno
+import io
 import json
 import multiprocessing as mp
 import os
 import random
+import resource
+import shutil
 import signal
 import zlib
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accordion import _torch
+from accordion import _torch, cli
 from accordion.checkpoint import latest, load, save
 from accordion.checkpoint.look import verify
 from accordion.errors import CheckpointError
@@ -159,7 +164,11 @@ def save_at(mesh, path):
         placed = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
         setattr(model, name, nn.Parameter(placed))
     model.register_buffer("seen", torch.arange(5))
-    save(path, model, state={"x": torch.amp.GradScaler("cpu")})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+    save(path, model, optimizer, state={"x": torch.amp.GradScaler("cpu")})
 
 
 def plain():
@@ -168,6 +177,23 @@ def plain():
         setattr(model, name, nn.Parameter(torch.full(shape, 7.0)))
     model.register_buffer("seen", torch.full((5,), 7))
     return model
+
+
+def with_states(model, made):
+    """Its optimizer, whose states are 7 or still to be made."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
+    for param in model.parameters() if made else ():
+        names = ("step", "exp_avg", "exp_avg_sq")
+        optimizer.state[param] = {name: torch.full(() if name == "step" else param.shape, 7.0) for name in names}
+    return optimizer
+
+
+def assert_unchanged(model, optimizer, made, what, states=True):
+    assert all((tensor == 7).all() for tensor in model.state_dict().values()), what
+    held = list(optimizer.state.values())
+    assert [set(state) for state in held] == [{"step", "exp_avg", "exp_avg_sq"}] * (3 if made else 0), what
+    assert not states or all((tensor == 7).all() for state in held for tensor in state.values()), what
+    assert optimizer.param_groups[0]["lr"] == 7.0, what
 
 
 @pytest.fixture
@@ -196,7 +222,8 @@ def damage_and_look(folder, count, seed):
     files = sorted(folder.iterdir())
     whole = {file: file.read_bytes() for file in files}
     header = {file: int.from_bytes(data[:8], "little") + 8 for file, data in whole.items()}
-    load(folder, plain())
+    model = plain()
+    load(folder, model, with_states(model, True))
     for i in range(count):
         file = files[i % len(files)]
         torn = damage(whole[file], rng)
@@ -206,11 +233,12 @@ def damage_and_look(folder, count, seed):
         assert file.name in " ".join(faults), f"{i}: {file.name}"
         changed = next((k for k in range(min(len(torn), len(whole[file]))) if torn[k] != whole[file][k]), len(torn))
         if file.name != "manifest.json" and changed >= header[file] and len(torn) <= len(whole[file]):
-            assert "model/" in " ".join(faults) or "rank/" in " ".join(faults), f"{i}: {faults}"
-        model = plain()
+            assert any(kind in " ".join(faults) for kind in ("model/", "optimizer/", "rank/")), f"{i}: {faults}"
+        model, made = plain(), i % 2 == 0
+        optimizer = with_states(model, made)
         with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
-            load(folder, model)
-        assert all((tensor == 7).all() for tensor in model.state_dict().values()), f"{i}: weights changed"
+            load(folder, model, optimizer)
+        assert_unchanged(model, optimizer, made, f"{i}: weights or states changed")
         file.write_bytes(whole[file])
     assert verify(folder) == []
 
@@ -320,6 +348,28 @@ def lied(words, rng):
     return words
 
 
+@contextmanager
+def little_memory(num_bytes):
+    """This process gets so much more memory and no more."""
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def commands_look(folder, out):
+    """Every command that reads a checkpoint ends with an exit code, whatever it is given."""
+    told = io.StringIO()
+    for words in (["inspect", folder], ["diff", folder, folder], ["export", folder, out], ["verify", folder]):
+        with redirect_stdout(told), redirect_stderr(told):
+            assert cli.main(["checkpoint", *map(str, words), "--json"]) in (0, 1, 2)
+    shutil.rmtree(out, ignore_errors=True)
+    return told.getvalue()
+
+
 def lie_and_look(folder, count, seed):
     """Whatever a manifest says, a load refuses it or fills what is right, reads no other file and takes no memory to speak of."""
     rng = random.Random(seed)
@@ -332,17 +382,22 @@ def lie_and_look(folder, count, seed):
     for i in range(count):
         (folder / "manifest.json").write_bytes(sealed(lied(words, rng)))
         model = plain()
+        optimizer = with_states(model, True)
         text = ""
-        try:
-            load(folder, model)
-        except CheckpointError as error:
-            text = str(error)
-        held, wanted = model.state_dict(), plain().state_dict() if text else truth.state_dict()
-        assert all(torch.equal(held[name], tensor) for name, tensor in wanted.items()), f"{i}: {text}"
+        with little_memory(2**28):
+            try:
+                load(folder, model, optimizer if i % 2 else None)
+            except CheckpointError as error:
+                text = str(error)
+            if i % 4 == 0:
+                text_of_commands = commands_look(folder, folder.parent / "out")
+                assert "alloc" not in text_of_commands, f"{i}: {text_of_commands}"
+        if text:
+            assert_unchanged(model, optimizer, True, f"{i}: {text}", states=False)
+        assert text or all(torch.equal(model.state_dict()[name], tensor) for name, tensor in truth.state_dict().items())
         assert "alloc" not in text, f"{i}: {text}"
         assert "MemoryError" not in text, f"{i}: {text}"
         refused += bool(text)
-        verify(folder)
     assert sorted(str(path) for path in folder.parent.rglob("*")) == before
     return refused
 

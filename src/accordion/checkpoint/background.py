@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -84,11 +83,15 @@ class Saver:
             saving.wait()
 
     def start(
-        self, plan: Layout, run: Callable[..., None], team: Team, optimizer: torch.optim.Optimizer | None
+        self,
+        plan: Layout,
+        run: Callable[..., None],
+        agree: StoreAgreement,
+        team: Team,
+        optimizer: torch.optim.Optimizer | None,
     ) -> Saving:
         """Copy what `plan` lays out, then call `run(agree, host)` in a thread."""
         host = team.agree(lambda: self._buffer.copy(plan))
-        agree = StoreAgreement.of(team)
         self._saving = saving = Saving(lambda: run(agree, host)).start()
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
@@ -116,9 +119,8 @@ class StoreAgreement:
         self._count = 0
 
     @classmethod
-    def of(cls, team: Team) -> StoreAgreement:
-        """A collective: rank 0 says under which name they meet."""
-        name = team.shared(secrets.token_hex(8) if team.leads else "")[0]
+    def of(cls, team: Team, name: str) -> StoreAgreement:
+        """`name`: of the save, under which the ranks meet."""
         store = _torch.default_store() if len(team.ranks) > 1 else None
         return cls(store, f"accordion/save/{name}", team)
 

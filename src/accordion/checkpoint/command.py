@@ -13,7 +13,7 @@ from accordion.checkpoint.convert import FORMATS, convert, export
 from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.look import diff, inspect, verify
 from accordion.checkpoint.prune import prune
-from accordion.errors import UsageError
+from accordion.errors import CheckpointError, UsageError
 
 SHOWN = 40  # tensors that are listed without --all
 
@@ -40,7 +40,10 @@ def run(words: list[str]) -> int:
         options = _parser().parse_args(words or ["--help"])
     except SystemExit as end:  # of --help
         return int(end.code or 0)
-    found = JOBS[options.job][2](options)
+    try:
+        found = JOBS[options.job][2](options)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     print(json.dumps(_plain(found.words), indent=2) if options.json else "\n".join(found.lines))
     return found.code
 

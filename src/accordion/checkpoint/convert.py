@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accordion.checkpoint.folders import Folder, Local, checkpoint_at, folder_at
+from accordion.checkpoint.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.foreign import HF_INDEX, HF_SINGLE, Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
 from accordion.checkpoint.gather import described
@@ -33,23 +35,32 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     """Write what another format holds as a checkpoint; returns what was found, and what of it is left out.
 
     `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save`; nothing
-    is unpickled but tensors and, from DCP's metadata, a short list of names. Host memory: one source file at a time.
+    is unpickled but tensors and, from DCP's metadata, a short list of names. Host memory: one source file at a time. A
+    source on remote storage is copied to this machine's folder for temporary files first.
     Raises `CheckpointError` for a source that is damaged or names anything else, `UsageError` for one of no known format.
     """
     try:
-        found = open_foreign(source)
-        folder = folder_at(target)
-        begun = folder.begin()
-        try:
-            _write(found, begun)
-            folder.commit(begun)
-        except BaseException:
-            begun.discard()
-            raise
+        at = folder_at(source)
+        if isinstance(at, Local):
+            return _converted(at.path, target)
+        assert isinstance(at, Remote)
+        with TemporaryDirectory() as here:
+            return _converted(at.fetch(Path(here)), target)
     except (CheckpointError, UsageError):
         raise
     except Exception as error:  # whatever a source that somebody else wrote makes of torch and of this
         raise CheckpointError(f"{os.fspath(source)} cannot be converted: {type(error).__name__}: {error}") from error
+
+
+def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
+    found, folder = open_foreign(source), folder_at(target)
+    begun = folder.begin(secrets.token_hex(4))
+    try:
+        _write(found, begun)
+        folder.commit(begun)
+    except BaseException:
+        begun.discard()
+        raise
     return found
 
 
@@ -92,11 +103,18 @@ def export(
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `dcp`, a folder of torch.distributed.checkpoint; `torch`,
     one file of `torch.save`. `like`: a folder whose configuration and tokenizer are copied beside `hf` weights; without it
     the configuration that `accordion train` kept in the checkpoint. `dtype`: of floating-point tensors, as saved if None.
-    Host memory: 4 GiB for `hf`, the model for the others. Every byte is checked. Raises `CheckpointError`, `UsageError`.
+    Host memory: 4 GiB for `hf`, the model for the others. What goes to remote storage is written to this machine's folder for
+    temporary files first. Every byte is checked. Raises `CheckpointError`, `UsageError`.
     """
-    at = Path(target)
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
+    to = folder_at(target)
+    if isinstance(to, Remote):
+        with TemporaryDirectory() as here:
+            export(source, Path(here, "made"), kind, like=like, dtype=dtype)
+            return to.put(Path(here, "made"))
+    assert isinstance(to, Local)
+    at = to.path
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
     folder = checkpoint_at(source)
@@ -198,5 +216,5 @@ def _to_dcp(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """A state dict: tied tensors are one tensor under each of their names."""
     found = dict(_model(files, dtype))
-    aliases = files.manifest.aliases.items()
-    return found | {a.removeprefix("model/"): found[b.removeprefix("model/")] for a, b in aliases}
+    ties = {a.removeprefix("model/"): b.removeprefix("model/") for a, b in files.manifest.aliases.items()}
+    return found | {a: found[b] for a, b in ties.items() if b in found}

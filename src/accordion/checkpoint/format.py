@@ -27,6 +27,10 @@ MANIFEST = "manifest.json"
 PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")  # neither a path nor hidden
 TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 MOST_DIMS = 64  # torch has no more
+MOST_ELEMENTS = (
+    2**59
+)  # so that their bytes are a number that torch takes, also of a tensor that has none because one dim is 0
+DEEPEST = 100  # nested values in what is no tensor
 TAIL_BYTES = len(b',"crc32":"01234567"}\n')
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -207,9 +211,33 @@ def _manifest(words: Json) -> Manifest:
     if twice:
         raise CheckpointError(f"these names stand for other tensors and have data too: {', '.join(twice)}.")
     rest = {key: words[key] for key in ("optimizer", "extra", "saved_by")}
+    _check_words(**rest)
     found = Manifest(checksum=kind, piece_bytes=piece_bytes, files=files, tensors=tensors, aliases=aliases, **rest)
     _check_bytes(found)
     return found
+
+
+def _check_words(optimizer: Json, extra: Json, saved_by: Json) -> None:
+    """Raise `CheckpointError` where the values beside the tensors are not what their readers take for granted."""
+    level, depth = [optimizer, extra, saved_by], 0
+    while level := [item for value in level for item in _within(value)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise CheckpointError(f"it has values that are nested more than {DEEPEST} deep.")
+    if not isinstance(saved_by, dict):
+        raise CheckpointError("it does not say by whom it was saved.")
+    groups = [] if optimizer is None else optimizer["groups"]
+    described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
+    if optimizer is not None and not (described and isinstance(optimizer["state"], dict)):
+        raise CheckpointError("its optimizer is not described by groups and state.")
+
+
+def _within(value: Json) -> Iterable[Json]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _is_text(value: Json) -> bool:
+    return isinstance(value, str)
 
 
 def _file(name: str, words: Json, kind: str) -> File:
@@ -251,6 +279,8 @@ def _entry(name: str, words: Json) -> Entry:
     dtype, shape, placements = words["dtype"], _sizes(words["shape"]), words["placements"]
     if dtype not in DTYPES:
         raise CheckpointError(f"{name} has the unknown dtype {dtype!r}.")
+    if math.prod(max(1, rows) for rows in shape) > MOST_ELEMENTS:
+        raise CheckpointError(f"{name} of shape {str(shape)[:100]} is absurd.")
     chunks = tuple(_chunk(name, shape, chunk) for chunk in words["chunks"])
     held, numel = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
     if held != numel:

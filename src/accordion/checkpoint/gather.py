@@ -35,7 +35,13 @@ def described(form: Manifest, folder: Folder) -> Manifest:
     chunks: dict[str, list[Chunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, Entry] = {}
     sum_of = summer(form.checksum)
-    for file_name in sorted(name for name in folder.sizes() if name.endswith(".safetensors")):
+    try:
+        names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} went away while it was written; no other job may save under this name."
+        ) from None
+    for file_name in names:
         with closing(folder.open(file_name)) as reader:
             head = read_head(reader)
             stored = list(stored_in(head))

@@ -77,12 +77,15 @@ def _loaded(
     plan = team.agree(lambda: _plan(files, model, optimizer, state, team, strict))
     team.agree(lambda: _check(files, plan, team))
     words = team.agree(lambda: _of_this_rank(files, plan, state))
+    weights, others = plan.of_model(), plan.of_optimizer()
     with torch.no_grad():
-        team.agree(lambda: files.fill_all(plan.reads))
+        team.agree(lambda: files.fill_all(others))
     if optimizer is not None:
-        team.agree(lambda: optimizer.load_state_dict(plan.optimizer))
+        team.agree(lambda: _restore(optimizer, plan.optimizer))
     for key, thing in state.items():
         team.agree(partial(thing.load_state_dict, words[key]))
+    with torch.no_grad():  # last: who refuses what he is given refuses it before any weight changes
+        team.agree(lambda: files.fill_all(weights))
     return plan
 
 
@@ -98,6 +101,22 @@ class _Plan:
     extra: Json
     own_state: str | None
     left: list[str]
+
+    def of_model(self) -> list[Read]:
+        return [read for read in self.reads if read.name.startswith("model/")]
+
+    def of_optimizer(self) -> list[Read]:
+        return [read for read in self.reads if not read.name.startswith("model/")]
+
+
+def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the optimizer its state. Where it does not take it, it has its own groups and states again."""
+    before = dict(vars(optimizer))
+    try:
+        optimizer.load_state_dict(state)
+    except BaseException:
+        vars(optimizer).update(before)
+        raise
 
 
 def _files(path: str | os.PathLike[str]) -> Files:

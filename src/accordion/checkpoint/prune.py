@@ -46,13 +46,13 @@ def is_complete(folder: Folder) -> bool:
 def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> list[str]:
     """Remove all but the `keep` newest good checkpoints in `folder`; returns which. With `dry` it only says which.
 
-    What is not complete is neither counted nor removed: a save may be writing it. Before any is removed one of those that
-    stay is read, every byte; where none of them is as it was written, more of the older ones stay, up to one that is. Raises
-    `UsageError` for `keep` below 1.
+    What is not complete is neither counted nor removed: a save may be writing it; nor are links. Before any is removed one of
+    those that stay is read, every byte; where none of them is as it was written, more of the older ones stay, up to one that
+    is. Raises `UsageError` for `keep` below 1.
     """
     if keep < 1:
         raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
-    found = good_ones(folder_at(folder))
+    found = _own(good_ones(folder_at(folder)))
     doomed = found[:-keep]
     if doomed:
         sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i])), 0)
@@ -66,10 +66,15 @@ def prune_before(newest: Folder, keep: int) -> None:
     """Remove old checkpoints beside `newest` whose names differ from its in the number at their end alone."""
     parent, _, own = str(newest).rpartition("/")
     stem = NUMBER.sub("", own)
-    like = [at for at in good_ones(folder_at(parent)) if NUMBER.sub("", str(at).rpartition("/")[2]) == stem]
+    like = [at for at in _own(good_ones(folder_at(parent))) if NUMBER.sub("", str(at).rpartition("/")[2]) == stem]
     older = [at for at in like if str(at) != str(newest)]
     for one in older[: max(0, len(like) - keep)]:
         one.discard()
+
+
+def _own(found: list[Folder]) -> list[Folder]:
+    """Without links, of which each would count as one more checkpoint than there is."""
+    return [at for at in found if not (isinstance(at, Local) and at.path.is_symlink())]
 
 
 def _age(folder: Folder, name: str) -> tuple[int, int, str]:

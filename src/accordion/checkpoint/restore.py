@@ -99,6 +99,8 @@ def restored(
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:
                 state[index] = decode(words["state"][name], partial(tensor_for, param))
+                if not isinstance(state[index], dict):
+                    raise CheckpointError(f"the optimizer's state of {name} is no dict.")
     return {"state": state, "param_groups": groups}, made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.background import Saving, saver_of
+from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.folders import Folder, folder_at
 from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
@@ -84,18 +85,23 @@ def save(
     team = Team.of(model_tensors(model)[0].values())
     target = folder_at(path)
     found = team.agree(lambda: contents(model, optimizer))
-    job = team.agree(lambda: _job(target, found, team, extra, state or {}, keep))
+    name = team.shared(secrets.token_hex(4) if team.leads else "")[0]
+    job = team.agree(lambda: _job(target, name, found, team, extra, state or {}, keep))
     if not background:
         job.run(team.agree)
         return Saving.done()
-    return saver.start(job.plan, job.run, team, optimizer)
+    return saver.start(job.plan, job.run, StoreAgreement.of(team, name), team, optimizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """All that a save will write on this rank, decided before it writes any of it. `form`: the manifest without files."""
+    """All that a save will write on this rank, decided before it writes any of it.
+
+    `name`: of this save, the same on all ranks. `form`: the manifest without files.
+    """
 
     target: Folder
+    name: str
     form: Manifest
     plan: Layout
     team: Team
@@ -103,8 +109,8 @@ class Job:
 
     def run(self, agree: Agree, host: memoryview | None = None) -> None:
         """Write it all. `host`: the bytes of this rank's parts, where they were copied."""
-        leads, begun = self.team.leads, self.target.begun()
-        agree(lambda: self.target.begin() if leads else None)
+        leads, begun = self.team.leads, self.target.begun(self.name)
+        agree(lambda: self.target.begin(self.name) if leads else None)
         try:
             agree(lambda: self._write_own(begun, host))
             agree(lambda: self._commit(begun) if leads else None)
@@ -136,10 +142,13 @@ class Job:
                 ) from error
 
 
-def _job(target: Folder, found: Contents, team: Team, extra: Json, state: Mapping[str, Stateful], keep: int) -> Job:
+def _job(
+    target: Folder, name: str, found: Contents, team: Team, extra: Json, state: Mapping[str, Stateful], keep: int
+) -> Job:
     parts = [*_own_parts(found.tensors, team), *_state_parts(state, team)]
     return Job(
         target=target,
+        name=name,
         form=_form(found, team, encode(extra, "extra")),
         plan=layout(parts, team.index),
         team=team,
