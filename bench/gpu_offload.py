@@ -39,22 +39,7 @@ class OffloadCase:
 
 def place_of(kind: str, case: OffloadCase) -> acc.Offload:
     """Where a kind keeps its states, so that the host holds at most what the case gives."""
-    place = acc.Offload(optimizer="host", step="device" if kind == STEPPED_HERE else "host")
-    if case.host_bytes is None:
-        return place
-    said, low, high = said_of(place, case), 0, 16 * sum(p.numel() for p in on_meta(case).parameters())
-    if said.host <= case.host_bytes:
-        return place
-    low = said.device
-    while high - low > 2**20:
-        middle = (low + high) // 2
-        fits = said_of(with_device_bytes(place, middle), case).host <= case.host_bytes
-        low, high = (low, middle) if fits else (middle, high)
-    return with_device_bytes(place, high)
-
-
-def with_device_bytes(place: acc.Offload, num_bytes: int) -> acc.Offload:
-    return acc.Offload(optimizer=place.optimizer, step=place.step, device_bytes=num_bytes)
+    return acc.Offload(optimizer="host", step="device" if kind == STEPPED_HERE else "host", host_bytes=case.host_bytes)
 
 
 def on_meta(case: OffloadCase) -> nn.Module:
