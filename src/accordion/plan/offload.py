@@ -102,13 +102,13 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, optimizer: str, clu
     if choice.offload == NO_OFFLOAD:
         return 0
     elements, state = elements_of(log), STATE_BYTES.get(optimizer, 8)
+    largest = max(_elements_of_units(log).values(), default=0)
     each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
     if OFFLOADS[choice.offload][1] == DISK:
-        states = NUM_BUFFERS * state * piece_numel(compute_bytes, elements)
+        states = NUM_BUFFERS * state * min(piece_numel(compute_bytes, elements), largest)
     else:
         states = state * elements
-    landing = GRADIENT_BYTES * max(_elements_of_units(log).values(), default=0)
-    return (elements * each + landing + states) * min(choice.gpus, cluster.node)
+    return (elements * each + GRADIENT_BYTES * largest + states) * min(choice.gpus, cluster.node)
 
 
 def disk_bytes(log: Log, choice: Choice, optimizer: str, cluster: Cluster) -> int:
