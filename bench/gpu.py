@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-from gpu_offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, Links, OffloadCase, OffloadTrainer  # noqa: E402
+from gpu_offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, Links, OffloadCase, OffloadTrainer, planned_peak  # noqa: E402
 from gpu_planned import planned  # noqa: E402
 from gpu_programs import Case, SafeRuns, Wires, shape_trainer  # noqa: E402
 
@@ -293,15 +293,17 @@ def offloaded(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
     rows = []
     for shape, (case, kinds) in sizes.offload.items():
         for kind in kinds:
+            planned = {} if kind == PEER else {"planned": planned_peak(kind, case, device)}
             with Team(kind, world, OffloadTrainer, (kind, case)) as team:
                 times = team.ask("turn", 1, sizes.steps)[0]
-                held = team.ask("bytes")[0]
+                held = team.ask("bytes")[0] | planned
             found[f"{shape} {kind}"] = {"times": times, "bytes": held}
             step = quartiles([t["step"] for t in times if "step" in t])
             last = times[-1]["optimizer"]
             rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / slower:.2f}"
             sizes_gib = [
-                f"{held[key] / GIB:.2f}" if key in held else "" for key in ("peak", "said_device", "said_host")
+                f"{held[key] / GIB:.2f}" if key in held else ""
+                for key in ("peak", "planned", "said_device", "said_host")
             ]
             rows.append([shape, kind, spread(step, 1e3, 1), f"{1e3 * last:.1f}", rate, *sizes_gib])
     columns = [
@@ -311,6 +313,7 @@ def offloaded(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
         "optimizer ms",
         "copies of the link",
         "peak GiB",
+        "planned GiB",
         "said, device GiB",
         "said, host GiB",
     ]

@@ -19,6 +19,9 @@ from accordion.bench.ranks import Seat
 from accordion.memory.arena import Arena
 from accordion.memory.stated import Stated, stated
 from accordion.memory.tiers import Tiers
+from accordion.plan.memory import peak_of
+from accordion.plan.rig import Run, Subject
+from accordion.plan.trace import trace
 from accordion.state import sharded_engine
 from accordion.train.config import Preset
 
@@ -39,22 +42,7 @@ class OffloadCase:
 
 def place_of(kind: str, case: OffloadCase) -> acc.Offload:
     """Where a kind keeps its states, so that the host holds at most what the case gives."""
-    place = acc.Offload(optimizer="host", step="device" if kind == STEPPED_HERE else "host")
-    if case.host_bytes is None:
-        return place
-    said, low, high = said_of(place, case), 0, 16 * sum(p.numel() for p in on_meta(case).parameters())
-    if said.host <= case.host_bytes:
-        return place
-    low = said.device
-    while high - low > 2**20:
-        middle = (low + high) // 2
-        fits = said_of(with_device_bytes(place, middle), case).host <= case.host_bytes
-        low, high = (low, middle) if fits else (middle, high)
-    return with_device_bytes(place, high)
-
-
-def with_device_bytes(place: acc.Offload, num_bytes: int) -> acc.Offload:
-    return acc.Offload(optimizer=place.optimizer, step=place.step, device_bytes=num_bytes)
+    return acc.Offload(optimizer="host", step="device" if kind == STEPPED_HERE else "host", host_bytes=case.host_bytes)
 
 
 def on_meta(case: OffloadCase) -> nn.Module:
@@ -64,6 +52,17 @@ def on_meta(case: OffloadCase) -> nn.Module:
 
 def said_of(place: acc.Offload, case: OffloadCase) -> Stated:
     return stated(on_meta(case), place, 1, precision=acc.Precision(params=BF16))
+
+
+def planned_peak(kind: str, case: OffloadCase, device: str) -> int:
+    """Bytes of the device at the peak of a step, as the planner has them before the run."""
+    sharding = {"precision": acc.Precision(params=BF16), "offload": place_of(kind, case)}
+    subject = Subject(
+        make=lambda: on_meta(case),
+        batch=lambda: batch_of(0, 0, (case.batch, case.seq), case.preset.vocab),
+        loss=lambda model, batch: loss_of(model(batch[0]), batch[1]),
+    )
+    return peak_of(trace(subject, Run(ranks=1, node=1, sharding=sharding, device=device))).num_bytes  # type: ignore[arg-type]
 
 
 class OffloadTrainer:

@@ -158,7 +158,8 @@ class Offload:
     there, which are then gone; a promise of one backward a step, no clipping and no scaler.
     `checksums`: what comes back from the disk is compared with what went there.
     `device_bytes`, `host_bytes`, of this rank: what is named as farther stays on the device, or on the host, all the same as
-    long as it fits: parameters first, then gradients, then states, each from the first unit on.
+    long as it fits: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone and
+    nothing on disk, units that the host has no room for stay on the device.
     `overrides`: class or name of a unit -> its own places. All but host memory needs `wrap_optimizer`.
     """
 

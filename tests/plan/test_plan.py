@@ -31,10 +31,10 @@ MIB = 1 << 20
 BF16 = acc.Precision(params=torch.bfloat16)
 
 
-def gpt(blocks: int = 10, batch: int = 2) -> Subject:
+def gpt(blocks: int = 10, batch: int = 2, width: int = 128) -> Subject:
     def make() -> nn.Module:
         with torch.device("meta"):
-            return GPT(vocab=512, width=128, blocks=blocks, heads=4, positions=64)
+            return GPT(vocab=512, width=width, blocks=blocks, heads=4, positions=64)
 
     return Subject(
         make=make,

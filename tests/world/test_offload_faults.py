@@ -230,14 +230,14 @@ def test_memory_that_cannot_be_pinned_is_named(world):
     assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
 
 
-def ranks_differ(mesh) -> None:
+def ranks_differ(mesh, path: Path) -> None:
     offload = acc.Offload(optimizer="host") if mesh.get_rank() == 0 else None
     with pytest.raises(acc.DivergenceError, match="different models or settings"):
         acc.shard(models.plain(), mesh=mesh, offload=offload)
-    tight = acc.Offload(optimizer="host", host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
+    tight = disk(path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
     with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
         acc.shard(models.plain(), mesh=mesh, offload=tight)
 
 
-def test_ranks_that_offload_differently_are_an_error_on_all(world):
-    world.run(2, ranks_differ)
+def test_ranks_that_offload_differently_are_an_error_on_all(world, tmp_path):
+    world.run(2, ranks_differ, tmp_path)

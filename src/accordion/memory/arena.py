@@ -42,12 +42,13 @@ class Arena:
             if driver is not None:  # another accelerator's copies are right, and slower
                 pin(self, self.memory, driver(), partial(torch.get_device_module(device).synchronize, device))
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros in a part that nobody has."""
+    def take(self, numel: int, dtype: torch.dtype, *, zeros: bool = True) -> Tensor:
+        """A 1-D tensor of zeros in a part that nobody has. Without `zeros` of anything, and not resident before it is used."""
         start, num_bytes = self._used, numel * dtype.itemsize
         self._used += page_aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena is sized for all that is taken from it"
-        return self.memory[start : start + num_bytes].view(dtype).zero_()
+        part = self.memory[start : start + num_bytes].view(dtype)
+        return part.zero_() if zeros else part
 
 
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None]) -> None:

@@ -43,10 +43,16 @@ class Shape:
     def shard_bytes(self) -> int:
         return self._bytes(only_trained=False)
 
-    @property
-    def device_bytes(self) -> int:
-        """Shards, gradients and states of a group that rests on the device."""
-        return self.shard_bytes + (1 + NUM_STATES) * self.trained_bytes
+    @cached_property
+    def laid_out_bytes(self) -> int:
+        """One state of each trained element where each parameter begins at pages of its own, as a step streams them."""
+        itemsize = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
+        step, counted = ALIGN_BYTES // itemsize, zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
+        return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
+
+    def state_bytes(self, streams: bool) -> int:
+        """One state of each trained element. `streams`: see `Offload.streams`."""
+        return self.laid_out_bytes if streams else self.trained_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -137,13 +143,17 @@ def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NU
         held = sum(s.shard_bytes + s.trained_bytes for s in shapes)
     else:
         held = sum(s.kept_bytes for s in shapes) if offload.params == DEVICE else 0
-    return held + (num_states * sum(s.trained_bytes for s in shapes) if offload.optimizer == DEVICE else 0)
+    return held + (num_states * _states(offload, shapes) if offload.optimizer == DEVICE else 0)
 
 
 def host_bytes(offloads: Sequence[Offload], shapes: Shapes) -> int:
     """What all units hold on the host: the arena and two states of each element whose states rest there."""
-    on_host = [mine for offload, mine in zip(offloads, shapes, strict=True) if offload.optimizer == HOST]
-    return host_needs(offloads, shapes).total + NUM_STATES * sum(s.trained_bytes for mine in on_host for s in mine)
+    states = [_states(o, mine) for o, mine in zip(offloads, shapes, strict=True) if o.optimizer == HOST]
+    return host_needs(offloads, shapes).total + NUM_STATES * sum(states)
+
+
+def _states(offload: Offload, shapes: Sequence[Shape]) -> int:
+    return sum(s.state_bytes(offload.streams) for s in shapes)
 
 
 Nearer = Callable[[Offload], Offload]
@@ -154,29 +164,32 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
     The coldest go farthest: what is used twice a step, the parameters, comes nearer before what is used once, gradients and
     then states; each from the first unit on, since the next forward needs the first ones first, and what is off the
-    device is stepped behind it. Units with an override keep theirs.
+    device is stepped behind it. What the host has no room for stays on the device where no disk and no `device_bytes` are
+    named. Units with an override keep theirs.
     Raises `UsageError` where the least that must be somewhere is more than is given.
     """
     result = list(offloads)
     mine = [i for i, offload in enumerate(offloads) if offload is policy]
+    whole = Offload(step_in_backward=policy.step_in_backward, activations=policy.activations)
+
+    def on_device() -> int:
+        return sum(map(device_bytes, result, shapes))
+
+    def on_host() -> int:
+        return host_bytes(result, shapes)
+
     if policy.device_bytes is not None:
-
-        def on_device() -> int:
-            return sum(map(device_bytes, result, shapes))
-
         if on_device() > policy.device_bytes:
             raise UsageError(
                 f"device_bytes={policy.device_bytes} is less than the {on_device()} bytes that stay on the device "
                 "of a rank between uses whatever is offloaded; raise it, pass params='host', or use more ranks."
             )
-        whole = Offload(step_in_backward=policy.step_in_backward, activations=policy.activations)
         _promote(result, mine, [partial_replace(params=DEVICE), lambda _: whole], on_device, policy.device_bytes)
     if policy.host_bytes is None:
         return result
-
-    def on_host() -> int:
-        return host_bytes(result, shapes)
-
+    for i in mine if policy.device_bytes is None and not policy.uses_disk else ():
+        if on_host() > policy.host_bytes:
+            result[i] = whole
     if on_host() > policy.host_bytes:
         raise UsageError(
             f"host_bytes={policy.host_bytes} is less than the {on_host()} bytes of a rank that must be on the "

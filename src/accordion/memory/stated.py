@@ -11,7 +11,7 @@ from torch import nn
 
 from accordion.config import DEVICE, HOST, Offload, Precision, folder_of
 from accordion.engine.layout import Cut, cut, message
-from accordion.memory.arena import ALIGN_BYTES, page_aligned
+from accordion.memory.arena import page_aligned
 from accordion.memory.budget import NUM_STATES, Shape, Shapes, device_bytes, host_needs, on_disk, within
 from accordion.memory.pieces import piece_numel
 from accordion.memory.stream import NUM_BUFFERS, NUM_DEVICE_BUFFERS
@@ -95,7 +95,7 @@ def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM
     for offload, mine in pairs:
         folder = folder_of(offload.optimizer)
         for s in mine:
-            num_bytes = num_states * (_laid_out(s) if offload.streams else s.trained_bytes)
+            num_bytes = num_states * s.state_bytes(offload.streams)
             if folder is not None:
                 files[folder] = files.get(folder, 0) + num_bytes
             else:
@@ -115,20 +115,13 @@ def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM
     )
 
 
-def _laid_out(s: Shape) -> int:
-    """Bytes of one state of each trained element where each parameter begins at pages of its own."""
-    itemsize = min([s.gathered.itemsize, *(dtype.itemsize for dtype in s.dtypes)])
-    step, counted = ALIGN_BYTES // itemsize, zip(s.msg.cuts, s.dtypes, s.trained, strict=True)
-    return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
-
-
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
     """The largest piece of a group, in a buffer of the host and in one of the device (0 where it is not stepped there).
 
     `total`: elements whose step is streamed.
     """
     own = max(dtype.itemsize for dtype, trains in zip(s.dtypes, s.trained, strict=True) if trains)
-    numel = min(piece_numel(s.gathered.itemsize, total), _laid_out(s) // own)
+    numel = min(piece_numel(s.gathered.itemsize, total), s.laid_out_bytes // own)
     row = s.gathered.itemsize if own != s.gathered.itemsize and offload.offloads else 0
     from_disk = [
         num_states * own if folder_of(offload.optimizer) else 0,

@@ -63,7 +63,7 @@ class Tiers:
         }
         needs = host_needs(offloads, shapes)
         self.arena = Arena(needs.total, wiring.device)
-        self._landing = self.arena.take(needs.landing, torch.uint8)
+        self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)
         self._bays = [Bay(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.bays]
         self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
         self._berthed: dict[int, int] = {}  # and of their bay

@@ -1,4 +1,4 @@
-"""Offload in a plan: a log without what rests on the host, with the copies; bytes of the host; time of the step there."""
+"""Offload in a plan: a log without what rests on the host, with the copies; bytes of host and disk; time of the step there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accordion.config import DISK, HOST
+from accordion.memory.pieces import piece_numel
+from accordion.memory.stream import NUM_BUFFERS
 from accordion.plan.events import Alloc, Category, Collective, Enter, Event, Free, Log, Op, Phase, Place
 from accordion.plan.hardware import GB, HOST_MEMORY_GBPS, Cluster
 from accordion.plan.simulate import Step, kind_of
@@ -82,20 +84,38 @@ def _leaving(log: Log) -> set[int]:
 
 def elements_of(log: Log) -> int:
     """Elements that one rank steps, from its masters in float32."""
-    return (
-        sum(a.num_bytes for a, unit in log.held if a.category is Category.PARAMETERS and unit is not None)
-        // MASTER_BYTES
-    )
+    return sum(_elements_of_units(log).values())
+
+
+def _elements_of_units(log: Log) -> dict[int, int]:
+    found: dict[int, int] = defaultdict(int)
+    for alloc, unit in log.held:
+        if alloc.category is Category.PARAMETERS and unit is not None:
+            found[unit] += alloc.num_bytes
+    return {unit: num_bytes // MASTER_BYTES for unit, num_bytes in found.items()}
 
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, optimizer: str, cluster: Cluster) -> int:
-    """Of one machine for all its ranks: masters, rows that travel in another dtype, gradients, and states unless on disk."""
+    """Of one machine for all its ranks: masters, rows that travel in another dtype, gradients, where those of a unit land, and
+    states, or the buffers through which these pass where they are on disk.
+    """
     if choice.offload == NO_OFFLOAD:
         return 0
+    elements, state = elements_of(log), STATE_BYTES.get(optimizer, 8)
+    largest = max(_elements_of_units(log).values(), default=0)
     each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
+    if OFFLOADS[choice.offload][1] == DISK:
+        states = NUM_BUFFERS * state * min(piece_numel(compute_bytes, elements), largest)
+    else:
+        states = state * elements
+    return (elements * each + GRADIENT_BYTES * largest + states) * min(choice.gpus, cluster.node)
+
+
+def disk_bytes(log: Log, choice: Choice, optimizer: str, cluster: Cluster) -> int:
+    """States of all ranks of one machine, where they are on disk."""
     if OFFLOADS[choice.offload][1] != DISK:
-        each += STATE_BYTES.get(optimizer, 8)
-    return elements_of(log) * each * min(choice.gpus, cluster.node)
+        return 0
+    return STATE_BYTES.get(optimizer, 8) * elements_of(log) * min(choice.gpus, cluster.node)
 
 
 def with_host_step(step: Step, log: Log, choice: Choice, optimizer: str, cluster: Cluster) -> Step:

@@ -10,7 +10,7 @@ from accordion.plan.bounds import Floor, as_full_shard, floor_of, lanes_s, least
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.memory import peak_of
-from accordion.plan.offload import host_bytes, offloaded
+from accordion.plan.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.predict import Memory, memory_of
 from accordion.plan.rig import Subject
 from accordion.plan.simulate import Step
@@ -27,15 +27,17 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A choice with what it takes. `memory`, `steps`: None where a bound, `least_bytes`, says that it does not fit. `host_bytes`:
-    of one machine. `steps`: at middle rates, of the best one at low and high ones too. `bound`: why it was not worked out.
-    `why`: it was not chosen.
+    """A choice with what it takes. `memory`, `steps`: None where a bound, `least_bytes`, says that it does not fit.
+
+    `host_bytes`, `disk_bytes`: of one machine. `steps`: at middle rates, of the best one at low and high ones too. `bound`: why
+    it was not worked out. `why`: it was not chosen.
     """
 
     choice: Choice
     fits: bool
     least_bytes: int
     host_bytes: int = 0
+    disk_bytes: int = 0
     memory: Memory | None = None
     steps: dict[str, Step] | None = None
     bound: str = ""
@@ -168,6 +170,7 @@ class Part:
         candidate.memory = memory_of(moved, self._most)
         candidate.steps = {"middle": self._step(moved, log, choice, "middle")}
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, space.optimizer, cluster)
+        candidate.disk_bytes = disk_bytes(log, choice, space.optimizer, cluster)
         on_host = candidate.host_bytes * HOST_MARGIN <= cluster.host_bytes
         candidate.fits = candidate.memory.fits(cluster) and on_host
         self._bound(candidate)

@@ -149,6 +149,7 @@ class Plan:
             "needed_bytes": c.memory.needed_bytes,
             "possible_bytes": c.memory.possible_bytes,
             "host_bytes_of_a_machine": c.host_bytes,
+            "disk_bytes_of_a_machine": c.disk_bytes,
             "step_s": {name: step.seconds for name, step in c.steps.items()},
             "tokens_per_s_per_gpu": rates,
         }

@@ -56,6 +56,8 @@ def _verdict(plan: Plan) -> Table:
         ]
     if c.host_bytes:
         rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
+    if c.disk_bytes:
+        rows.append(["on the disk of a machine", f"{gib(c.disk_bytes)} GiB"])
     if plan.found.fewest is not None:
         rows.append(["fewest GPUs that fit", str(plan.found.fewest.choice)])
     return Table(

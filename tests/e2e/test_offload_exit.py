@@ -1,0 +1,62 @@
+"""Programs that end, fork or raise with a step under way: they end at once, say nothing wrong, and leave no file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist
+import accordion as acc
+from tests.world import models
+from tests.world.checks import one_loss
+from tests.world.offloads import disk_of_all, pieces_of
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = acc.shard(models.seeded(width=256, hidden=1024), offload=disk_of_all(sys.argv[1]))
+with pieces_of(4096):  # hundreds of pieces: the step is far from its end
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+for step in range(2):
+    one_loss(model, step).backward()
+    optimizer.step()
+if sys.argv[2] == "raises":
+    raise ValueError("planted")
+if sys.argv[2] == "interrupts":
+    raise KeyboardInterrupt
+if sys.argv[2] == "forks":
+    data = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
+    for epoch in range(2):
+        assert sum(int(one) for one in data) == 28
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)  # runs what waits for the end of the interpreter, in a process without the threads
+        assert os.waitpid(child, 0)[1] == 0
+        before = one_loss(model, 2 + epoch)
+        before.backward()
+        optimizer.step()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said"),
+    [
+        ("ends", 0, ""),
+        pytest.param("raises", 1, "ValueError: planted", marks=pytest.mark.slow),
+        pytest.param("interrupts", -2, "KeyboardInterrupt", marks=pytest.mark.slow),
+        pytest.param("forks", 0, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_that_ends_with_a_step_under_way(tmp_path, way, code, said):
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), way]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=environ)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1:] == ([said] if said else []), done.stderr
+    assert ("ends" in done.stdout) == (code == 0)
+    assert os.listdir(tmp_path) == []
