@@ -20,6 +20,8 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.look import diff, verify
+from accordion.train import launch
+from tests import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)
@@ -31,6 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with a cache that the tests of this file share."""
     folder = tmp_path_factory.mktemp("jobs")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.chdir(folder)
         yield folder
