@@ -4,7 +4,8 @@ Parts: (a) one rank, a Llama of 1 B in bf16, beside no sharding and FSDP2; (b) o
 time of 8 B and 70 B; (c) stream safety; (d) gathers and exchanges beside flat ones with copies; (e) compiled blocks; (f) what
 `accordion plan` says of three sizes beside what is measured, with and without one measured step given; (g) only where asked
 for (`--parts g`, 128 GiB of host memory): offload of 6.7 B beside FSDP2's, and 13 B. Writes
-`bench/results/<gpu>-<date>.json` and prints a table a part. A part that fails is told of and the others still run.
+`bench/results/<gpu>-<date>.json` after each part, and prints its tables. A part that fails, runs out of memory or does not
+answer is told of, and the others still run; a smaller GPU gets a smaller model in (a) and (e).
 `--tiny --device cpu` runs every part with small shapes: it checks this script and measures nothing.
 """
 
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +29,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
-from gpu_offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, Links, OffloadCase, OffloadTrainer, planned_peak  # noqa: E402
+import torch  # noqa: E402
+from gpu_offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, OffloadCase, offloaded  # noqa: E402
 from gpu_planned import planned  # noqa: E402
 from gpu_programs import Case, SafeRuns, Wires, shape_trainer  # noqa: E402
 
@@ -42,8 +46,11 @@ LLAMA_70B = Preset(vocab=128256, hidden=8192, layers=80, heads=64, kv_heads=8, m
 LLAMA_7B = Preset(vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=32, mlp=11008)
 LLAMA_13B = Preset(vocab=32000, hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824)
 SMALL = Preset(vocab=512, hidden=256, layers=4, heads=4, kv_heads=2, mlp=768)
-ENOUGH_S = 480  # no part begins after so long
+ENOUGH_S = 480  # no part begins after so long, and (b) begins nothing after three quarters of it
+PATIENCE_S = 110  # for one answer of a rank
+ROOM_GIB = 70  # what (a) takes: three contenders between steps, and the peak of one
 STATE_BYTES = 12  # a parameter: 2 of itself, 2 of its gradient, 8 of the optimizer
+BF16_TOLERANCE = 2e-2  # of losses, relative
 GIB = 2**30
 
 
@@ -61,12 +68,18 @@ class Sizes:
     planned: tuple[Case, ...]
     offload: dict[str, tuple[OffloadCase, tuple[str, ...]]]
     link_bytes: int
+    until: float = math.inf  # of time.monotonic(): after it (b) begins nothing
 
 
-def full_sizes() -> Sizes:
+def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
+    """For a GPU with so much memory: half of `ROOM_GIB` halves the layers and the batch of (a) and (e), and so on."""
+    halvings = max(0, math.ceil(math.log2(ROOM_GIB / memory_gib)))
+    llama = PRESETS["llama-1b"]
     big = {"recompute": True, "wide": True, "meta": True}
     return Sizes(
-        one_rank=Case(preset=PRESETS["llama-1b"], batch=4, seq=2048),
+        one_rank=Case(
+            preset=replace(llama, layers=max(2, llama.layers >> halvings)), batch=max(1, 4 >> halvings), seq=2048
+        ),
         rounds=5,
         steps=5,
         simulated={
@@ -77,7 +90,7 @@ def full_sizes() -> Sizes:
         unit_bytes=tuple(mb * 10**6 for mb in (25, 50, 100, 225, 450, 900)),
         compiler="inductor",
         planned=tuple(
-            Case(preset=replace(PRESETS["llama-1b"], layers=layers), batch=batch, seq=2048, masters=True)
+            Case(preset=replace(llama, layers=layers), batch=batch, seq=2048, masters=True)
             for layers, batch in ((4, 4), (8, 4), (16, 2))
         ),
         offload={
@@ -120,6 +133,12 @@ def step_flops(case: Case) -> float:
     return 6 * tokens * (params_of(p) - p.vocab * p.hidden) + 6 * p.layers * tokens * case.seq * p.hidden
 
 
+def world_of(device: str, num_ranks: int = 1, threads: int = 8, **more: Any) -> World:
+    """Ranks that share the device; on a CPU each takes one thread."""
+    threads = 1 if device == "cpu" else threads
+    return World(num_ranks=num_ranks, device_type=device, threads=threads, patience_s=PATIENCE_S, **more)
+
+
 # -- the parts: each returns its numbers and its tables
 
 
@@ -133,14 +152,16 @@ def one_rank(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
         found[name] = turns_of(dict.fromkeys(("plain", OURS, "fsdp2"), case), device, sizes)
         peak = known_peak_flops(describe(device)["device"], bf16=True)
         rows = []
+        wrong = compare_losses({contender: f["losses"] for contender, f in found[name].items()}, BF16_TOLERANCE).wrong
         for contender, f in found[name].items():
             step = quartiles(flat(f["steps"]))
             mfu = f"{100 * step_flops(case) / step.median / peak:.1f}" if peak else "peak unknown"
             over = spread(ratio(f["steps"], found[name]["plain"]["steps"]), 1, 4)
             memory = f"{f['memory']['allocated'] / GIB:.2f}"
             share = spread(extremes(added(found[name])), 1, 3) if contender == OURS else ""
-            rows.append([contender, spread(step, 1e3, 2), mfu, over, share, f"{f['host_ms']:.2f}", memory])
-        columns = ["", "step ms", "MFU %", "over plain", "of what FSDP2 adds", "host ms", "peak GiB"]
+            loss = f"{f['losses'][-1]:.4f}{' WRONG' if contender in wrong else ''}"
+            rows.append([contender, spread(step, 1e3, 2), mfu, over, share, f"{f['host_ms']:.2f}", memory, loss])
+        columns = ["", "step ms", "MFU %", "over plain", "of what FSDP2 adds", "host ms", "peak GiB", "third loss"]
         title = f"(a) one rank, {name}, {params_of(case.preset) / 1e9:.2f} B, batch {case.batch} x {case.seq}"
         tables.append(Table(title=title, columns=columns, rows=rows))
     return found, tables
@@ -156,7 +177,7 @@ def added(found: dict[str, Any]) -> list[float]:
 def turns_of(cases: dict[str, Case], device: str, sizes: Sizes) -> dict[str, Any]:
     """Interleaved turns; a key is a contender, or a contender, a blank and what is particular."""
     found: dict[str, Any] = {}
-    world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 8)
+    world = world_of(device)
     with ExitStack() as stack:
         teams = []
         for name, case in cases.items():
@@ -179,6 +200,9 @@ def simulated(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
     rows = []
     for shape, (case, counts) in sizes.simulated.items():
         for num_ranks in counts:
+            if time.monotonic() > sizes.until:
+                rows.append([shape, str(num_ranks), "left out: no time", "", "", "", "", "", ""])
+                continue
             here = {name: alone(name, case, num_ranks, device) for name in (OURS, "fsdp2")}
             found[f"{shape} at {num_ranks}"] = here
             state = STATE_BYTES * params_of(case.preset) / num_ranks / GIB
@@ -207,7 +231,7 @@ def simulated(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
 
 
 def alone(name: str, case: Case, num_ranks: int, device: str) -> dict[str, Any]:
-    world = World(num_ranks=num_ranks, device_type=device, group="fake", threads=1 if device == "cpu" else 8)
+    world = world_of(device, num_ranks, group="fake")
     try:
         with Team(name, world, shape_trainer, (name, case)) as team:
             team.ask("losses", 2)
@@ -223,7 +247,7 @@ def safety(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
     rows = []
     for num_ranks in (2, 4):
         names = [n for n, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4]
-        world = World(num_ranks=num_ranks, device_type=device, backend="gloo", threads=1)
+        world = world_of(device, num_ranks, threads=1, backend="gloo")
         with Team(f"{num_ranks} ranks", world, SafeRuns, (sizes.safe,)) as team:
             losses = {n: [mean(s) for s in zip(*team.ask("losses", n, 4), strict=True)] for n in ("ddp", *names)}
         verdict = compare_losses(losses, 1e-3)
@@ -236,7 +260,7 @@ def safety(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
             rows=rows,
         )
     ]
-    with Team("wires", World(num_ranks=1, device_type=device), Wires) as team:
+    with Team("wires", world_of(device, threads=1), Wires) as team:
         found["streams"] = team.ask("streams")[0]
     rows = [[n, ", ".join(f["work"])[:90] or "none", str(f["on_lane"])] for n, f in found["streams"].items()]
     tables.append(
@@ -249,7 +273,7 @@ def wires(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
     """(d) Device time of a unit's gather and reduce."""
     found = {}
     rows = []
-    with Team("wires", World(num_ranks=1, device_type=device), Wires) as team:
+    with Team("wires", world_of(device, threads=1), Wires) as team:
         for num_bytes in sizes.unit_bytes:
             times = found[str(num_bytes)] = team.ask("unit", num_bytes, 5 * sizes.steps)[0]
             ms = {name: spread(quartiles(values), 1e3, 3) for name, values in times.items()}
@@ -284,43 +308,6 @@ def compiled(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
     return found, [Table(title=title, columns=columns, rows=rows)]
 
 
-def offloaded(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
-    """(g) States on the host, one kind at a time on the device and in the host's memory."""
-    world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 16)
-    with Team("link", world, Links) as team:
-        found: dict[str, Any] = {"link": team.ask("measure", sizes.link_bytes)[0]}
-    slower = min(found["link"].values())
-    rows = []
-    for shape, (case, kinds) in sizes.offload.items():
-        for kind in kinds:
-            planned = {} if kind == PEER else {"planned": planned_peak(kind, case, device)}
-            with Team(kind, world, OffloadTrainer, (kind, case)) as team:
-                times = team.ask("turn", 1, sizes.steps)[0]
-                held = team.ask("bytes")[0] | planned
-            found[f"{shape} {kind}"] = {"times": times, "bytes": held}
-            step = quartiles([t["step"] for t in times if "step" in t])
-            last = times[-1]["optimizer"]
-            rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / slower:.2f}"
-            sizes_gib = [
-                f"{held[key] / GIB:.2f}" if key in held else ""
-                for key in ("peak", "planned", "said_device", "said_host")
-            ]
-            rows.append([shape, kind, spread(step, 1e3, 1), f"{1e3 * last:.1f}", rate, *sizes_gib])
-    columns = [
-        "shape",
-        "",
-        "step ms",
-        "optimizer ms",
-        "copies of the link",
-        "peak GiB",
-        "planned GiB",
-        "said, device GiB",
-        "said, host GiB",
-    ]
-    title = f"(g) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
-    return found, [Table(title=title, columns=columns, rows=rows)]
-
-
 PARTS: dict[str, Callable[[Sizes, str], tuple[Any, list[Table]]]] = {
     "a": one_rank,
     "b": simulated,
@@ -328,7 +315,7 @@ PARTS: dict[str, Callable[[Sizes, str], tuple[Any, list[Table]]]] = {
     "d": wires,
     "e": compiled,
     "f": lambda sizes, device: planned(sizes.planned, device, sizes.steps),
-    "g": offloaded,
+    "g": lambda sizes, device: offloaded(sizes.offload, sizes.link_bytes, sizes.steps, world_of(device, threads=16)),
 }
 
 
@@ -337,40 +324,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, which check this script")
     parser.add_argument(
-        "--parts", default="abcdef", help="letters of the parts to run; g asks for much memory of the host"
+        "--parts", default="acdebf", help="letters of the parts to run; g asks for much memory of the host"
     )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args(argv)
-    sizes, start = tiny_sizes() if options.tiny else full_sizes(), time.perf_counter()
-    machine, results, failed = describe(options.device), {}, []
-    for letter in options.parts:
-        began = time.perf_counter()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"parts {''.join(sorted(unknown))!r} do not exist; take letters of {''.join(PARTS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU is found; check `nvidia-smi`, or check this script with --tiny --device cpu")
+    memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if options.device == "cuda" else ROOM_GIB
+    machine, today = describe(options.device), datetime.date.today().isoformat()
+    name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{name}-{today}{'-tiny' if options.tiny else ''}.json"
+
+    def write(results: dict[str, Any]) -> None:
+        head = {"machine": machine, "date": today, "tiny": options.tiny}
+        path.write_text(json.dumps({**head, "parts": results}, indent=1) + "\n")
+
+    start = time.monotonic()
+    failed = run(options.parts, tiny_sizes() if options.tiny else full_sizes(memory_gib), options.device, write)
+    print(f"{time.monotonic() - start:.0f} s; written: {path}")
+    return 1 if failed else 0
+
+
+def run(letters: str, sizes: Sizes, device: str, write: Callable[[dict[str, Any]], None]) -> list[str]:
+    """One part after the other; `write` gets all results after each. Returns the letters of those that failed."""
+    start, results, failed = time.monotonic(), dict[str, Any](), []
+    sizes = replace(sizes, until=start + 0.75 * ENOUGH_S)
+    for letter in letters:
+        began = time.monotonic()
         if began - start > ENOUGH_S:
             results[letter] = {"skipped": f"{ENOUGH_S} s had passed"}
             print(f"({letter}) left out: {ENOUGH_S} s have passed")
             continue
         try:
-            data, tables = PARTS[letter](sizes, options.device)
-        except BenchError as error:
+            data, tables = PARTS[letter](sizes, device)
+        except Exception as error:  # whatever it is, the other parts' figures are worth having
+            if not isinstance(error, BenchError):
+                traceback.print_exc()
             failed.append(letter)
-            results[letter] = {"failed": str(error)}
-            print(f"({letter}) failed: {error}")
-            continue
-        results[letter] = {
-            "seconds": time.perf_counter() - began,
-            "data": plain_data(data),
-            "tables": plain_data(tables),
-        }
-        print("\n\n".join(map(as_text, tables)), end="\n\n", flush=True)
-    date = datetime.date.today().isoformat()
-    name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{name}-{date}.json"
-    path.write_text(
-        json.dumps({"machine": machine, "date": date, "tiny": options.tiny, "parts": results}, indent=1) + "\n"
-    )
-    print(f"{time.perf_counter() - start:.0f} s; written: {path}")
-    return 1 if failed else 0
+            results[letter] = {"failed": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+            print(f"({letter}) failed: {error}", flush=True)
+        else:
+            seconds = time.monotonic() - began
+            results[letter] = {"seconds": seconds, "data": plain_data(data), "tables": plain_data(tables)}
+            print("\n\n".join(map(as_text, tables)), end="\n\n", flush=True)
+        write(results)
+    write(results)
+    return failed
 
 
 if __name__ == "__main__":  # rank processes import this module again under another name

@@ -1,9 +1,9 @@
-"""What `gpu.py` runs in its rank processes for offload: a Llama whose states are on the host, ours beside FSDP2's."""
+"""Part (g) of `gpu.py`: a Llama whose states are on the host, ours beside FSDP2's."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.bench.contenders import mesh_of
 from accordion.bench.model import Llama, batch_of, loss_of
-from accordion.bench.ranks import Seat
+from accordion.bench.page import Table, spread
+from accordion.bench.ranks import Seat, Team, World
+from accordion.bench.stats import quartiles
 from accordion.memory.arena import Arena
 from accordion.memory.stated import Stated, stated
 from accordion.memory.tiers import Tiers
@@ -168,3 +170,41 @@ class Links:
 
     def measure(self, num_bytes: int) -> dict[str, Any]:
         return link(self._seat, num_bytes)
+
+
+def offloaded(
+    cases: Mapping[str, tuple[OffloadCase, tuple[str, ...]]], link_bytes: int, steps: int, world: World
+) -> tuple[Any, list[Table]]:
+    """(g) States on the host, one kind at a time on the device and in the host's memory."""
+    with Team("link", world, Links) as team:
+        found: dict[str, Any] = {"link": team.ask("measure", link_bytes)[0]}
+    slower = min(found["link"].values())
+    rows = []
+    for shape, (case, kinds) in cases.items():
+        for kind in kinds:
+            planned = {} if kind == PEER else {"planned": planned_peak(kind, case, world.device_type)}
+            with Team(kind, world, OffloadTrainer, (kind, case)) as team:
+                times = team.ask("turn", 1, steps)[0]
+                held = team.ask("bytes")[0] | planned
+            found[f"{shape} {kind}"] = {"times": times, "bytes": held}
+            step = quartiles([t["step"] for t in times if "step" in t])
+            last = times[-1]["optimizer"]
+            rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / slower:.2f}"
+            sizes_gib = [
+                f"{held[key] / GIB:.2f}" if key in held else ""
+                for key in ("peak", "planned", "said_device", "said_host")
+            ]
+            rows.append([shape, kind, spread(step, 1e3, 1), f"{1e3 * last:.1f}", rate, *sizes_gib])
+    columns = [
+        "shape",
+        "",
+        "step ms",
+        "optimizer ms",
+        "copies of the link",
+        "peak GiB",
+        "planned GiB",
+        "said, device GiB",
+        "said, host GiB",
+    ]
+    title = f"(g) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
+    return found, [Table(title=title, columns=columns, rows=rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +50,11 @@ def crowded_world() -> Iterator[pool.Pool]:
 def run_fake() -> Callable[..., Any]:
     """`run_fake(num_ranks, rank, fn, *args)` calls `fn(mesh, *args)` as that rank of a world that does not exist."""
     return pool.run_fake
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # collections look only at what tests made, and not at all that was imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -31,6 +32,13 @@ RANKS = 4
 TIMEOUT_S = 60.0
 GRACE_S = 5.0  # how long the others may still run once one rank has failed: they mostly wait for it in a collective
 START_S = 60.0
+PRELOADED = [  # none of it starts a thread
+    "torch.testing._internal.distributed.fake_pg",
+    "accordion.bench.trainer",
+    "accordion.train.loop",
+    "transformers.models.llama.modeling_llama",
+    "torch.utils.tensorboard",
+]
 MeshKey = tuple[tuple[int, ...], tuple[str, ...]]
 
 
@@ -146,12 +154,19 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def fork_context() -> Any:
+    """Makes processes that need not import again what the fork server has; whoever asks first starts it, with all of this."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*_torch.PRELOADED, *PRELOADED])
+    forkserver.ensure_running()
+    return context
+
+
 class _Rank:
     """The parent's end of one rank process: owns the process, the pipe to it and the file of its stack dumps."""
 
     def __init__(self, rank: int, serve: Callable[..., None], group: tuple[Any, ...]) -> None:
-        context = mp.get_context("forkserver")  # a restart must not import torch again
-        context.set_forkserver_preload([*_torch.PRELOADED, "torch.testing._internal.distributed.fake_pg"])
+        context = fork_context()
         self.rank = rank
         self.dump = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".stack")  # noqa: SIM115
         self.conn, theirs = context.Pipe()
@@ -237,12 +252,14 @@ def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: st
     )
     conn.send_bytes(pickle.dumps((True, None)))
     meshes: dict[MeshKey, DeviceMesh] = {}
-    gc.collect()
-    gc.freeze()  # collections between tests look only at what tests made
+    num_modules = 0
     with contextlib.suppress(EOFError):
         while True:
-            conn.send_bytes(_answer(conn.recv_bytes(), meshes, device_type))
             gc.collect()
+            if num_modules != len(sys.modules):
+                gc.freeze()  # collections between tests look only at what tests made, and not at what they imported
+                num_modules = len(sys.modules)
+            conn.send_bytes(_answer(conn.recv_bytes(), meshes, device_type))
 
 
 def _serve_fake(rank: int, conn: Connection, dump: str) -> None:

@@ -97,6 +97,8 @@ def test_a_rank_that_fails_or_dies_ends_its_team(tmp_path):
         pytest.raises(BenchError, match="its process ended"),
     ):
         team.ask("dies")
+    with pytest.raises(BenchError, match="contender 'A' did not answer within 0 s on rank 0"):
+        Team("A", World(num_ranks=1, patience_s=0.0), Diary, ("A", ""))
 
 
 def test_what_a_rank_sends_is_counted():
@@ -234,7 +236,9 @@ def test_subcommands_write_what_they_found(tmp_path, capsys, monkeypatch, name, 
     assert f"{name}.html" in capsys.readouterr().out
 
 
-def test_saves_and_loads_are_timed_and_leave_nothing(tmp_path, capsys):
+def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capsys):
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to" / "precious").write_text("of the user")
     words = [
         "checkpoint",
         "--mib",
@@ -260,7 +264,7 @@ def test_saves_and_loads_are_timed_and_leave_nothing(tmp_path, capsys):
         "memory": ["block"],
     }
     assert all(seconds > 0 for found in times.values() for values in found.values() for seconds in values)
-    assert not (tmp_path / "to").exists()
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize("letters", sampled(["abcdefg", "cg"], "cg".__eq__))

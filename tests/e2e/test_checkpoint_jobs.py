@@ -17,6 +17,8 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.look import diff, verify
+from accordion.train import launch
+from tests import forked
 from tests.e2e.jobs import TINY, lines_of, workers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -27,6 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with a cache that the tests of this file share."""
     folder = tmp_path_factory.mktemp("jobs")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.chdir(folder)
         yield folder

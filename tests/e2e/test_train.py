@@ -23,6 +23,7 @@ from accordion.train.command import read
 from accordion.train.deepspeed import translated
 from accordion.train.launch import Place
 from accordion.train.prepare import prepare
+from tests import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)  # half a megabyte that every machine has
@@ -32,9 +33,10 @@ Metrics = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working directory with a cache that the tests of this file share."""
+    """A working directory with a cache that the tests of this file share; their ranks come from the fork server."""
     folder = tmp_path_factory.mktemp("train")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.chdir(folder)
         yield folder
@@ -64,34 +66,34 @@ def test_a_plan_chooses_and_is_held_against_what_was_measured(place, capfd):
 
 @pytest.fixture(scope="module")
 def main_job(place: Path) -> tuple[Metrics, Path]:
-    """30 steps of what `make train` does on a machine without GPUs."""
-    return train(place / "two", "--launch.device", "cpu", "--train.steps", "30"), place / "two"
+    """10 steps of what `make train` does on a machine without GPUs."""
+    return train(place / "two", "--launch.device", "cpu", "--train.steps", "10"), place / "two"
 
 
 def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path]) -> None:
     found, run_dir = main_job
-    assert losses(found)[0] - losses(found)[-1] >= 1.5
+    assert losses(found)[0] - losses(found)[-1] >= 1
     assert losses(found)[0] == pytest.approx(math.log(4096), abs=0.8)
-    assert [line["step"] for line in found] == list(range(1, 31))
+    assert [line["step"] for line in found] == list(range(1, 11))
     for line in found:
         assert list(line) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes", "skipped"]
         assert line["tokens_per_s"] == pytest.approx(16 * 128 / line["step_s"])
         assert 100e6 < line["peak_bytes"] < 4e9
     assert list(run_dir.glob("events.out.tfevents.*"))
-    saved = {path.name for path in (run_dir / "checkpoints" / "step-000030").iterdir()}
+    saved = {path.name for path in (run_dir / "checkpoints" / "step-000010").iterdir()}
     assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
 @pytest.mark.slow
 def test_one_rank_sees_the_batches_and_losses_of_the_main_job(main_job: tuple[Metrics, Path], place: Path) -> None:
-    flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "30")
+    flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "10")
     one = losses(train(place / "one", *flags))
     assert one == pytest.approx(losses(main_job[0]), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> tuple[Metrics, str]:
-    """A small run of 12 steps, and what it printed."""
+    """A small run of 12 steps as a person starts it, and what it printed."""
     flags = ["--train.steps", "12", "--checkpoint.every", "3", "--checkpoint.keep", "3", "--train.eval_every", "5"]
     words = ["train", *TINY, *flags, "--run.dir", "whole"]
     shown = subprocess.run(

@@ -23,6 +23,7 @@ from accordion.train import launch, loop
 from accordion.train.command import read
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
+from tests import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)
@@ -130,7 +131,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
         more = ["--train.steps", "4", "--checkpoint.every", "1", "--run.dir", str(folder / name)]
         config = read([*TINY, *more, *flags])
         jobs[name] = config, prepare(config, 2, 2, folder / "cache", lambda line: None)
-    assert launch.start(troubled, (folder, jobs), 2) == 0
+    assert forked.start(troubled, (folder, jobs), 2) == 0
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second  # every rank says the same
 

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +25,30 @@ from accordion.bench.ranks import BenchError
 from accordion.bench.scale import Network
 from accordion.bench.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.bench.still import StillGroup
+from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from gpu_programs import device_work
 
 import gpu
+
+
+def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
+    class NoTimes:
+        def times(self) -> dict[str, float]:
+            return {}
+
+    done: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("through"))
+    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: done.append("let go"))
+    one = object.__new__(Trainer)
+    one._device, one._allocations = torch.device("cuda"), None
+    one._step = lambda: (torch.tensor(1.0), NoTimes())  # type: ignore[assignment,method-assign,return-value]
+    for ask in (lambda: one.losses(2), lambda: one.turn(0, 1), one.wire):
+        ask()
+        assert done == ["through", "let go"], "the next contender starts while this one lives"
+        done.clear()
 
 
 def test_spreads_and_ratios():
@@ -108,10 +127,19 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (["--precision", "fp8"], "precision"),
         (["host", "--against", "ddp"], "engines that shard"),
         (["memory", "--ranks", "many"], "ranks"),
+        (["memory", "--ranks", "0"], "ranks is 0; it takes 1 or more"),
+        (["checkpoint", "--mib", "0"], "mib is 0"),
+        (["--batch", "-1"], "batch is -1"),
+        (["--dir", "/proc/none"], "nothing can be written"),
+        (["checkpoint", "--to", "/proc/none"], "to is '/proc/none', where nothing can be written"),
         (["scale", "--sizes", "8,many"], "no numbers of ranks"),
+        (["scale", "--sizes", "8,8"], "stands there once"),
+        (["scale", "--sizes", "0"], "1 or more"),
+        (["scale", "--gbps", "0"], "more than 0"),
     ],
 )
-def test_bad_input_is_one_sentence(capsys, words, said):
+def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", *words]) == cli.BAD_INPUT
     error = capsys.readouterr().err
     assert said in error
@@ -122,6 +150,7 @@ def test_peaks_are_known_by_name():
     assert known_peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
     assert known_peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
     assert known_peak_flops("NVIDIA L40S", bf16=True) == 362e12
+    assert known_peak_flops("NVIDIA L40", bf16=True) == 181e12
     assert known_peak_flops("NVIDIA H100 80GB HBM3", bf16=False) is None
     assert known_peak_flops("GeForce", bf16=True) is None
     assert describe("cpu")["device"] == "cpu"
@@ -198,6 +227,47 @@ def test_the_shapes_of_the_gpu_script_are_those_of_the_textbook():
         built = sum(p.numel() for p in SHAPES["llama-1b"].make().parameters())
     assert gpu.params_of(case.preset) == built
     assert gpu.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
+
+
+def test_a_part_of_the_gpu_script_that_fails_leaves_the_others(monkeypatch, capsys):
+    def stops(sizes: gpu.Sizes, device: str) -> Any:
+        raise KeyboardInterrupt
+
+    def out_of_memory(sizes: gpu.Sizes, device: str) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    table, written = Table(title="t", columns=["", "ms"], rows=[["a", "1.0"]]), []
+    monkeypatch.setattr(gpu, "PARTS", {"a": out_of_memory, "b": lambda sizes, device: ({"x": 1}, [table]), "c": stops})
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run("abc", gpu.tiny_sizes(), "cpu", lambda found: written.append(dict(found)))
+    assert written[-1]["a"]["failed"] == "OutOfMemoryError: CUDA out of memory."
+    assert written[-1]["b"]["data"] == {"x": 1}
+    assert gpu.run("ab", gpu.tiny_sizes(), "cpu", written.append) == ["a"]
+    monkeypatch.setattr(gpu, "ENOUGH_S", -1)
+    assert gpu.run("ab", gpu.tiny_sizes(), "cpu", written.append) == []
+    assert written[-1]["b"] == {"skipped": "-1 s had passed"}
+    assert "(b) left out" in capsys.readouterr().out
+
+
+def test_where_time_is_up_the_gpu_script_begins_no_simulated_ranks():
+    sizes = dataclasses.replace(gpu.full_sizes(), until=0.0)
+    found, (table,) = gpu.simulated(sizes, "cpu")
+    assert found == {}
+    assert [row[:3] for row in table.rows][-1] == ["70B", "64", "left out: no time"]
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_a_smaller_gpu_gets_a_smaller_model():
+    cases = [gpu.full_sizes(gib).one_rank for gib in (141, 79, 40, 24, 12)]
+    assert [(case.preset.layers, case.batch) for case in cases] == [(16, 4), (16, 4), (8, 2), (4, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--parts", "az"], "parts 'z' do not exist"), ([], "no GPU is found")])
+def test_the_gpu_script_refuses_in_one_sentence(capsys, monkeypatch, words, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(words)
+    assert said in capsys.readouterr().err
 
 
 def test_what_of_the_optimizer_a_step_hides():

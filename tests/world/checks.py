@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.world import models, reference
+from tests.world.gathered import gathered
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
@@ -96,14 +97,10 @@ def one_loss(model: nn.Module, step: int = 0) -> Tensor:
 
 def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
     """What the ranks' own gradients of an unsharded model average to; a collective."""
-    found: dict[str, Tensor | None] = {}
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    for name, p in model.named_parameters():
-        parts: list[Tensor | None] = [None] * mesh.size()
-        dist.all_gather_object(parts, p.grad, group=group)
-        used = [part for part in parts if part is not None]
-        found[name] = sum(used) / len(parts) if used else None
-    return found
+    parts = gathered({name: p.grad for name, p in model.named_parameters()}, group)
+    used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
+    return {name: sum(some) / len(parts) if some else None for name, some in used.items()}
 
 
 def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:

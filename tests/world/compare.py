@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.world.checks import assert_at_rest, units_of
+from tests.world.gathered import gathered
 from tests.world.reference import params_of
 
 RANKS = (2, 3, 4)
@@ -87,8 +88,7 @@ def check_grads(mesh, model: nn.Module, plain: nn.Module, *, exact: bool, tolera
     grads = {name: p.grad for name, p in model.named_parameters()}
     mine = {name: p.grad for name, p in plain.named_parameters()}
     local = {name: g.to_local() for name, g in grads.items() if g is not None}
-    parts: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(parts, (mine, local), group=mesh.get_group())
+    parts = gathered((mine, local), mesh.get_group())
     used = {name: [part[name] for part, _ in parts if part[name] is not None] for name in mine}
     wanted = {name: sum(g.float() for g in some) / len(parts) if some else None for name, some in used.items()}
     assert {name for name, g in grads.items() if g is None} == {name for name, g in wanted.items() if g is None}

@@ -27,6 +27,7 @@ from accordion.config import STRATEGIES
 from accordion.engine import axis, layout
 from tests import pool
 from tests.world.checks import FLAT, HYBRID, assert_at_rest
+from tests.world.gathered import gathered
 from tests.world.reference import grads_of, params_of
 
 BATCH, LENGTH, VOCAB = 2, 3, 5
@@ -361,9 +362,7 @@ def everyone(mesh, value: Any) -> list[Any]:
     """`value` of every rank of the mesh in rank order."""
     found = [value]
     for i in reversed(range(mesh.ndim)):
-        parts: list[Any] = [None] * mesh.size(i)
-        dist.all_gather_object(parts, found, group=mesh.get_group(i))
-        found = [one for part in parts for one in part]
+        found = [one for part in gathered(found, mesh.get_group(i)) for one in part]
     return found
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
 from tests.world import models
+from tests.world.gathered import gathered
 
 LR = 1e-2
 
@@ -146,11 +146,10 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return parts
     mesh = next(iter(cut.values())).device_mesh
     for axis in range(mesh.ndim):
-        gathered: list[dict[str, Tensor]] = [{}] * mesh.size(axis)
         sent = {name: parts[name].cpu() for name in cut}  # a tensor of another rank's device would come back there
-        dist.all_gather_object(gathered, sent, group=mesh.get_group(axis))
+        all_sent = gathered(sent, mesh.get_group(axis))
         for name, t in cut.items():
-            pieces, placement = [part[name].to(parts[name].device) for part in gathered], t.placements[axis]
+            pieces, placement = [part[name].to(parts[name].device) for part in all_sent], t.placements[axis]
             if isinstance(placement, Replicate):
                 assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs over {placement}"
             else:

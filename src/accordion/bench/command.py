@@ -1,26 +1,36 @@
-"""`accordion bench`: its options, its subcommands, and what each of them measures and shows."""
+"""`accordion bench`: its subcommands, and what each of them measures and shows."""
 
 from __future__ import annotations
 
-import shutil
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from accordion.bench import checkpoint, host, offload, pages, scale
 from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
 from accordion.bench.checkpoint import CheckpointLoop
 from accordion.bench.compare import compare
-from accordion.bench.contenders import ENVIRON, OURS, PEERS, Setting, chosen
+from accordion.bench.contenders import ENVIRON, OURS, Setting, chosen
 from accordion.bench.machine import describe, num_cores
 from accordion.bench.model import shape_of
 from accordion.bench.optimizer import KINDS, OptimizerLoop
+from accordion.bench.options import (
+    CheckpointOptions,
+    CompareOptions,
+    HostOptions,
+    MemoryOptions,
+    OffloadOptions,
+    OptimizerOptions,
+    ScaleOptions,
+    check,
+    read,
+    writable,
+)
 from accordion.bench.page import Page
 from accordion.bench.ranks import BenchError, Team, World, interleaved
 from accordion.bench.report import show, write
@@ -40,213 +50,19 @@ SUBCOMMANDS = {
 SAME_NORM = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """Train the same model under each contender, and compare losses, times, bytes and what is sent.
-
-    Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
-            communication), or this engine under another strategy, such as accordion:shard_grad_op
-        model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
-        batch: sequences of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
-        precision: fp32, or bf16 over fp32 parameters
-        nproc: ranks on this machine; 0: one for each GPU found, else 2
-        device: auto takes the GPUs where there are some
-        rounds: turns of each contender, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = ",".join(PEERS)
-    model: str = "gpt-30m"
-    batch: int = 0
-    seq: int = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
-    nproc: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    rounds: int = 5
-    steps: int = 5
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostOptions:
-    """Measure the host time of a unit of 9 parameters under each contender, over plain, as one of many simulated ranks.
-
-    Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
-        ranks: simulated ranks
-        rounds: turns of each contender, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = "fsdp2"
-    ranks: int = 8
-    rounds: int = 9
-    steps: int = 9
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleOptions:
-    """Measure how host time, memory and messages of one rank grow with the simulated ranks.
-
-    Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
-        sizes: numbers of ranks, separated by commas
-        gbps: bandwidth of the simulated wire, Gbit/s of a rank
-        latency_us: of each collective on the simulated wire
-        rounds: turns of each contender, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = "fsdp2"
-    sizes: str = ",".join(map(str, scale.SIZES))
-    gbps: float = 400.0
-    latency_us: float = 10.0
-    rounds: int = 5
-    steps: int = 5
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """Measure clipping and a step of fused AdamW on shards, beside the same on local clones and on DTensors.
-
-    Args:
-        model: as of accordion bench
-        nproc: ranks, on CPU
-        rounds: turns of each, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    model: str = "gpt-30m"
-    nproc: int = 2
-    rounds: int = 7
-    steps: int = 10
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """Measure the peak bytes of one of many simulated ranks in a step, in bf16 over fp32 parameters.
-
-    Args:
-        against: contenders beside `accordion`, as of accordion bench, without deepspeed
-        model: as of accordion bench
-        batch: sequences of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
-        ranks: simulated ranks
-        device: auto takes a GPU where there is one
-        rounds: steps of each that are measured, interleaved
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = "fsdp2"
-    model: str = "gpt-30m"
-    batch: int = 0
-    seq: int = 0
-    ranks: int = 8
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    rounds: int = 3
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """Measure saving and loading a model's state beside torch's DCP, torch.save, the disk and a copy in memory.
-
-    Args:
-        mib: of state, over all ranks
-        nproc: ranks on this machine
-        device: auto takes the GPUs where there are some
-        rounds: turns of each, interleaved; one more before them is not counted
-        to: folder on the disk that is measured
-        dir: folder for the JSON and HTML files
-    """
-
-    mib: int = 1024
-    nproc: int = 2
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    rounds: int = 5
-    to: str = "runs/bench/checkpoints"
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadOptions:
-    """Measure training with the states on the host and on disk, beside none of that and beside the peers' offload, on CPU.
-
-    Args:
-        against: whose offload is measured too, separated by commas: fsdp2, deepspeed; empty for nobody's
-        model: as of accordion bench
-        nproc: ranks, on CPU
-        batch: sequences of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
-        threads: of each rank; 0: the cores, shared out
-        precision: fp32, or bf16 over fp32 parameters
-        swap: folder for the states on disk
-        rounds: turns of each, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = ",".join(offload.PEERS)
-    model: str = "gpt-30m"
-    nproc: int = 1
-    batch: int = 0
-    seq: int = 0
-    threads: int = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
-    swap: str = "runs/bench/swap"
-    rounds: int = 5
-    steps: int = 5
-    dir: str = "runs/bench"
-
-
 def run(words: list[str]) -> int:
     """The subcommand in `words`, or the comparison of contenders where there is none. Returns the exit code."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name and name not in JOBS:
         raise UsageError(f"accordion bench {name!r} does not exist; {nearest(name, SUBCOMMANDS)}")
     kind, job = JOBS[name]
-    options = read(kind, name, words[1:] if name else words)
-    for key in ("rounds", "steps"):
-        if getattr(options, key, 1) < 1:
-            raise UsageError(f"{key} is {getattr(options, key)}; it takes 1 or more.")
+    options = read(kind, name, words[1:] if name else words, SUBCOMMANDS)
+    check(options)
     page = job(options)
     show(page)
     for path in write(page, Path(options.dir)):
         print(f"written: {path}")
     return 0
-
-
-class _AsWritten(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, one for each subcommand."""
-
-
-def read(kind: type[Any], name: str, words: list[str]) -> Any:
-    """`words` as the options `kind`. Raises `UsageError`."""
-    prog = f"accordion bench {name}".strip()
-    listed = "\n".join(f"  {prog} {sub:<12}{what}" for sub, what in SUBCOMMANDS.items()) if not name else ""
-    about = f"{(kind.__doc__ or '').splitlines()[0]}\n{listed}"
-    parser = ArgumentParser(
-        prog=prog, description=about, exit_on_error=False, allow_abbrev=False, formatter_class=_AsWritten
-    )
-    parser.add_class_arguments(kind)
-    known = [f"--{field.name}" for field in fields(kind)]
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in (*known, "--help"):
-            raise UsageError(f"option {flag!r} does not exist; {nearest(flag, known)}")
-    try:
-        return kind(**parser.parse_args(words).as_dict())
-    except ArgumentError as error:
-        raise UsageError(" ".join(str(error).split())) from None
 
 
 def device_of(asked: str) -> str:
@@ -301,6 +117,12 @@ def _scale(o: ScaleOptions) -> Page:
         sizes = [int(size) for size in o.sizes.split(",")]
     except ValueError:
         raise UsageError(f"sizes {o.sizes!r} are no numbers of ranks; write them as 8,64,512.") from None
+    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise UsageError(f"sizes are {o.sizes}; each is a number of ranks, 1 or more, and stands there once.")
+    if not (o.gbps > 0 and o.latency_us >= 0):
+        raise UsageError(
+            f"the wire has {o.gbps:g} Gbit/s and {o.latency_us:g} us; it takes more than 0, and 0 or more."
+        )
     network = Network(gbps=o.gbps, latency_us=o.latency_us)
     return pages.of_scale(scale.grow(names, sizes, o.rounds, o.steps, network), network, describe("cpu"))
 
@@ -350,9 +172,9 @@ def _memory(o: MemoryOptions) -> Page:
 def _checkpoint(o: CheckpointOptions) -> Page:
     world = world_of(o.nproc, device_of(o.device))
     with ExitStack() as stack:
-        stack.callback(shutil.rmtree, o.to, ignore_errors=True)
+        folder = stack.enter_context(TemporaryDirectory(prefix="bench-", dir=writable(o.to, "to")))
         teams = [
-            stack.enter_context(Team(kind, world, CheckpointLoop, (kind, o.mib * 2**20, o.to)))
+            stack.enter_context(Team(kind, world, CheckpointLoop, (kind, o.mib * 2**20, folder)))
             for kind in KINDS_OF_SAVES
         ]
         asked = interleaved(teams, o.rounds + 1, "turn")

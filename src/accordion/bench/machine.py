@@ -14,17 +14,20 @@ import accordion
 # Dense bf16, without sparsity: NVIDIA's data sheets of each product. The first name found in the device's name counts.
 PEAK_BF16_FLOPS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
 }
 
 
 def describe(device_type: str) -> dict[str, Any]:
     """Plain data for the head of a result."""
+    on_gpu = {"cuda": torch.version.cuda or torch.version.hip, "gpus": torch.cuda.device_count()}
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -34,6 +37,7 @@ def describe(device_type: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accordion": accordion.__version__,
+        **(on_gpu if device_type == "cuda" else {}),
     }
 
 

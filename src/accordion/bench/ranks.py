@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +43,17 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ranks that every team gets. A simulated group has one process, the first of its `num_ranks` ranks."""
+    """The ranks that every team gets. A simulated group has one process, the first of its `num_ranks` ranks.
+
+    `patience_s`: a team that does not answer for so long is ended; unless said otherwise as long as gloo's own ranks wait.
+    """
 
     num_ranks: int
     device_type: str = "cpu"
     group: Literal["real", "fake", "still"] = "real"
     backend: str = ""
     threads: int = 1
+    patience_s: float = 1800.0
 
     def seats(self, port: int) -> list[Seat]:
         count = self.num_ranks if self.group == "real" else 1
@@ -83,7 +88,7 @@ class Team:
         args: Sequence[Any] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._patience_s = name, world.patience_s
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")  # starts no process with CUDA, and torch is imported once
         context.set_forkserver_preload(_torch.PRELOADED)
@@ -112,8 +117,16 @@ class Team:
     def _answers(self) -> list[Any]:
         results: dict[int, Any] = {}
         waiting = {id(end): rank for rank, end in enumerate(self._ends)}
+        deadline = time.monotonic() + self._patience_s
         while waiting:
-            for ready in wait([self._ends[rank] for rank in waiting.values()]):
+            came = wait([self._ends[rank] for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not came:
+                self.close()
+                ranks = ", ".join(map(str, sorted(waiting.values())))
+                raise BenchError(
+                    f"contender {self.name!r} did not answer within {self._patience_s:g} s on rank {ranks}."
+                )
+            for ready in came:
                 rank = waiting.pop(id(ready))
                 try:
                     good, answer = self._ends[rank].recv()

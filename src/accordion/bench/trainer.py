@@ -83,12 +83,13 @@ class Trainer:
     def losses(self, count: int) -> list[float]:
         """This rank's loss in each of the first steps."""
         with self._metered():
-            return [float(self._step()[0]) for _ in range(count)]
+            found = [float(self._step()[0]) for _ in range(count)]
+        self._let_go()
+        return found
 
     def turn(self, warm: int, count: int) -> list[Times]:
         """`warm` steps that are not counted, then the times of `count` steps."""
         clocks = [self._step()[1] for _ in range(warm + count)][warm:]
-        self._synchronise()
         self._let_go()
         return [clock.times() for clock in clocks]
 
@@ -123,6 +124,7 @@ class Trainer:
         """What this rank sends in a step: bytes and launches, by kind of collective."""
         with Wire() as wire:
             self._step()
+        self._let_go()
         return {"bytes": dict(wire.num_bytes), "launches": dict(wire.launches)}
 
     def matmul_flops(self) -> float:
@@ -141,7 +143,8 @@ class Trainer:
         return 2 * n**3 / best
 
     def _let_go(self) -> None:
-        """Leave the accelerator's memory to the contender whose turn comes."""
+        """Be through with it, and leave the accelerator's memory to the contender whose turn comes."""
+        self._synchronise()
         if self._device.type != "cpu":
             torch.accelerator.memory.empty_cache()
 
