@@ -166,6 +166,29 @@ def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
         assert rank == 1 or "rank 1 failed" in text
 
 
+def as_it_comes(mesh, how: str) -> tuple[float, str]:
+    """Seconds until this rank has its error, with the patience that ranks have by themselves."""
+    model = acc.shard(models.plain(), mesh=mesh, units={models.Block})
+    one_loss(model, 0).backward()
+    raises = how == "raises" and dist.get_rank() == 1
+    if raises:
+        model.blocks[1].register_forward_pre_hook(lambda module, args: {}["missing"])
+    start = time.monotonic()
+    with pytest.raises(KeyError if raises else acc.DivergenceError) as caught:
+        go_on(model, how) if how in ELSEWHERE else one_loss(model).backward()
+    took_s = time.monotonic() - start
+    time.sleep(15 if raises else 0)  # it is still there, and does not say goodbye
+    return took_s, str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "calls_a_block", "trains_less"])
+def test_every_rank_has_its_error_within_30_s(alone, how):
+    for took_s, text in alone.run(2, as_it_comes, how):
+        assert took_s < 30, text
+        assert "rank" in text or "missing" in text
+
+
 def never_comes(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     if dist.get_rank() == 1:

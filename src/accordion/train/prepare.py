@@ -53,10 +53,10 @@ def prepare(config: Config, world: int, local_world: int, cache: Path, say: Say)
 
 def _prepare(config: Config, world: int, local_world: int, cache: Path, say: Say) -> Prepared:
     replicas = _replicas(config, world, local_world)
-    for key, given in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
-        if given and "://" in given:
+    for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if url and "://" in url:
             raise UsageError(
-                f"{key} is {given!r}, a URL; a run writes to file systems alone, so give a path (acc.save takes URLs)."
+                f"{key} is {url!r}, a URL; a run writes to file systems alone, so give a path (acc.save takes URLs)."
             )
     model_vocab, model_name = _model(config)
     source = find(config.data)
