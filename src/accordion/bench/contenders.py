@@ -174,7 +174,10 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """ZeRO-3, with its defaults but for what is said here. `offloads`: its own AdamW steps, as it wants on the host."""
+    """ZeRO-3, with its defaults but for what is said here; torch's fused AdamW steps, as with all others.
+
+    `offloads`: on the host, where it wants its own AdamW unless told that it need not.
+    """
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 
@@ -185,13 +188,10 @@ def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, of
         "bf16": {"enabled": setting.bf16},
     }
     if offloads:
-        params = {"lr": setting.lr, "weight_decay": 0.01, "torch_adam": False}
-        config["optimizer"] = {"type": "AdamW", "params": params}
-    own = None if offloads else optimizer_of(model.parameters(), setting)
+        config["zero_force_ds_cpu_optimizer"] = False
     engine, *_ = package.initialize(
         model=model,
-        optimizer=own,
-        model_parameters=list(model.parameters()) if offloads else None,
+        optimizer=optimizer_of(model.parameters(), setting),
         config=config,
         dist_init_required=False,
     )
