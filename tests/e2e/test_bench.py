@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,9 @@ def test_what_a_rank_sends_is_counted():
 
 
 def crooked(seat: Seat, contender: str, setting: Setting) -> Any:
-    """The trainer, but one contender starts from other weights."""
+    """The trainer, but one contender starts from other weights, and one not at all."""
+    if contender == "ddp":
+        raise RuntimeError("does not run here")
     seed = 1 if contender == "accordion:no_shard" else 0
     made = trainer.start(seat, contender, Setting(model=setting.model, batch=1, seq=16, seed=seed))
     made.memory = made.turn = None  # type: ignore[assignment,method-assign]
@@ -121,9 +124,10 @@ def crooked(seat: Seat, contender: str, setting: Setting) -> Any:
 
 def test_contenders_that_train_something_else_are_named_and_nothing_is_compared(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "compare", partial(compare, make=crooked))
-    words = ["--against", "plain,accordion:no_shard", "--nproc", "1", "--model", "gpt-tiny", "--dir", str(tmp_path)]
+    words = ["--against", "ddp,plain,accordion:no_shard", "--nproc", "1", "--model", "gpt-tiny", "--dir", str(tmp_path)]
     assert cli.main(["bench", *words]) == 1
     said = capsys.readouterr()
+    assert "left out: contender 'ddp' failed on rank 0: RuntimeError: does not run here" in said.out
     assert "the losses of accordion:no_shard are not those of the others" in said.err
     assert "measuring" not in said.out
     assert not list(tmp_path.iterdir())
@@ -198,6 +202,34 @@ def test_growth_is_what_the_arithmetic_says():
         assert p.wire_s == pytest.approx(p.sent_bytes / 1e9 + 2e-6 * p.launches)
 
 
+class Lines(HostLoop):
+    def count(self) -> int:
+        """Lines of Python that a step runs, each turn of a loop again."""
+        found = 0
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal found
+            found += event == "line"
+            return trace
+
+        self._step()
+        sys.settrace(trace)
+        self._step()
+        sys.settrace(None)
+        return found
+
+
+def test_a_step_of_thousands_of_ranks_runs_as_many_lines_of_python():
+    counts = []
+    for num_ranks in (8, 4096):
+        with Team("A", World(num_ranks=num_ranks, group="still"), Lines, ("accordion", 4096, 2)) as team:
+            counts += team.ask("count")
+    assert counts[0] > 1000
+    assert counts[1] == pytest.approx(counts[0], rel=0.02), (
+        "4,088 more ranks are no reason for as many turns of any loop"
+    )
+
+
 def test_a_unit_of_the_host_benchmark_has_nine_parameters():
     with Team("A", World(num_ranks=8, group="still"), HostLoop, ("accordion", 64, 2)) as team:
         assert len(team.ask("turn", 2)[0]) == 2
@@ -270,7 +302,6 @@ def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, caps
 @pytest.mark.parametrize("letters", sampled(["abcdefg", "cg"], "cg".__eq__))
 def test_the_gpu_script_runs_on_cpu(tmp_path, letters):
     import subprocess
-    import sys
 
     script = Path(__file__).parents[2] / "bench" / "gpu.py"
     blocked = tmp_path / "blocked"

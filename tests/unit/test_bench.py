@@ -19,7 +19,7 @@ from accordion.bench.compare import step_flops
 from accordion.bench.contenders import Setting, chosen
 from accordion.bench.host import HostTime, ratio_of, summary
 from accordion.bench.machine import describe, known_peak_flops
-from accordion.bench.model import GPT, SHAPES, batch_of, shape_of
+from accordion.bench.model import GPT, SHAPES, batch_of, loss_of, shape_of
 from accordion.bench.page import Chart, Page, Table, as_text, plain_data
 from accordion.bench.ranks import BenchError
 from accordion.bench.scale import Network
@@ -106,6 +106,21 @@ def test_every_preset_is_there_and_others_are_refused():
             assert sum(p.numel() for p in shape_of(name).make().parameters()) > 1000
     with pytest.raises(UsageError, match="did you mean 'gpt-30m'"):
         shape_of("gpt-30")
+
+
+def test_a_model_may_be_a_folder(tmp_path):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=37
+    )
+    config.save_pretrained(tmp_path)
+    shape = shape_of(str(tmp_path))
+    assert shape.vocab == 37
+    tokens, targets = batch_of(0, 0, (2, 8), shape.vocab)
+    first, second = (loss_of(shape.make()(tokens), targets) for _ in range(2))
+    assert first == second, "every contender starts from the same weights"
+    assert float(first.detach()) == pytest.approx(math.log(37), abs=0.5)
 
 
 def test_a_contender_that_is_not_installed_is_named(monkeypatch):

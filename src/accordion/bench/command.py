@@ -97,10 +97,10 @@ def _compare(o: CompareOptions) -> Page:
     names, left_out = names_of(o.against)
     world, setting = world_of(o.nproc, device_of(o.device)), setting_of(o, o.precision == "bf16")
     found = compare(names, setting, world, o.rounds, o.steps, print)
-    hosted = [name for name in names if name in host.MEASURED or name.partition(":")[0] == OURS]
+    hosted = [name for name in found.contenders if name in host.MEASURED or name.partition(":")[0] == OURS]
     print("measuring host time")
     times = host.measure(hosted, 8, o.rounds, o.steps, ["still"])["still"]
-    return pages.of_comparison(found, times, left_out)
+    return pages.of_comparison(found, times, left_out | found.left_out)
 
 
 def _host(o: HostOptions) -> Page:

@@ -54,7 +54,10 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that a run of `accordion bench` found. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs."""
+    """Everything that a run of `accordion bench` found. `ratios`, `cpu_ratios`: (ours, theirs) -> a step of ours over theirs.
+
+    `left_out`: peers that did not start, and why.
+    """
 
     machine: dict[str, Any]
     setting: Setting
@@ -65,6 +68,7 @@ class Comparison:
     contenders: dict[str, Measured]
     ratios: dict[tuple[str, str], Spread]
     cpu_ratios: dict[tuple[str, str], Spread]
+    left_out: dict[str, str]
 
 
 def compare(
@@ -78,15 +82,22 @@ def compare(
 ) -> Comparison:
     """Train under each of `names`, compare their losses, then measure `rounds` turns of `count` steps of each.
 
-    Raises `BenchError` naming the contenders whose losses are not those of the others, before anything is measured, and
-    where a contender fails. `make`: of what runs in each rank.
+    A peer that does not start is left out. Raises `BenchError` naming the contenders whose losses are not those of the
+    others, before anything is measured, and where one fails later. `make`: of what runs in each rank.
     """
     with ExitStack() as stack:
-        teams = []
+        teams, left_out = [], {}
         for name in names:
             say(f"starting {name}")
             environ = ENVIRON.get(name) if world.device_type == "cpu" else None
-            teams.append(stack.enter_context(Team(name, world, make, (name, setting), environ)))
+            try:
+                teams.append(stack.enter_context(Team(name, world, make, (name, setting), environ)))
+            except BenchError as error:
+                if name.partition(":")[0] == OURS:
+                    raise
+                left_out[name] = str(error)
+                say(f"left out: {error}")
+        names = [team.name for team in teams]
         verdict = same_losses(teams, setting)
         say(f"losses of {LOSS_STEPS} steps agree to {verdict.tolerance:g}: {_short(verdict.losses)}")
         facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}
@@ -107,6 +118,7 @@ def compare(
         contenders=measured,
         ratios={(a, b): ratio(measured[a].steps, measured[b].steps) for a, b in pairs},
         cpu_ratios={(a, b): ratio(measured[a].cpu, measured[b].cpu) for a, b in pairs},
+        left_out=left_out,
     )
 
 
