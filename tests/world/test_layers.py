@@ -153,8 +153,37 @@ def check_hook_that_reads(mesh) -> None:
         check_step(mesh, model, plain, step)
 
 
+class Sum(nn.Module):
+    """A unit of embeddings alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(8, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+
+
+def check_recomputed_embeddings(mesh) -> None:
+    """What is recomputed in a unit reads its weights in the backward."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Language("module"))
+        made[-1].tokens = Sum()
+    acc.shard(made[0], mesh=mesh, units={Sum, models.Block}, checkpoint_activations="full")
+    for step in range(2):
+        check_step(mesh, *made, step)
+    model, plain = both(mesh, "module")
+    own = model.tokens.forward
+    model.tokens.forward = lambda tokens: checkpoint(own, tokens, use_reentrant=False)
+    for step in range(2):
+        check_step(mesh, model, plain, step)
+
+
 def test_an_embedding_is_not_gathered_for_its_backward(world) -> None:
     world.run(2, check_order)
+    world.run(2, check_recomputed_embeddings)
     world.run(2, check_hook_that_reads)
 
 

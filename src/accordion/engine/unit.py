@@ -97,14 +97,18 @@ class Unit:
         self.trained = self._trained_now()
         self.window = Window(module, self.params)
         self.is_layer = is_layer(module)
-        # The backward of an embedding computes with indices alone: nothing is gathered for it.
-        readers = [ref() for p in self.params for ref, _ in p.places]
-        self.reads_back = not all(type(m).forward is nn.Embedding.forward for m in readers if m is not None)
+        self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         self.window.guard_conversions(self)
         engine.units.append(self)
 
     def _trains_now(self) -> tuple[int, ...]:
         return tuple([i for i, p in enumerate(self.params) if p.sharded.requires_grad])
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether its backward needs full parameters. An embedding's computes with indices alone, unless it is recomputed."""
+        module = self.module()
+        return not self._is_embedding or module is None or "forward" in module.__dict__
 
     @property
     def views_inputs(self) -> bool:
