@@ -92,6 +92,8 @@ def test_lanes_of_a_step_on_the_host(offload, units, forward_s, begins_s, second
     assert first == pytest.approx(begins_s, rel=1e-3)
     assert step.seconds == pytest.approx(seconds + units * CLIP_S, rel=1e-3)
     assert step.exposed_s == pytest.approx(step.seconds - 3 * units * forward_s, rel=1e-3)
+    drawn = sum(s.seconds for s in step.lanes if s.stream == "compute")
+    assert drawn == pytest.approx(3 * units * forward_s, rel=1e-3)  # what waits is no bar
     steps = [(s.label, s.start_s, s.seconds) for s in step.lanes if s.stream == "host step"]
     assert [name for name, _, _ in steps] == [f"step of blocks.{u}" for u in range(units)]
     assert sum(took for _, _, took in steps) == pytest.approx(3 * units, rel=1e-3)

@@ -29,7 +29,7 @@ class Costs:
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
         if op.stream in (HOST, STEPPER, DISK_LANE):
             gbps = self.cluster.disk_gbps if op.stream == DISK_LANE else HOST_MEMORY_GBPS
-            return op.num_bytes * self.on_machine / (gbps * GB)
+            return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
         return self._of(op) * self.scale
 
     def _of(self, op: Op) -> float:

@@ -27,8 +27,8 @@ Say = Callable[[str], None]
 @dataclass(slots=True, kw_only=True)
 class Candidate:
     """A choice with what it takes. `memory`, `steps`: None where a bound, `least_bytes`, says that it does not fit. `host_bytes`:
-    of one machine. `steps`: at middle rates, of the best one at low and high ones too. `bound`: why it was not worked out.
-    `why`: it was not chosen.
+    of one machine. `steps`: at middle rates, of the best one at low and high ones too. `is_traced`: they come from a trace of its
+    own. `bound`: why it was not worked out. `why`: it was not chosen.
     """
 
     choice: Choice
@@ -37,6 +37,7 @@ class Candidate:
     host_bytes: int = 0
     memory: Memory | None = None
     steps: dict[str, Step] | None = None
+    is_traced: bool = False
     bound: str = ""
     why: str = ""
 
@@ -167,6 +168,7 @@ class Part:
         """`log`: without offload. `traced`: the engine's own with offload, which says what the device holds."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         moved = offloaded(log, choice, space.compute_bytes)
+        candidate.is_traced = self.traces.is_own(log) and (traced is not None or choice.offload == NO_OFFLOAD)
         candidate.memory = memory_of(traced or moved, self._most)
         candidate.steps = {"middle": self._step(moved, choice, "middle")}
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, cluster)
@@ -183,14 +185,16 @@ class Part:
             return
         log = self.traces.of(candidate.choice)
         moved = offloaded(log, candidate.choice, self._space.compute_bytes)
-        candidate.steps = {rate: self._step(moved, candidate.choice, rate) for rate in REACHED}
+        steps = candidate.steps
+        candidate.steps = {rate: steps.get(rate) or self._step(moved, candidate.choice, rate) for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The fastest that fits by a trace of its own."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
-            traced = None if best.choice.offload == NO_OFFLOAD else self.traces.trace_moved(best.choice)
-            self._filled(best, self.traces.trace(best.choice), traced)
+            if not best.is_traced:
+                traced = None if best.choice.offload == NO_OFFLOAD else self.traces.trace_moved(best.choice)
+                self._filled(best, self.traces.trace(best.choice), traced)
             seen.append(best)
         return best
 

@@ -13,8 +13,10 @@ from accordion.plan.events import (
     HOST,
     STEPPER,
     STORE,
+    Alloc,
     Collective,
     Enter,
+    Free,
     Land,
     Launch,
     Log,
@@ -24,6 +26,7 @@ from accordion.plan.events import (
     Place,
     Wait,
 )
+from accordion.plan.hardware import LAUNCH_S
 from accordion.plan.memory import name_of
 
 
@@ -60,6 +63,8 @@ def simulate(log: Log, costs: Costs) -> Step:
     by_kind: dict[str, float] = defaultdict(float)
     lanes, place = _Lanes(), Place(Phase.FORWARD, -1)
     for event in log.events:
+        if type(event) is Alloc or type(event) is Free:  # most are
+            continue
         if isinstance(event, Enter):
             place = event.place
         elif isinstance(event, Launch):
@@ -109,17 +114,19 @@ def kind_of(op: Op) -> str:
 
 
 class _Lanes:
-    """Owns the stretches; work of one place on one stream that follows on itself is one."""
+    """Owns the stretches; work of one place on one stream that follows on itself at once is one."""
 
     def __init__(self) -> None:
         self.found: list[Stretch] = []
         self._last: dict[str, int] = {}
+        self._ends: dict[str, float] = {}
 
     def add(self, stream: str, label: str, start_s: float, seconds: float) -> None:
         last = self._last.get(stream)
-        if last is not None and self.found[last].label == label:
+        if last is not None and self.found[last].label == label and start_s <= self._ends[stream] + LAUNCH_S:
             begun = self.found[last].start_s
+            self._ends[stream] = start_s + seconds
             self.found[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
             return
-        self._last[stream] = len(self.found)
+        self._last[stream], self._ends[stream] = len(self.found), start_s + seconds
         self.found.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))

@@ -63,6 +63,10 @@ class Traces:
             self.traced[choice] = replace(log, unmodelled=unmodelled)
         return self.traced[choice]
 
+    def is_own(self, log: Log) -> bool:
+        """Whether a log was traced, and not worked out."""
+        return any(log is own for own in self.traced.values())
+
     def known(self, chosen: Sequence[Choice]) -> dict[Choice, Log]:
         """Those of these choices that were traced."""
         return {c: self.traced[c] for c in map(traced_as, chosen) if c in self.traced}
