@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
+from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES, Cluster
 from accordion.plan.memory import peak_of
+from accordion.plan.predict import memory_of
 from accordion.plan.trace import trace
 from tests.plan import counted, subjects
 
@@ -24,7 +29,8 @@ ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES]
 
 def assert_close(world, architecture, case, engine="accordion"):
     run = subjects.run_of(architecture, case, engine)
-    predicted = peak_of(trace(subjects.subject_of(architecture, case), run)).num_bytes
+    log = trace(subjects.subject_of(architecture, case), run)
+    predicted = peak_of(log).num_bytes
     shape, names = (run.ranks,), ("shard",)
     if run.strategy.hybrid:
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")
@@ -40,6 +46,19 @@ def assert_close(world, architecture, case, engine="accordion"):
         f"{engine:9} {architecture:8} {case:26} predicted {predicted:>12,} counted {least:>12,} {predicted / least - 1:+.2%}"
     )
     assert predicted == pytest.approx(least, rel=0.02)
+    assert_never_a_false_fit(log, least)
+
+
+def assert_never_a_false_fit(log, counted):
+    """On cards whose room for torch is around what was counted: a plan that says "fits" is right, and some card is enough."""
+    memory, draw = memory_of(log), random.Random(counted)
+    said = {share: memory.fits(card_of(share * counted)) for share in [draw.uniform(0.8, 1.3) for _ in range(60)]}
+    assert [share for share, fits in said.items() if fits and share < MARGIN] == []
+    assert memory.fits(card_of(MARGIN * memory.largest_reserved + 4096))
+
+
+def card_of(num_bytes):
+    return Cluster(gpu=replace(GPUS["h100"], memory_gib=(num_bytes + OUTSIDE_BYTES) / GIB))
 
 
 @pytest.mark.parametrize(("architecture", "case"), SAMPLE)

@@ -57,14 +57,17 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
 
 
 def test_every_stream_has_its_lane():
-    """FSDP2 has one more that copies; all that takes time is on one of them."""
+    """FSDP2 has one more that copies, offload those of copies, host and disk; all that takes time is on one of them."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)])
     fixed = {"gpus": 2, "checkpoint_activations": "none", "strategy": "full_shard"}
-    for engine, streams in (
-        ("accordion", {"compute", "gather", "reduce"}),
-        ("fsdp2", {"compute", "gather", "reduce", "copy in"}),
+    ours = {"compute", "gather", "reduce"}
+    for options, streams in (
+        ({}, ours),
+        ({"engine": "fsdp2"}, {*ours, "copy in"}),
+        ({"offload": "optimizer"}, {*ours, "fetch", "store", "host", "host step"}),
+        ({"offload": "disk"}, {*ours, "fetch", "store", "host", "host step", "disk"}),
     ):
-        made = acc.plan(model, total, torch.randn(64, 64), engine=engine, **fixed)
+        made = acc.plan(model, total, torch.randn(64, 64), **options, **fixed)
         drawn = {bar.name for bar in lanes_chart(made).data}
         assert streams == drawn == {s.stream for s in made.chosen.steps["middle"].lanes}
 

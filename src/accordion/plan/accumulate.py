@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from accordion.plan.events import Enter, Log, Phase, Place
+from accordion.plan.events import Enter, Log, Phase, begins
 from accordion.plan.hardware import Cluster
-from accordion.plan.offload import with_host_step
 from accordion.plan.predict import step_of
 from accordion.plan.rig import Run
 from accordion.plan.simulate import Step
 from accordion.plan.space import Choice
 
 
-def step_of_choice(moved: Log, log: Log, run: Run, choice: Choice, cluster: Cluster, rate: str) -> Step:
-    """A step at one of the assumed rates. `moved`: the log with the choice's offload, `log`: without."""
-    step = with_host_step(step_of(moved, run, cluster, rate), log, choice, run.optimizer, cluster)
+def step_of_choice(log: Log, run: Run, choice: Choice, cluster: Cluster, rate: str) -> Step:
+    """A step at one of the assumed rates. `log`: with the choice's offload."""
+    step = step_of(log, run, cluster, rate)
     between = choice.accumulate - run.accumulate
     if between <= 0:
         return step
-    marks = [i for i, e in enumerate(moved.events) if isinstance(e, Enter) and e.place == Place(Phase.FORWARD, -1)]
-    marks.append(next(i for i, e in enumerate(moved.events) if isinstance(e, Enter) and e.place.phase is Phase.STEP))
-    first, second = (step_of(replace(moved, events=moved.events[:end]), run, cluster, rate) for end in marks[1:3])
+    marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
+    marks.append(next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is Phase.STEP))
+    first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
     seconds, exposed = second.seconds - first.seconds, second.exposed_s - first.exposed_s
     flops = second.flops - first.flops
     return replace(

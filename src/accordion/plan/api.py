@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from accordion.plan.space import (
     Space,
     check_offload,
 )
-from accordion.plan.traces import traced_as
+from accordion.plan.traces import moved_as, traced_as
 from accordion.units import AUTO
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
@@ -86,6 +86,12 @@ def plan(
     arguments of `shard`, such as `units`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
+    counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
+    numbers = {"node": node, "micro_batch": micro_batch, "seq": seq, "accumulate": accumulate}
+    _check_numbers(counts, {**numbers, "replicas": replicas, "global_batch": global_batch})
+    for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
+        check_rate(rate, 1 if value is None else value)
+    _check_names(engine, optimizer, strategy, offload, checkpoint_activations)
     cluster = Cluster(
         gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu,
         node=node,
@@ -93,72 +99,80 @@ def plan(
         host_memory_gib=host_memory_gib,
         disk_gbps=disk_gbps,
     )
-    counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
-    _check(counts, node, micro_batch, seq, accumulate, optimizer)
-    for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
-        check_rate(rate, 1 if value is None else value)
-    for name, number in (("replicas", replicas), ("global_batch", global_batch)):
-        if number is not None and number < 1:
-            raise UsageError(f"{name} is {number}; it takes 1 or more.")
-    if engine not in ENGINES:
-        raise UsageError(f"engine {engine!r} is not known to plan; {nearest(engine, ENGINES)}")
-    if strategy is not None:
-        named = strategy_named(strategy)
-        if engine == "fsdp2":
-            fsdp2.check(named)
-    if offload is not None:
-        check_offload(offload, strategy)
-    if engine == "fsdp2":
-        if offload not in (None, NO_OFFLOAD):
-            raise UsageError(
-                f"fsdp2 with offload {offload!r} is not planned; leave --offload out, or take the engine accordion."
-            )
-        offload = NO_OFFLOAD
-    if checkpoint_activations is not None:
-        checkpointing_named(checkpoint_activations)
-    if isinstance(model, str):
-        config, name = configuration(model, seq), model
-        whole = language_model(config, f"model {model!r}")
-        subject_for: Callable[[int], Subject] = partial(language_subject, config, f"model {model!r}", seq=seq)
-        batches: Sequence[int] = MICRO_BATCHES if micro_batch is None else [micro_batch]
-        tokens = seq
-    else:
-        if loss is None:
-            raise UsageError("plan() takes loss=, a function of the model and the batch, for a module; none was given.")
-        whole, name = on_meta(model), type(model).__name__
-        subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
-        subject_for, batches, tokens = (lambda size: subject), [1], 1
+    task = _named(model, seq, micro_batch) if isinstance(model, str) else _given(model, loss, batch)
+    offload = NO_OFFLOAD if engine == "fsdp2" else offload
     space = Space(
         strategies=_strategies(strategy, offload, engine),
         checkpointing=CHECKPOINTING if checkpoint_activations is None else [checkpoint_activations],
-        micro_batches=batches,
+        micro_batches=task.micro_batches,
         gpus=counts,
         accumulate=accumulate,
         global_batch=global_batch,
         replicas=replicas or 0,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
-        units=_units(whole, engine, sharding),
+        units=_units(task.model, engine, sharding),
         optimizer=optimizer,
         engine=engine,
         precision=precision or Precision(params=torch.bfloat16),
-        tokens=tokens,
+        tokens=task.tokens,
         sharding=sharding,
     )
-    num_params = sum(p.numel() for p in whole.parameters())
     measured = ""
     if measured_step_s is not None or measured_at:
-        at = choice_of(measured_at) if measured_at else only_choice(space, cluster)
-        if measured_step_s is None:
-            raise UsageError(
-                f"measured_at {measured_at!r} says what was measured; pass measured_step_s, its seconds, too."
-            )
-        cluster = calibrated(cluster, subject_for, space, at, measured_step_s)
-        measured = f"{measured_step_s:g} s of {at}"
-    found = search(subject_for, space, cluster, num_params, say, processes, fewest=True)
+        cluster, measured = _calibrated(cluster, task, space, measured_step_s, measured_at)
+    num_params = sum(p.numel() for p in task.model.parameters())
+    found = search(task.subject_for, space, cluster, num_params, say, processes, fewest=True)
     made = Plan(
-        model=name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
+        model=task.name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
     )
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained. `model`: on the meta device. `subject_for`: its training with a micro-batch. `tokens`: of one sample."""
+
+    name: str
+    model: nn.Module
+    subject_for: Callable[[int], Subject]
+    micro_batches: Sequence[int]
+    tokens: int
+
+
+def _named(model: str, seq: int, micro_batch: int | None) -> Task:
+    """A language model by preset, folder or file. Raises `UsageError`."""
+    config, where = configuration(model, seq), f"model {model!r}"
+    return Task(
+        name=model,
+        model=language_model(config, where),
+        subject_for=partial(language_subject, config, where, seq=seq),
+        micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
+        tokens=seq,
+    )
+
+
+def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, batch: Any) -> Task:
+    """Any module, whose batch is as large as it is. Raises `UsageError`."""
+    if loss is None:
+        raise UsageError("plan() takes loss=, a function of the model and the batch, for a module; none was given.")
+    subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
+    return Task(
+        name=type(model).__name__,
+        model=on_meta(model),
+        subject_for=lambda size: subject,
+        micro_batches=[1],
+        tokens=1,
+    )
+
+
+def _calibrated(
+    cluster: Cluster, task: Task, space: Space, measured_step_s: float | None, measured_at: str
+) -> tuple[Cluster, str]:
+    """The cluster at the speed of a measured step, and what was measured, in words. Raises `UsageError`."""
+    at = choice_of(measured_at) if measured_at else only_choice(space, cluster)
+    if measured_step_s is None:
+        raise UsageError(f"measured_at {measured_at!r} says what was measured; pass measured_step_s, its seconds, too.")
+    return calibrated(cluster, task.subject_for, space, at, measured_step_s), f"{measured_step_s:g} s of {at}"
 
 
 def _units(model: nn.Module, engine: str, sharding: Mapping[str, Any]) -> Sequence[str]:
@@ -175,21 +189,39 @@ def _strategies(strategy: str | None, offload: str | None, engine: str) -> Seque
 
 def log_of_choice(found: Found, choice: Choice, space: Space) -> Log | None:
     """The log of a choice that was traced, with its offload; None where it was not."""
+    if moved_as(choice) in found.logs:
+        return found.logs[moved_as(choice)]
     log = found.logs.get(traced_as(choice))
     return None if log is None else offloaded(log, choice, space.compute_bytes)
 
 
-def _check(
-    counts: Sequence[int], node: int, micro_batch: int | None, seq: int, accumulate: int, optimizer: str
-) -> None:
-    numbers = {"node": node, "micro_batch": micro_batch, "seq": seq, "accumulate": accumulate}
+def _check_numbers(counts: Sequence[int], numbers: Mapping[str, int | None]) -> None:
     for name, value in [*(("gpus", n) for n in counts), *numbers.items()]:
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it takes 1 or more.")
     if not counts:
         raise UsageError("gpus is empty; name at least one number of GPUs.")
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(f"optimizer {optimizer!r} is not known to plan; {nearest(optimizer, OPTIMIZERS)}")
+
+
+def _check_names(
+    engine: str, optimizer: str, strategy: str | None, offload: str | None, checkpoint_activations: str | None
+) -> None:
+    """That what is fixed exists, and goes together."""
+    for kind, name, known in (("optimizer", optimizer, OPTIMIZERS), ("engine", engine, ENGINES)):
+        if name not in known:
+            raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, known)}")
+    if strategy is not None:
+        named = strategy_named(strategy)
+        if engine == "fsdp2":
+            fsdp2.check(named)
+    if offload is not None:
+        check_offload(offload, strategy)
+    if engine == "fsdp2" and offload not in (None, NO_OFFLOAD):
+        raise UsageError(
+            f"fsdp2 with offload {offload!r} is not planned; leave --offload out, or take the engine accordion."
+        )
+    if checkpoint_activations is not None:
+        checkpointing_named(checkpoint_activations)
 
 
 def on_meta(model: nn.Module) -> nn.Module:

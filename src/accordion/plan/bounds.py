@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from accordion.config import strategy_named
 from accordion.plan.cost import costs_of
-from accordion.plan.events import Collective, Enter, Log, Phase, Place
+from accordion.plan.events import Collective, Enter, Log, Phase, begins
 from accordion.plan.hardware import REACHED, Cluster
 from accordion.plan.simulate import Step
 from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Choice, Space
@@ -46,7 +46,7 @@ class Floor:
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
     """`num_bytes`: allocated at the peak. `step`: at middle rates."""
-    starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place == Place(Phase.FORWARD, -1)]
+    starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     last = starts[-1] if starts else 0
     gathered: list[int] = []
     reduced: list[int] = []

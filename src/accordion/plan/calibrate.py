@@ -54,5 +54,5 @@ def calibrated(
     run = space.run_of(choice, cluster)
     log, _ = log_of(subject_for(choice.micro_batch), run)
     plain = replace(cluster, scales={})
-    scales = {name: measured_s / step_of_choice(log, log, run, choice, plain, name).seconds for name in REACHED}
+    scales = {name: measured_s / step_of_choice(log, run, choice, plain, name).seconds for name in REACHED}
     return replace(cluster, scales=scales)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion.config import HOST
-from accordion.plan.events import Collective, Op
-from accordion.plan.hardware import GB, LATENCY_S, LAUNCH_S, Cluster, Rates
+from accordion.plan.events import DISK_LANE, FETCH, HOST, STEPPER, STORE, Collective, Op
+from accordion.plan.hardware import GB, HOST_MEMORY_GBPS, LATENCY_S, LAUNCH_S, Cluster, Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Seconds on a cluster at assumed rates. `ranks`: by axis of the mesh. `spans_nodes`: which axes leave a node.
 
-    `scale`: of all times.
+    `on_machine`: ranks of one machine, which share its memory and its disk. `scale`: of all times of kernels and collectives:
+    what a measured step on the device says nothing of, copies to the host and work there, keeps its assumed rates.
     """
 
     cluster: Cluster
     rates: Rates
     ranks: dict[str, int]
     spans_nodes: dict[str, bool]
+    on_machine: int = 1
     scale: float = 1.0
 
     def of(self, op: Op) -> float:
-        """Seconds of an operator on the device."""
+        """Seconds of an operator on the device, or of a copy, a kernel or files of the host."""
+        if op.stream in (FETCH, STORE):  # half of what it reads and writes goes over the link
+            return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
+        if op.stream in (HOST, STEPPER, DISK_LANE):
+            gbps = self.cluster.disk_gbps if op.stream == DISK_LANE else HOST_MEMORY_GBPS
+            return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
         return self._of(op) * self.scale
 
     def _of(self, op: Op) -> float:
@@ -39,8 +45,6 @@ class Costs:
 
     def of_collective(self, c: Collective) -> float:
         """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum."""
-        if c.axis == HOST:
-            return c.num_bytes / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
         num = self.ranks[c.axis]
         if num == 1:
             return 0.0
@@ -61,4 +65,5 @@ def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, shards: i
     else:
         sizes = {"shard": ranks, "replicate": ranks}
         far = dict.fromkeys(sizes, ranks > cluster.node)
-    return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far, scale=scale)
+    machine = min(ranks, cluster.node)
+    return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far, on_machine=machine, scale=scale)

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import NamedTuple
 
 COMPUTE = "compute"  # the stream of forward and backward
-
-
-HOST = "host"  # where what is offloaded rests and is stepped: memory that is none of the card's
+FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
+HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
+STEPPER, DISK_LANE = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
 
 
 class Category(Enum):
@@ -37,6 +37,11 @@ class Place(NamedTuple):
 
     phase: Phase
     unit: int
+
+
+def begins(place: Place) -> bool:
+    """Whether a micro-batch begins there."""
+    return place == Place(Phase.FORWARD, -1)
 
 
 @dataclass(slots=True)
@@ -156,7 +161,7 @@ def without_host(log: Log) -> Log:
             events.append(event)
     unmodelled = {
         **log.unmodelled,
-        "offload": "copies to and from the host take the card's time, the step there takes none",
+        "offload": "in this log the step on the host takes no time",
     }
     held = [(alloc, unit) for alloc, unit in log.held if alloc.stream != HOST]
     return replace(log, held=held, events=events, unmodelled=unmodelled, host_bytes=best)

@@ -140,7 +140,8 @@ NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a c
 class Rates:
     """What is reached: `products` and `attention` as a share of the card's best ones, memory and link of their peaks.
 
-    Assumptions, to be replaced by a measured step. `attention_backward`: of the forward's best.
+    Assumptions, to be replaced by a measured step. `attention_backward`: of the forward's best. `host`: of the guessed rates of
+    a machine's memory and disk.
     """
 
     products: float
@@ -148,15 +149,16 @@ class Rates:
     attention_backward: float
     memory: float
     link: float
+    host: float
 
 
 # Products: 1 is the best shape; cuBLAS on 8192 x 8192 x 8192 on an H100 reaches 0.90 of that (716 TFLOP/s, P. Shankhdhar's
 # "Outperforming cuBLAS on H100"); the low end is a guess. Attention: FlashAttention-2's paper has backwards at 44 to 63 % of an
 # A100 where forwards are at 50 to 73, so 0.87. Memory: large copies reach 0.90 to 0.92. Links: NCCL's tests in nodes of 8.
 REACHED: Mapping[str, Rates] = {
-    "low": Rates(products=0.75, attention=0.85, attention_backward=0.74, memory=0.75, link=0.55),
-    "middle": Rates(products=0.90, attention=1.00, attention_backward=0.87, memory=0.85, link=0.73),
-    "high": Rates(products=1.00, attention=1.15, attention_backward=1.00, memory=0.92, link=0.89),
+    "low": Rates(products=0.75, attention=0.85, attention_backward=0.74, memory=0.75, link=0.55, host=0.67),
+    "middle": Rates(products=0.90, attention=1.00, attention_backward=0.87, memory=0.85, link=0.73, host=1.00),
+    "high": Rates(products=1.00, attention=1.15, attention_backward=1.00, memory=0.92, link=0.89, host=1.33),
 }
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accordion.engine.autograd import engine_of
 from accordion.engine.collectives import SENDING_RANKS, Link, Pending
 from accordion.memory.arena import Arena
+from accordion.memory.grads import Slot
 from accordion.memory.step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import COMPUTE, HOST
@@ -111,11 +112,17 @@ def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
     if not stream_ordered:  # gloo's ranks, which send each other what is large
         stand_ins |= {"__init__": _made_to_send, "send_each": _sends}
     with ExitStack() as stack:
-        for owner, named in ((Link, stand_ins), (Arena, {"__init__": _on(_rests_on(run), Arena.__init__, tracker)})):
+        arena = {"__init__": _on(_rests_on(run), Arena.__init__, tracker)}
+        for owner, named in ((Link, stand_ins), (Arena, arena), (Slot, {"take": _slot_itself})):
             for name, stand_in in named.items():
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, stand_in)
         yield
+
+
+def _slot_itself(slot: Slot) -> Tensor:
+    """Nobody holds the gradient of the step before; fake slots of one arena share a storage, whose holders say nothing."""
+    return slot._rest.detach()
 
 
 def _rests_on(run: Run) -> str:

@@ -29,8 +29,8 @@ Say = Callable[[str], None]
 class Candidate:
     """A choice with what it takes. `memory`, `steps`: None where a bound, `least_bytes`, says that it does not fit.
 
-    `host_bytes`, `disk_bytes`: of one machine. `steps`: at middle rates, of the best one at low and high ones too. `bound`: why
-    it was not worked out. `why`: it was not chosen.
+    `host_bytes`, `disk_bytes`: of one machine. `steps`: at middle rates, of the best one at low and high ones too.
+    `is_traced`: they come from a trace of its own. `bound`: why it was not worked out. `why`: it was not chosen.
     """
 
     choice: Choice
@@ -40,6 +40,7 @@ class Candidate:
     disk_bytes: int = 0
     memory: Memory | None = None
     steps: dict[str, Step] | None = None
+    is_traced: bool = False
     bound: str = ""
     why: str = ""
 
@@ -114,7 +115,9 @@ class Part:
         bound = self._bound_of(choice)
         if bound:
             return Candidate(choice=choice, fits=False, least_bytes=least, bound=bound)
-        return self._filled(Candidate(choice=choice, fits=False, least_bytes=least), self.traces.of(choice))
+        candidate = Candidate(choice=choice, fits=False, least_bytes=least)
+        alone = choice.gpus == 1 and choice.offload != NO_OFFLOAD  # without offload its shards are the parameters
+        return self._filled(candidate, self.traces.of(choice), self.traces.moved(choice) if alone else None)
 
     def other_units(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Other units beside what is fastest, or where nothing fits, beside what comes closest."""
@@ -164,34 +167,38 @@ class Part:
             rate = candidate.tokens_per_s(self._space.tokens)
             self._rates[choice.gpus] = max(rate, self._rates.get(choice.gpus, 0.0))
 
-    def _filled(self, candidate: Candidate, log: Log) -> Candidate:
+    def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
+        """`log`: without offload. `traced`: the engine's own with offload, which says what the device holds."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         moved = offloaded(log, choice, space.compute_bytes)
-        candidate.memory = memory_of(moved, self._most)
-        candidate.steps = {"middle": self._step(moved, log, choice, "middle")}
-        candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, space.optimizer, cluster)
-        candidate.disk_bytes = disk_bytes(log, choice, space.optimizer, cluster)
+        candidate.is_traced = self.traces.is_own(log) and (traced is not None or choice.offload == NO_OFFLOAD)
+        candidate.memory = memory_of(traced or moved, self._most)
+        candidate.steps = {"middle": self._step(moved, choice, "middle")}
+        candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, cluster)
+        candidate.disk_bytes = disk_bytes(log, choice, cluster)
         on_host = candidate.host_bytes * HOST_MARGIN <= cluster.host_bytes
         candidate.fits = candidate.memory.fits(cluster) and on_host
         self._bound(candidate)
         return candidate
 
-    def _step(self, moved: Log, log: Log, choice: Choice, rate: str) -> Step:
-        run = self._space.run_of(choice, self._cluster)
-        return step_of_choice(moved, log, run, choice, self._cluster, rate)
+    def _step(self, moved: Log, choice: Choice, rate: str) -> Step:
+        return step_of_choice(moved, self._space.run_of(choice, self._cluster), choice, self._cluster, rate)
 
     def at_all_rates(self, candidate: Candidate) -> None:
         if candidate.steps is None:
             return
         log = self.traces.of(candidate.choice)
         moved = offloaded(log, candidate.choice, self._space.compute_bytes)
-        candidate.steps = {rate: self._step(moved, log, candidate.choice, rate) for rate in REACHED}
+        steps = candidate.steps
+        candidate.steps = {rate: steps.get(rate) or self._step(moved, candidate.choice, rate) for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The fastest that fits by a trace of its own."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
-            self._filled(best, self.traces.trace(best.choice))
+            if not best.is_traced:
+                traced = None if best.choice.offload == NO_OFFLOAD else self.traces.trace_moved(best.choice)
+                self._filled(best, self.traces.trace(best.choice), traced)
             seen.append(best)
         return best
 

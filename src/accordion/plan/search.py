@@ -58,7 +58,7 @@ def search(
     on_fewest = part.fastest([c for c in candidates if c.choice.gpus == least])
     part.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:
-        candidate.why = "" if candidate is best else _why(candidate, best, space, cluster)
+        candidate.why = "" if candidate is best else why_not(candidate, best, space, cluster)
     return Found(best=best, fewest=on_fewest, candidates=candidates, logs=part.traces.traced)
 
 
@@ -88,7 +88,7 @@ def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
     return min((c for c in candidates if c.choice.gpus == max(space.gpus)), key=lambda c: c.needed_bytes)
 
 
-def _why(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cluster) -> str:
+def why_not(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cluster) -> str:
     card = cluster.card_bytes / GIB
     if candidate.bound:
         return candidate.bound

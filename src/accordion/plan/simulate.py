@@ -6,7 +6,27 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from accordion.plan.cost import Costs
-from accordion.plan.events import COMPUTE, Collective, Enter, Land, Launch, Log, Mark, Op, Phase, Place, Wait
+from accordion.plan.events import (
+    COMPUTE,
+    DISK_LANE,
+    FETCH,
+    HOST,
+    STEPPER,
+    STORE,
+    Alloc,
+    Collective,
+    Enter,
+    Free,
+    Land,
+    Launch,
+    Log,
+    Mark,
+    Op,
+    Phase,
+    Place,
+    Wait,
+)
+from accordion.plan.hardware import LAUNCH_S
 from accordion.plan.memory import name_of
 
 
@@ -33,7 +53,8 @@ class Step:
 
 def simulate(log: Log, costs: Costs) -> Step:
     """Run a log on streams that work side by side. A flight starts behind the compute stream's work so far, ends in order on
-    its stream, and the compute stream waits where it lands, as the engine has it.
+    its stream, and the compute stream waits where it lands, as the engine has it. What the caller waits for holds up all that
+    it begins later; other than that it takes no time.
     """
     now: dict[str, float] = defaultdict(float)  # until when each stream is busy
     ends: dict[int, float] = {}  # of flights; of the one that runs on a stream, so far
@@ -42,6 +63,8 @@ def simulate(log: Log, costs: Costs) -> Step:
     by_kind: dict[str, float] = defaultdict(float)
     lanes, place = _Lanes(), Place(Phase.FORWARD, -1)
     for event in log.events:
+        if type(event) is Alloc or type(event) is Free:  # most are
+            continue
         if isinstance(event, Enter):
             place = event.place
         elif isinstance(event, Launch):
@@ -57,12 +80,15 @@ def simulate(log: Log, costs: Costs) -> Step:
             waited = max(0.0, ends.get(event.flight, 0.0) - now[event.stream])
             exposed += waited if event.stream == COMPUTE else 0.0
             now[event.stream] += waited
+            if event.stream in running:
+                ends[running[event.stream]] = now[event.stream]
         elif isinstance(event, (Op, Collective)):
             kind = event.kind if isinstance(event, Collective) else kind_of(event)
             seconds = costs.of_collective(event) if isinstance(event, Collective) else costs.of(event)
-            lanes.add(
-                event.stream, f"{place.phase.value} {name_of(place, log.units)}".strip(), now[event.stream], seconds
-            )
+            held_up = max(0.0, now[HOST] - now[event.stream])
+            exposed += held_up if event.stream == COMPUTE else 0.0
+            now[event.stream] += held_up
+            lanes.add(event.stream, label_of(event, place, log), now[event.stream], seconds)
             now[event.stream] += seconds
             by_kind[kind] += seconds
             flops += 0.0 if isinstance(event, Collective) or event.again else event.flops
@@ -73,24 +99,34 @@ def simulate(log: Log, costs: Costs) -> Step:
     return Step(seconds=total, exposed_s=exposed, flops=flops, by_kind=dict(by_kind), lanes=tuple(lanes.found))
 
 
+def label_of(event: Op | Collective, place: Place, log: Log) -> str:
+    if event.stream in (STEPPER, DISK_LANE) and isinstance(event, Op):  # of the step before this one
+        return event.name
+    return f"{place.phase.value} {name_of(place, log.units)}".strip()
+
+
 def kind_of(op: Op) -> str:
+    if op.stream in (FETCH, STORE, HOST, STEPPER, DISK_LANE):
+        return op.stream
     if op.flops:
         return "attention" if "attention" in op.name else "products"
     return "optimizer" if "adam" in op.name or "sgd" in op.name else "element-wise"
 
 
 class _Lanes:
-    """Owns the stretches; work of one place on one stream that follows on itself is one."""
+    """Owns the stretches; work of one place on one stream that follows on itself at once is one."""
 
     def __init__(self) -> None:
         self.found: list[Stretch] = []
         self._last: dict[str, int] = {}
+        self._ends: dict[str, float] = {}
 
     def add(self, stream: str, label: str, start_s: float, seconds: float) -> None:
         last = self._last.get(stream)
-        if last is not None and self.found[last].label == label:
+        if last is not None and self.found[last].label == label and start_s <= self._ends[stream] + LAUNCH_S:
             begun = self.found[last].start_s
+            self._ends[stream] = start_s + seconds
             self.found[last] = Stretch(stream=stream, label=label, start_s=begun, seconds=start_s + seconds - begun)
             return
-        self._last[stream] = len(self.found)
+        self._last[stream], self._ends[stream] = len(self.found), start_s + seconds
         self.found.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Place, Precision, nearest, strategy_named
+from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.hardware import Cluster
 from accordion.plan.rig import Run
@@ -85,7 +85,7 @@ class Space:
     sharding: Mapping[str, Any] = field(default_factory=dict)
 
     def run_of(self, choice: Choice, cluster: Cluster) -> Run:
-        """What is traced for a choice: without its offload, and with no more micro-batches than differ."""
+        """What is traced for a choice: no more micro-batches than differ, and states of any tier on the host."""
         sharding = {
             **self.sharding,
             "precision": self.precision,
@@ -96,6 +96,8 @@ class Space:
             sharding["units"] = units_named(choice.units)
         elif self.engine == "fsdp2":
             sharding.setdefault("units", only_blocks())  # as programs write it
+        if choice.offload != NO_OFFLOAD:
+            sharding["offload"] = Offload(params=OFFLOADS[choice.offload][0], optimizer=HOST)
         return Run(
             engine=self.engine,
             ranks=choice.gpus,

@@ -23,7 +23,7 @@ class _Lines:
 
 
 class Traces:
-    """Owns what was traced. `traced`: by choice. A choice's log is that without its offload."""
+    """Owns what was traced. `traced`: by choice, as `traced_as` and `moved_as` have it."""
 
     def __init__(
         self, subject_for: Callable[[int], Subject], space: Space, cluster: Cluster, say: Callable[[str], None]
@@ -34,19 +34,38 @@ class Traces:
         self._lines: list[_Lines] = []
 
     def of(self, choice: Choice) -> Log:
-        choice = traced_as(choice)
+        return self._of(traced_as(choice))
+
+    def moved(self, choice: Choice) -> Log:
+        """With the engine's own offload; its time is that of a host which takes none."""
+        return self._of(moved_as(choice))
+
+    def trace(self, choice: Choice) -> Log:
+        return self._trace(traced_as(choice))
+
+    def trace_moved(self, choice: Choice) -> Log:
+        return self._trace(moved_as(choice))
+
+    def _of(self, choice: Choice) -> Log:
         if choice in self.traced:
             return self.traced[choice]
         family = self._family(choice)
-        return self.trace(choice) if family is None else family.at(choice.micro_batch, choice.gpus)
+        return self._trace(choice) if family is None else family.at(choice.micro_batch, choice.gpus)
 
-    def trace(self, choice: Choice) -> Log:
-        choice = traced_as(choice)
+    def _trace(self, choice: Choice) -> Log:
         if choice not in self.traced:
             self._say(f"tracing {choice}")
             subject = self._subject_for(choice.micro_batch)
-            self.traced[choice], _ = log_of(subject, self._space.run_of(choice, self._cluster))
+            log, _ = log_of(subject, self._space.run_of(choice, self._cluster))
+            unmodelled = {
+                name: why for name, why in log.unmodelled.items() if name != "offload"
+            }  # `Moved` has its time
+            self.traced[choice] = replace(log, unmodelled=unmodelled)
         return self.traced[choice]
+
+    def is_own(self, log: Log) -> bool:
+        """Whether a log was traced, and not worked out."""
+        return any(log is own for own in self.traced.values())
 
     def known(self, chosen: Sequence[Choice]) -> dict[Choice, Log]:
         """Those of these choices that were traced."""
@@ -78,7 +97,7 @@ class Traces:
         if more is None and fewer is None:
             return None
         try:
-            logs = (self.trace(base), self._other(base, more, 1), self._other(base, fewer, 2))
+            logs = (self._trace(base), self._other(base, more, 1), self._other(base, fewer, 2))
             family = Family(
                 base=(base.micro_batch, base.gpus, logs[0]),
                 more=None if more is None or logs[1] is None else (more.micro_batch, logs[1]),
@@ -97,10 +116,10 @@ class Traces:
             first, other = lines.logs[0], lines.logs[which]
             assert other is not None
             try:
-                return alike(self.trace(base), first, other)
+                return alike(self._trace(base), first, other)
             except UnlikeError:
                 continue
-        return self.trace(wanted)
+        return self._trace(wanted)
 
     def _similar(self, base: Choice, wanted: Choice, which: int) -> Iterator[_Lines]:
         """Families in which the same step is taken: from one micro-batch to the other whatever the strategy does and is
@@ -124,3 +143,9 @@ class Traces:
 def traced_as(choice: Choice) -> Choice:
     """What differs from it in nothing that is traced."""
     return replace(choice, offload=NO_OFFLOAD, accumulate=choice.num_traced)
+
+
+def moved_as(choice: Choice) -> Choice:
+    """What differs from it in nothing that the device sees: states on disk are as far away as those on the host."""
+    tier = choice.offload if choice.offload in (NO_OFFLOAD, "optimizer") else "all"
+    return replace(choice, offload=tier, accumulate=choice.num_traced)

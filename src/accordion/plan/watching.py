@@ -13,7 +13,8 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.streams import Flight, Lane, Steps
 from accordion.engine.unit import Unit
-from accordion.plan.events import Category, Land, Launch, Phase
+from accordion.memory.tiers import Tiers
+from accordion.plan.events import FETCH, STORE, Category, Land, Launch, Phase
 from accordion.plan.tracker import Tracker, storages_of
 
 
@@ -21,7 +22,10 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     """Let the engine tell the tracker where it is. All by attributes of these objects, which nobody else has."""
     wiring = engine.wiring
     tracker.axes = {id(wiring.replicate.gather): "replicate", id(wiring.replicate.reduce): "replicate"}
-    for name, lane in (("gather", wiring.gather_lane), ("reduce", wiring.reduce_lane)):
+    lanes = {"gather": wiring.gather_lane, "reduce": wiring.reduce_lane, FETCH: wiring.fetch_lane}
+    if isinstance(wiring.home, Tiers):
+        lanes[STORE] = wiring.home._store_lane
+    for name, lane in lanes.items():
         vars(lane)["start"] = partial(_start, lane, name, tracker)
     for name, phase in (("enters", Phase.FORWARD), ("comes_back", Phase.BACKWARD)):
         vars(engine)[name] = partial(_entering, getattr(engine, name), tracker, phase)

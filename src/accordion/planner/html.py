@@ -11,13 +11,12 @@ from plotly.io import to_html  # type: ignore[import-untyped]
 
 from accordion.bench.page import Table
 from accordion.errors import UsageError
-from accordion.plan.cost import costs_of
-from accordion.plan.events import Category
-from accordion.plan.hardware import GIB, REACHED
+from accordion.plan.events import DISK_LANE, FETCH, HOST, STEPPER, STORE, Category
+from accordion.plan.hardware import GIB
 from accordion.plan.memory import curve_of, name_of
 from accordion.plan.part import Candidate
 from accordion.plan.result import Plan, gib
-from accordion.plan.simulate import Stretch, simulate
+from accordion.plan.simulate import Stretch
 from accordion.planner.pages import of_plan
 
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -37,7 +36,10 @@ CONFIG = {
     "responsive": True,
     "displayModeBar": False,
 }  # its buttons would cover the titles on a phone; a double click zooms out
-LANES = ("all-reduce", "reduce", "gather", "copy in", "compute")  # from below; copies and sums of their own: FSDP2's
+LANES = (  # from below; sums and copies in of their own: FSDP2's; what is under them: of offload
+    *(DISK_LANE, STEPPER, HOST, STORE, FETCH),
+    *("all-reduce", "reduce", "gather", "copy in", "compute"),
+)
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -96,20 +98,9 @@ def memory_chart(plan: Plan) -> go.Figure:
 
 def lanes_chart(plan: Plan) -> go.Figure:
     """What each stream does when, at middle rates."""
-    assert plan.log is not None
-    choice = plan.chosen.choice
-    run = plan.space.run_of(choice, plan.cluster)
-    lanes = simulate(
-        plan.log,
-        costs_of(
-            plan.cluster,
-            REACHED["middle"],
-            run.ranks,
-            run.strategy.hybrid,
-            run.shards,
-            plan.cluster.scales.get("middle", 1.0),
-        ),
-    ).lanes
+    steps = plan.chosen.steps
+    assert steps is not None
+    lanes = steps["middle"].lanes
     how = "calibrated" if plan.measured else "uncalibrated"
     chart = go.Figure()
     shown = [stream for stream in LANES if any(s.stream == stream for s in lanes)]

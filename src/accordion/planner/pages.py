@@ -128,7 +128,7 @@ def _notes(plan: Plan, change: str) -> list[str]:
         f"time is {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
     ]
     if any(c.choice.offload != NO_OFFLOAD for c in plan.found.candidates):
-        notes.append(f"offload: {assumed['host']}; copies stand in the gather's and the reduce's stream")
+        notes.append(f"offload: {assumed['host']}; its times are uncalibrated, whatever was measured")
     if plan.log is not None:
         notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]
         notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]
