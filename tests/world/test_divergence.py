@@ -196,7 +196,7 @@ def never_comes(mesh) -> None:
         return
     with (
         impatient(lost_s=2.0),
-        pytest.raises(acc.DivergenceError, match=r"begins a forward .* come to anything new in 2 s"),
+        pytest.raises(acc.DivergenceError, match=r"begins a forward .* come to nothing new in 2 s"),
     ):
         one_loss(model)
 
