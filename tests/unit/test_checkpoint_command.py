@@ -144,6 +144,19 @@ def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
         assert "exists" in capsys.readouterr().err
 
 
+def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out(tmp_path):
+    model, optimizer = stepped(1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = convert(tmp_path / "dcp", tmp_path / "c")
+    assert found.optimizer is None
+    assert {"optimizer.state.0.exp_avg", "optimizer.param_groups.0.lr"} <= set(found.left)
+    assert verify(tmp_path / "c") == []
+    other = small(2)
+    load(tmp_path / "c", other)
+    assert_equal(model, other)
+
+
 @pytest.mark.parametrize("inner", [None, "model"])
 def test_a_torch_file_comes_in(tmp_path, inner):
     model, other = small(1), small(2)

@@ -240,6 +240,8 @@ def _dcp(folder: Path) -> Foreign:
         raise CheckpointError(f"{folder / DCP_METADATA} names {wrong[0]!r}, which is not the plain name of a file.")
     names = _dcp_names(list(said), paths)
     optimizer, extra, left = _dcp_values(folder, where, names, said, paths)
+    if optimizer is None:
+        names = {key: name for key, name in names.items() if name.startswith("model/")}
     kept = {key: names[key] for key in tensors if key in names}
     files = sorted({info.relative_path for key, _, info in where if key in kept})
     return Foreign(
@@ -309,6 +311,11 @@ def _dcp_value(folder: Path, info: Any) -> Any:
         ) from error
 
 
+def _are_names(params: Any) -> bool:
+    """Numbers, as an optimizer's own state dict has, say nothing to who does not know its parameters."""
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+
+
 def _dcp_values(
     folder: Path,
     where: list[tuple[str, tuple[int, ...] | None, Any]],
@@ -332,8 +339,11 @@ def _dcp_values(
             groups.setdefault(path[2], {})[path[3]] = value
         else:
             extra[key] = value
-    if not groups or not all(isinstance(group.get("params"), list) for group in groups.values()):
-        return None, encode(extra, "extra"), left
+    if not groups or not all(_are_names(group.get("params")) for group in groups.values()):
+        lost = [
+            key for key, path in paths.items() if len(path) == 4 and path[0] in OPTIMIZER_KEYS and path[1] != "state"
+        ]
+        return None, encode(extra, "extra"), left + lost
     state: dict[str, dict[str, Json]] = {}
     for name in names.values():
         if name.startswith("optimizer/state/"):
