@@ -114,7 +114,7 @@ def tiny_sizes() -> Sizes:
         planned=tuple(Case(preset=replace(preset, layers=n), batch=1, seq=16, masters=True) for n in (1, 2, 3)),
         offload={
             "tiny": (OffloadCase(preset=preset, batch=1, seq=16), (STEPPED_ON_HOST, PEER)),
-            "tiny, less host": (OffloadCase(preset=preset, batch=1, seq=16, host_bytes=10**5), (STEPPED_HERE,)),
+            "tiny, less host": (OffloadCase(preset=preset, batch=1, seq=16, host_bytes=300_000), (STEPPED_HERE,)),
         },
         link_bytes=2**20,
     )
