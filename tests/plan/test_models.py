@@ -1,0 +1,90 @@
+"""What is planned: the presets, as large as their makers say, and models that are no language model of one stack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.plan.change import _attempts
+from accordion.plan.models import PRESETS, Shape
+from accordion.plan.space import Space
+
+PUBLISHED = {  # parameters, by the makers' model cards and indices of weights
+    "llama3-405b": 405_853_388_800,
+    "llama3-70b": 70_553_706_496,
+    "llama3-8b": 8_030_261_248,
+    "llama3-3b": 3_212_749_824,
+    "llama3-1b": 1_235_814_400,
+    "llama2-13b": 13_015_864_320,
+    "llama2-7b": 6_738_415_616,
+    "mistral-7b": 7_248_023_552,
+}
+
+
+def elements(s: Shape) -> int:
+    head = s.hidden // s.heads
+    block = 2 * s.hidden**2 + 2 * s.hidden * s.kv_heads * head + 3 * s.hidden * s.mlp + 2 * s.hidden
+    return s.layers * block + s.hidden + s.vocab * s.hidden * (1 if s.tied else 2)
+
+
+def test_presets_are_as_large_as_their_makers_say():
+    assert {name: elements(shape) for name, shape in PRESETS.items()} == PUBLISHED
+
+
+def test_changes_grow_from_what_costs_least():
+    space = Space(strategies=["no_shard"], checkpointing=["none"], micro_batches=[8], offloads=["none"], gpus=[4])
+    flags = [text for text, _ in _attempts(space)]
+    first = "--micro-batch 1"
+    second = f"{first} --checkpoint-activations full"
+    third = f"{second} --strategy full_shard"
+    assert flags[:5] == [first, second, third, f"{third} --offload all", f"{third} --gpus 8"]
+    assert flags[-1] == f"{third} --gpus 512"
+
+
+class Experts(nn.Module):
+    """Each token goes to two of four experts, all of which see all tokens: shapes do not depend on values."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, chosen = self.router(x).softmax(-1).topk(2)
+        weights = torch.zeros_like(x[..., :4]).scatter(-1, chosen, best)
+        return x + sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+def sums(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().square().mean()
+
+
+def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "batch"),
+    [
+        (lambda: nn.Sequential(*[Experts() for _ in range(7)]), sums, torch.zeros(2, 32, 64)),
+        pytest.param(
+            lambda: nn.Transformer(64, 4, 7, 3, 128, 0.0, batch_first=True),
+            translates,
+            (torch.zeros(2, 16, 64), torch.zeros(2, 8, 64)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["experts", "encoder-decoder"],
+)
+def test_other_models_are_planned(make, loss, batch):
+    fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "units": None}
+    made = acc.plan(make(), loss, batch, **fixed)
+    found = made.as_dict()
+    assert found["fits"] is True
+    assert found["model"]["num_params"] == sum(p.numel() for p in make().parameters())
+    shards = found["breakdown_bytes"]["parameters"]
+    assert shards == pytest.approx(4 * found["model"]["num_params"] / 2, rel=0.15)
