@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.engine import axis, layout
+from accordion.engine import layout, reduction
 from tests import pool
 from tests.world.checks import FLAT, HYBRID, assert_at_rest
 from tests.world.gathered import gathered
@@ -448,7 +448,7 @@ def optimizer_of(program: Program, params: Any) -> torch.optim.Optimizer:
 def limits(program: Program) -> Iterator[None]:
     with (
         mock.patch.object(layout, "PACK_LIMIT_BYTES", program.packed_bytes),
-        mock.patch.object(axis, "PACK_LIMIT_BYTES", program.packed_bytes),
+        mock.patch.object(reduction, "PACK_LIMIT_BYTES", program.packed_bytes),
         mock.patch.object(layout, "PADDING_BYTES", program.padding_bytes),
     ):
         yield

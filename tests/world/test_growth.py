@@ -52,7 +52,7 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
         for build, make in BUILDS.items():
             plain, strategy = make(), STRATEGIES[name]
             with Allocations() as memory:
-                model = acc.shard(make(), mesh=mesh, strategy=strategy)
+                model = acc.shard(make(), mesh=mesh, strategy=strategy, units=acc.only_blocks())
             params, original = dict(model.named_parameters()), dict(plain.named_parameters())
             assert params.keys() == original.keys()
             for key, p in params.items():

@@ -51,7 +51,7 @@ class Hooks:
         self._last_hooks[id(module)] = self._handles[-1].id
         if self.unit.index == 0:
             self._guard(module)
-        elif next(module.children(), None) is None:
+        elif next(module.children(), None) is None and not self.unit.window.has_around:
             read = partial(self.engine.reads.begin, self, weakref.ref(module))
             module.__dict__["_parameters"] = Registry(module._parameters, read)
         for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely

@@ -23,7 +23,7 @@ class Window:
 
     def __init__(self, module: nn.Module, params: Sequence[Param]) -> None:
         self._module, self._params = weakref.ref(module), params
-        self._has_around = any(p.around is not None or p.extension is not None for p in params)
+        self.has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
         # Runs of parameters that lie in one module: it, their names, and which they are.
         self._runs: list[tuple[weakref.ref[nn.Module], list[str], slice]] = []
@@ -80,7 +80,7 @@ class Window:
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules see of full tensors: the same list where no parameter says otherwise."""
-        if not self._has_around:
+        if not self.has_around:
             return fulls
         seen = [f if p.extension is None else p.extension(f) for f, p in zip(fulls, self._params, strict=True)]
         return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
