@@ -17,7 +17,7 @@ from accordion.checkpoint.format import code_of, entry_name, header
 from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, Running, kind_here, pieces, running
 
 SUMS = "sums"
-SUMMED_BESIDE_BYTES = 2**20  # from here on a part is summed by a thread of its own, while it is written
+SUMMED_BESIDE_BYTES = 2**20  # summed by a thread while it is written; below, handing it over costs as much as the sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Hooks:
         self._last_hooks[id(module)] = self._handles[-1].id
         if self.unit.index == 0:
             self._guard(module)
+        # What makes a tensor subclass of a gathered tensor looks at its module while it is gathered: not a read from outside.
         elif next(module.children(), None) is None and not self.unit.window.has_around:
             read = partial(self.engine.reads.begin, self, weakref.ref(module))
             module.__dict__["_parameters"] = Registry(module._parameters, read)

@@ -107,8 +107,10 @@ class Unit:
     @property
     def reads_back(self) -> bool:
         """Whether its backward needs full parameters. An embedding's computes with indices alone, unless it is recomputed."""
+        if not self._is_embedding:
+            return True
         module = self.module()
-        return not self._is_embedding or module is None or "forward" in module.__dict__
+        return module is None or "forward" in module.__dict__
 
     @property
     def views_inputs(self) -> bool:

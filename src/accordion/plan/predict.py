@@ -49,17 +49,6 @@ class Memory:
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What a configuration takes on a cluster. `steps`: by assumed rates, low, middle and high. `traced_blocks`: of how many."""
-
-    run: Run
-    log: Log
-    memory: Memory
-    steps: dict[str, Step]
-    traced_blocks: str
-
-
 def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]:
     """The log of a step, and how many blocks were traced for it: some of the equal ones where `quick` and that is exact."""
     model = subject.make()
@@ -97,18 +86,7 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> Memory:
     return Memory(peak=peak, reserved_bytes=reserved)
 
 
-def steps_of(log: Log, run: Run, cluster: Cluster) -> dict[str, Step]:
-    """A step at each of the assumed rates."""
-    return {name: step_of(log, run, cluster, name) for name in REACHED}
-
-
 def step_of(log: Log, run: Run, cluster: Cluster, rate: str = "middle") -> Step:
     """A step at one of the assumed rates."""
     scale = cluster.scales.get(rate, 1.0)
     return simulate(log, costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale))
-
-
-def predict(subject: Subject, run: Run, cluster: Cluster, *, quick: bool = True) -> Prediction:
-    """Trace one configuration and work out its memory and time. Raises `UsageError`."""
-    log, traced = log_of(subject, run, quick=quick)
-    return Prediction(run=run, log=log, memory=memory_of(log), steps=steps_of(log, run, cluster), traced_blocks=traced)
