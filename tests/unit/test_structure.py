@@ -56,6 +56,7 @@ ORDER = [
     "compat",
     "report",
     "shard",
+    "additions",
     "agreement",
     "pretrained",
     "initialise",

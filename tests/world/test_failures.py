@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
-from tests.world.checks import PlantedError, units_of
+from tests.world.checks import PlantedError, batch, units_of
 from tests.world.compare import (
     Pair,
     rest,
@@ -257,3 +258,33 @@ def old_graph(mesh, strategy: acc.Strategy) -> None:
 @pytest.mark.parametrize("strategy", [acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.SHARD_OPTIM], ids=lambda s: s.name)
 def test_the_backward_of_a_graph_older_than_the_weights_is_refused(world, strategy):
     world.run(2, old_graph, strategy)
+
+
+def something_new(mesh, how: str) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    tokens, _ = batch(model)
+    model(tokens)
+    if how == "a module":
+        model.blocks[1].new = nn.Linear(4, 4)
+    elif how == "a parameter":
+        model.blocks[1].new = nn.Parameter(torch.zeros(4))
+    elif how == "a list that grows":
+        model.blocks.append(models.Block(32, 64))
+    elif how == "a frozen one":
+        model.blocks[1].new = nn.Linear(4, 4).requires_grad_(False)
+    else:
+        models.plain()
+    if how in ("a frozen one", "another model"):
+        model(tokens)
+        return
+    with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' came into the model after shard\(\)"):
+        model(tokens)
+    with acc.full_params(model):
+        model.blocks[0](torch.zeros(1, 2, 32))  # full parameters in the registry are no additions
+    with pytest.raises(acc.UsageError, match="freeze it with"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
+def test_what_comes_in_after_shard_is_refused(world, how):
+    world.run(2, something_new, how)

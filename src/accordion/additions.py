@@ -1,0 +1,39 @@
+"""Parameters that come into a model after `shard`: each rank would train its own in silence, so the next forward refuses them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook as on_module
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
+
+from accordion import _torch
+from accordion.engine.engine import Engine
+from accordion.errors import UsageError
+
+
+class Additions:
+    """Looks through a model where something was registered anywhere since the last look; else a forward pays for one flag."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._came, self._engine = False, engine
+        handles = [on_module(self._saw), on_parameter(self._saw)]
+        model.register_forward_pre_hook(_torch.unseen_by_dynamo(self._look), prepend=True)
+        weakref.finalize(model, lambda: [handle.remove() for handle in handles])
+
+    def _saw(self, *_: Any) -> None:
+        self._came = True
+
+    def _look(self, model: nn.Module, _: Any) -> None:
+        if not self._came or self._engine.suspended or self._engine.depth:  # there full parameters may be registered
+            return
+        for name, param in model.named_parameters():
+            if param.requires_grad and not isinstance(param, DTensor):
+                raise UsageError(
+                    f"parameter {name!r} came into the model after shard(), so each rank would train one of its own; "
+                    "put it in before shard(), or freeze it with requires_grad_(False)."
+                )
+        self._came = False
