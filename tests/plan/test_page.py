@@ -8,6 +8,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.planner.html import as_html, lanes_chart
+from accordion.planner.pages import of_plan
 from tests.plan import browser
 
 BINARY = browser.found()
@@ -54,6 +55,13 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
             assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
         assert seen.errors == []
         assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_of_a_small_model_too_one_sees_where_the_bytes_go(plan):
+    table = next(t for t in of_plan(plan).tables if t.title.startswith("where the bytes go"))
+    shown = {row[0]: float(row[1]) for row in table.rows}
+    assert all(shown[key] > 0 for key in ("parameters", "optimizer", "activations", "all"))
+    assert sum(shown.values()) == pytest.approx(2 * shown["all"], abs=0.004)
 
 
 def test_every_stream_has_its_lane():
