@@ -89,8 +89,9 @@ def subject(layers: int = 32) -> Subject:
 
 
 def run() -> Run:
-    """As its script had it; the torch of then kept the root gathered, and torchtitan the last block."""
+    """As its script had it: blocks and the root; the torch of then kept the root gathered, and torchtitan the last block."""
     sharding = {
+        "units": acc.only_blocks(),
         "precision": acc.Precision(params=torch.bfloat16, reduce=torch.float32),
         "checkpoint_activations": "selective",
         "reshard_root": False,

@@ -43,6 +43,12 @@ def test_changes_grow_from_what_costs_least():
     assert flags[-1] == f"{third} --gpus 512"
 
 
+def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(acc.UsageError, match=r"type 'vit', .*from Python, with accordion\.plan\(model, loss, batch\)"):
+        acc.plan(str(tmp_path), gpus=2)
+
+
 class Experts(nn.Module):
     """Each token goes to two of four experts, all of which see all tokens: shapes do not depend on values."""
 

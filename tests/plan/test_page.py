@@ -10,6 +10,7 @@ import accordion as acc
 from accordion.bench import report
 from accordion.bench.page import Chart, Page, Table
 from accordion.planner.html import as_html, lanes_chart
+from accordion.planner.pages import of_plan
 from tests.plan import browser
 
 BINARY = browser.found()
@@ -83,6 +84,13 @@ def test_the_page_of_a_benchmark_fits_a_phone(tmp_path):
         broken = "[...document.querySelectorAll('.spread')].filter(e => e.getClientRects().length > 1).length"
         assert seen.evaluate(broken) == 0
         assert_fits(seen)
+
+
+def test_of_a_small_model_too_one_sees_where_the_bytes_go(plan):
+    table = next(t for t in of_plan(plan).tables if t.title.startswith("where the bytes go"))
+    shown = {row[0]: float(row[1]) for row in table.rows}
+    assert all(shown[key] > 0 for key in ("parameters", "optimizer", "activations", "all"))
+    assert sum(shown.values()) == pytest.approx(2 * shown["all"], abs=0.004)
 
 
 def test_every_stream_has_its_lane():

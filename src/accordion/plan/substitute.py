@@ -17,7 +17,7 @@ FLASH_HEAD = 256  # FlashAttention-2 takes heads up to this size, in half precis
 ALIGN = 8  # elements: what it pads heads to
 
 
-_plain_attention = F.scaled_dot_product_attention
+_plain_attention, _plain_rms_norm, _plain_dropout = F.scaled_dot_product_attention, torch.rms_norm, F.dropout
 
 
 class Substitutes:
@@ -77,35 +77,47 @@ class Substitutes:
         return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
     def rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if weight is not None and weight.dtype != x.dtype:  # no fused kernel takes these: CUDA does as the CPU
+            return _plain_rms_norm(x, shape, weight, eps)
         self.substituted["rms_norm"] = "the fused kernel"
-        return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-any-return,no-untyped-call]
+        return _Norm.apply(x, weight, None, len(shape), 1)  # type: ignore[no-any-return,no-untyped-call]
+
+    def layer_norm(
+        self, x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
+        self.substituted["layer_norm"] = "mean and deviation of a row in float32"
+        return _Norm.apply(x, weight, bias, len(shape), 2)  # type: ignore[no-any-return,no-untyped-call]
 
     def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
-            return x
+        if not training or inplace or p in (0.0, 1.0):  # no fused kernel there: CUDA does as the CPU
+            return _plain_dropout(x, p, training, inplace)
         self.substituted["dropout"] = "the fused kernel, a mask of one byte an element"
         return _aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Takes and keeps what the fused kernel does: the input, one float32 a row."""
+class _Norm(torch.autograd.Function):
+    """Takes and keeps what a fused kernel does: the input, and so many float32 a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        rstd = x.new_empty(x.shape[: x.dim() - num_dims], dtype=torch.float32)
-        ctx.save_for_backward(x, weight, rstd)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_dims: int, num_stats: int
+    ) -> Tensor:
+        rows = x.shape[: x.dim() - num_dims]
+        stats = [x.new_empty(rows, dtype=torch.float32) for _ in range(num_stats)]
+        ctx.save_for_backward(x, weight, bias, *stats)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, _ = ctx.saved_tensors
-        return grads[0] * x, None if weight is None else torch.empty_like(weight), None
+        x, *parameters = ctx.saved_tensors[:3]
+        return grads[0] * x, *(None if p is None else torch.empty_like(p) for p in parameters), None, None
 
 
 STAND_INS: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (F, "scaled_dot_product_attention"): Substitutes.attention,
     (F, "rms_norm"): Substitutes.rms_norm,
     (torch, "rms_norm"): Substitutes.rms_norm,
+    (F, "layer_norm"): Substitutes.layer_norm,
     (F, "dropout"): Substitutes.dropout,
 }
 

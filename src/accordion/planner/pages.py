@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from accordion.bench.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
@@ -87,18 +88,25 @@ def _bytes(plan: Plan) -> Table:
     memory = plan.chosen.memory
     assert memory is not None
     peak = memory.peak
-    rows = [[key, gib(value), gib(peak.highest[key])] for key, value in peak.breakdown.items()]
-    rows.append(["all", gib(peak.num_bytes), ""])
+    parts = partial(_part, peak.num_bytes)
+    rows = [[key, parts(value), parts(peak.highest[key])] for key, value in peak.breakdown.items()]
+    rows.append(["all", parts(peak.num_bytes), ""])
     where = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
     return Table(
         title=f"where the bytes go; the peak is at {where}", columns=["", "at the peak, GiB", "most, GiB"], rows=rows
     )
 
 
+def _part(whole: int, num_bytes: int) -> str:
+    """GiB of something; of a small whole, in more digits."""
+    return gib(num_bytes) if whole >= 10 * GIB else f"{num_bytes / GIB:.3f}"
+
+
 def _live(plan: Plan) -> Table:
     memory = plan.chosen.memory
     assert memory is not None
-    rows = [[h.operator, h.category, str(h.count), gib(h.num_bytes)] for h in memory.peak.live[:8]]
+    parts = partial(_part, memory.peak.num_bytes)
+    rows = [[h.operator, h.category, str(h.count), parts(h.num_bytes)] for h in memory.peak.live[:8]]
     return Table(title="live at the peak, by what took it", columns=["operator", "for", "tensors", "GiB"], rows=rows)
 
 
