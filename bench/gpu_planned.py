@@ -16,8 +16,8 @@ from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.page import Table
 from accordion.bench.ranks import Team, World
 from accordion.bench.stats import quartiles
-from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
-from accordion.plan.predict import Memory, memory_of, steps_of
+from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster, Gpu
+from accordion.plan.predict import Memory, memory_of, step_of
 from accordion.plan.rig import Run, Subject
 from accordion.plan.trace import trace
 from accordion.planner.measure import Sizes, measured
@@ -57,7 +57,7 @@ def planned(cases: Sequence[Case], device: str, steps: int) -> tuple[Any, list[T
     world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 8)
     for case in cases:
         log = trace(subject_of(case), run)
-        memory, times = memory_of(log), {n: s.seconds for n, s in steps_of(log, run, cluster).items()}
+        memory, times = memory_of(log), {name: step_of(log, run, cluster, name).seconds for name in REACHED}
         with Team(OURS, world, shape_trainer, (OURS, case)) as team:
             team.ask("losses", 3)
             turns = team.ask("turn", 2, steps)[0]

@@ -52,6 +52,12 @@ def run_fake() -> Callable[..., Any]:
     return pool.run_fake
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A worker's fork server imports while the worker collects, and before `accordion bench` starts one with less in it."""
+    if hasattr(session.config, "workerinput"):
+        pool.fork_context()
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # collections look only at what tests made, and not at all that was imported

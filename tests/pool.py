@@ -38,6 +38,8 @@ PRELOADED = [  # none of it starts a thread
     "accordion.train.loop",
     "transformers.models.llama.modeling_llama",
     "torch.utils.tensorboard",
+    "pytest",
+    "tests.frozen",
 ]
 MeshKey = tuple[tuple[int, ...], tuple[str, ...]]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,3 +17,12 @@ def sampled(rows: Iterable[Any], usual: Callable[..., bool]) -> list[Any]:
         values = row if isinstance(row, tuple) else (row,)
         found.append(row if usual(*values) else pytest.param(*values, marks=pytest.mark.slow))
     return found
+
+
+def drawn(rows: Iterable[tuple[Any, ...]], count: int, group: Callable[..., Any]) -> set[tuple[Any, ...]]:
+    """`count` rows of each group, the same in every run."""
+    groups: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
+    for row in rows:
+        groups[group(*row)].append(row)
+    draw = random.Random(0)
+    return {row for found in groups.values() for row in draw.sample(found, min(count, len(found)))}

@@ -1,4 +1,4 @@
-"""The page of a plan in a browser: it opens, names the peak as JSON does, answers the pointer, and fits a phone."""
+"""Pages in a browser: a plan's names the peak as JSON does and answers the pointer; all fit a phone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import accordion as acc
+from accordion.bench import report
+from accordion.bench.page import Chart, Page, Table
 from accordion.planner.html import as_html, lanes_chart
 from tests.plan import browser
 
@@ -41,19 +43,46 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
             x, y = seen.evaluate(MIDDLE.format(chart, across, down))
             seen.point_at(x, y)
             assert told in seen.until(HOVERED.format(chart)), f"chart {chart}"
-        for width, height in (DESK, PHONE):
-            seen.resize(width, height)
-            seen.until(f"innerWidth === {width} && document.querySelector('#chart-0 .main-svg').clientWidth <= {width}")
-            wide = seen.evaluate("document.documentElement.scrollWidth")
-            assert wide <= width
-            cut = "[...document.querySelectorAll('.annotation-text, .gtitle, h1, h2, p, li')].filter("
-            assert (
-                seen.evaluate(cut + f"e => e.getBoundingClientRect().right > {width} + 1).map(e => e.textContent)")
-                == []
-            )
-            assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
-        assert seen.errors == []
-        assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+        assert_fits(seen)
+
+
+def assert_fits(seen: browser.Browser) -> None:
+    """A desk and a phone, with nothing cut off, no error and nothing asked of the network."""
+    for width, height in (DESK, PHONE):
+        seen.resize(width, height)
+        seen.until(f"innerWidth === {width} && document.querySelector('#chart-0 .main-svg').clientWidth <= {width}")
+        wide = seen.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width
+        cut = "[...document.querySelectorAll('.annotation-text, .gtitle, .legend, .spread, h1, h2, p, li')].filter("
+        found = seen.evaluate(cut + f"e => e.getBoundingClientRect().right > {width} + 1).map(e => e.textContent)")
+        assert found == []
+        assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
+    assert seen.errors == []
+    assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+def test_the_page_of_a_benchmark_fits_a_phone(tmp_path):
+    names, parts = (
+        ["accordion", "fsdp2", "ddp", "accordion:shard_grad_op"],
+        ["forward", "backward", "optimizer", "step"],
+    )
+    rows = [[name, *["1,229.3 (1,204.0-1,253.2)" for _ in parts], "1,081.9 (1,064.6-1,106.2)", "417"] for name in names]
+    step = Chart(title="step", unit="ms", kind="stacked", series={p: dict.fromkeys(names, 400.0) for p in parts})
+    table = Table(
+        title="time", columns=["contender", *[f"{part} ms" for part in parts], "cpu ms", "tokens/s"], rows=rows
+    )
+    machine = {"system": "Linux-6.18.44-x86_64-with-glibc2.36", "processor": "Intel(R) Xeon(R) Processor"}
+    page = Page(
+        name="bench", title="A step", notes=["2 ranks"], tables=[table], charts=[step], data={"machine": machine}
+    )
+    _, html = report.write(page, tmp_path)
+    with browser.started(BINARY) as seen:
+        seen.open(html, *DESK)
+        assert seen.evaluate("document.querySelectorAll('.spread').length") == len(names) * (len(parts) + 1)
+        broken = "[...document.querySelectorAll('.spread')].filter(e => e.getClientRects().length > 1).length"
+        assert seen.evaluate(broken) == 0
+        assert_fits(seen)
 
 
 def test_every_stream_has_its_lane():

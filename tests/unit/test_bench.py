@@ -210,6 +210,18 @@ def test_a_page_is_written_as_json_and_as_one_html_file(tmp_path, capsys):
     assert "a long name" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", [60, 20])
+def test_no_figure_is_cut_on_a_narrow_screen(monkeypatch, capsys, width):
+    columns, row = ["contender", "step ms", "backward ms"], ["accordion", "1,229.3 (1,204.0-1,253.2)", ""]
+    monkeypatch.setattr(report, "PLAIN_WIDTH", width)
+    report.show(dataclasses.replace(page(), tables=[Table(title="time", columns=columns, rows=[row])], notes=[]))
+    said = capsys.readouterr().out
+    assert "1,229.3" in said
+    assert "(1,204.0-1,253.2)" in said
+    assert ("step ms: 1,229.3 (1,204.0-1,253.2)" in said) == (width == 20), "there a row is a card"
+    assert "backward ms:" not in said, "what is empty is left out of a card"
+
+
 def test_text_tables_line_up():
     lines = as_text(page().tables[0]).splitlines()
     assert lines[0] == "t"

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from tests.pool import Pool
+from tests.sample import sampled
 from tests.world import models
 from tests.world.checks import assert_close, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import SIDES, assert_same_gradients, describe, grads_of
@@ -212,11 +213,23 @@ def test_several_axes_inside(world):
 
 
 @pytest.mark.skipif(ours.DataParallelMeshDims is None, reason="torch 2.13 has dp_mesh_dims")
-def test_parameters_on_all_axes_of_one_mesh(world):
-    world.run_mesh((2, 2), ("dp", "tp"), on_all_axes, {"shard": "dp"})
-    world.run_mesh((2, 2), ("dp", "tp"), on_all_axes, {"replicate": "dp"})
-    world.run_mesh((2, 2, 1), ("rep", "dp", "tp"), on_all_axes, {"shard": "dp", "replicate": "rep"})
-    world.run_mesh((1, 2, 2), ("dp", "cp", "tp"), on_all_axes, {"shard": ("dp", "cp")})
+@pytest.mark.parametrize(
+    ("axes", "dims"),
+    sampled(
+        [
+            ({"dp": 2, "tp": 2}, {"shard": "dp"}),
+            ({"dp": 2, "tp": 2}, {"replicate": "dp"}),
+            ({"rep": 2, "dp": 2}, {"shard": "dp", "replicate": "rep"}),
+            ({"rep": 2, "dp": 2, "tp": 1}, {"shard": "dp", "replicate": "rep"}),
+            ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
+            ({"dp": 1, "cp": 2, "tp": 2}, {"shard": ("dp", "cp")}),
+        ],
+        lambda axes, dims: len(axes) == 2,  # of three, DTensor looks for a sharding of each operator for seconds
+    ),
+    ids=lambda given: "-".join(given),
+)
+def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
+    world.run_mesh(tuple(axes.values()), tuple(axes), on_all_axes, dims)
 
 
 # -- tensor subclasses

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,17 +16,30 @@ from rich.table import Table as RichTable
 
 from accordion.bench.page import Chart, Page, Table
 
+SPREAD = re.compile(r"\([\d.,-]+\)")  # `spread` of `page`
 PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
-HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }}
-table {{ border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .25em .7em; text-align: right }}
-th:first-child, td:first-child {{ text-align: left }} li {{ color: #555 }}
+HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
+.spread {{ white-space: nowrap; color: #777; font-size: .85em }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
+th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }}
+li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
+h1, h2, li, td {{ overflow-wrap: anywhere }}
+@media (max-width: 40em) {{ .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
+  .cards tr:first-child {{ display: none }} .cards td {{ display: block; border: 0; padding: .05em 0; text-align: left }}
+  .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
+  .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
 </style></head><body><h1>{title}</h1>"""
+CONFIG = {
+    "responsive": True,
+    "displayModeBar": False,
+}  # its buttons would cover the titles on a phone; a double click zooms out
 
 
 def show(page: Page) -> None:
-    """Print the page's notes and tables."""
+    """Print the page's notes and tables; a row as a card where the screen is too narrow for the table."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -34,9 +49,24 @@ def show(page: Page) -> None:
             drawn.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in table.rows:
             drawn.add_row(*row)
-        console.print(drawn)
+        if _least_width(table) <= console.width:
+            console.print(drawn)
+            continue
+        console.print(table.title, style="italic", markup=False)
+        for name, *cells in table.rows:
+            console.print(f"  {name}", style="bold", markup=False)
+            for column, cell in zip(table.columns[1:], cells, strict=True):
+                if cell:
+                    console.print(f"    {column}: {cell}", markup=False)
     for note in page.notes:
         console.print(note, style="dim", markup=False)
+
+
+def _least_width(table: Table) -> int:
+    """Of the screen, so that no word is cut: rich breaks what it prints between words alone."""
+    columns = list(zip(table.columns, *table.rows, strict=True))
+    words = [[word for cell in column for word in (cell.split() if i else [cell])] for i, column in enumerate(columns)]
+    return sum(max(map(len, found), default=0) + 3 for found in words) + 1
 
 
 def write(page: Page, folder: Path) -> tuple[Path, Path]:
@@ -51,35 +81,57 @@ def write(page: Page, folder: Path) -> tuple[Path, Path]:
 def as_html(page: Page) -> str:
     """The whole page, plotly's script included once."""
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
-    charts = [
-        to_html(figure(chart), full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}")
-        for i, chart in enumerate(page.charts)
-    ]
     machine = page.data.get("machine") or page.data.get("comparison", {}).get("machine", {})
-    about = _html_table(Table(title="machine", columns=["", ""], rows=[[k, str(v)] for k, v in machine.items()]))
-    body = "".join([f"<ul>{notes}</ul>", *charts, *map(_html_table, page.tables), about])
+    about = html_table(Table(title="machine", columns=["", ""], rows=[[k, str(v)] for k, v in machine.items()]))
+    charts = drawn([figure(chart) for chart in page.charts])
+    body = "".join([f"<ul>{notes}</ul>", *charts, *map(html_table, page.tables), about])
     return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
+
+
+def drawn(charts: Sequence[go.Figure]) -> list[str]:
+    """Charts as HTML, plotly's script in the first."""
+    return [
+        to_html(chart, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}", config=CONFIG)
+        for i, chart in enumerate(charts)
+    ]
 
 
 def figure(chart: Chart) -> go.Figure:
     """Bars side by side or on each other, or lines over a logarithmic number of ranks."""
-    drawn = go.Figure()
+    made = go.Figure()
     for name, points in chart.series.items():
         x, y = list(points), list(points.values())
         if chart.kind == "lines":
-            drawn.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode="lines+markers"))
+            made.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode="lines+markers"))
         else:
-            drawn.add_trace(go.Bar(name=name, x=x, y=y))
-    drawn.update_layout(title=chart.title, yaxis_title=chart.unit, template="plotly_white", height=420)
-    drawn.update_yaxes(rangemode="tozero")
+            made.add_trace(go.Bar(name=name, x=x, y=y))
+    laid_out(made, chart.title, chart.unit)
+    made.update_yaxes(rangemode="tozero")
     if chart.kind == "lines":
-        drawn.update_xaxes(type="log", title="ranks")
+        made.update_xaxes(type="log", title="ranks")
     else:
-        drawn.update_layout(barmode="stack" if chart.kind == "stacked" else "group")
-    return drawn
+        made.update_layout(barmode="stack" if chart.kind == "stacked" else "group")
+    return made
 
 
-def _html_table(table: Table) -> str:
+def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
+    """A chart whose legend is below, so that a phone shows it whole."""
+    chart.update_layout(
+        title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
+        legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,
+    )  # fmt: skip
+    return chart
+
+
+def html_table(table: Table) -> str:
+    """A phone shows each row as a card."""
     head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in table.rows)
-    return f"<h2>{escape(table.title)}</h2><table><tr>{head}</tr>{rows}</table>"
+    rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row))}</tr>" for row in table.rows)
+    kind = ' class="cards"' if len(table.columns) > 2 else ""
+    return f'<h2>{escape(table.title)}</h2><div class="wide"><table{kind}><tr>{head}</tr>{rows}</table></div>'
+
+
+def _cell(column: str, text: str) -> str:
+    """Of one row in one column; a spread is not broken up."""
+    shown = SPREAD.sub(r'<span class="spread">\g<0></span>', escape(text))
+    return f'<td data-column="{escape(column)}">{shown}</td>'

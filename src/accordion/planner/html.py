@@ -7,9 +7,8 @@ from html import escape
 from pathlib import Path
 
 import plotly.graph_objects as go  # type: ignore[import-untyped]
-from plotly.io import to_html  # type: ignore[import-untyped]
 
-from accordion.bench.page import Table
+from accordion.bench.report import HEAD, drawn, html_table, laid_out
 from accordion.errors import UsageError
 from accordion.plan.events import DISK_LANE, FETCH, HOST, STEPPER, STORE, Category
 from accordion.plan.hardware import GIB
@@ -19,23 +18,6 @@ from accordion.plan.result import Plan, gib
 from accordion.plan.simulate import Stretch
 from accordion.planner.pages import of_plan
 
-HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
-th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }}
-li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
-h1, h2, li, td {{ overflow-wrap: anywhere }}
-@media (max-width: 40em) {{ .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
-  .cards tr:first-child {{ display: none }} .cards td {{ display: block; border: 0; padding: .05em 0; text-align: left }}
-  .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
-  .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
-</style></head><body><h1>{title}</h1>"""
-CONFIG = {
-    "responsive": True,
-    "displayModeBar": False,
-}  # its buttons would cover the titles on a phone; a double click zooms out
 LANES = (  # from below; sums and copies in of their own: FSDP2's; what is under them: of offload
     *(DISK_LANE, STEPPER, HOST, STORE, FETCH),
     *("all-reduce", "reduce", "gather", "copy in", "compute"),
@@ -54,13 +36,9 @@ def as_html(plan: Plan) -> str:
     """The whole page, plotly's script included once."""
     page = of_plan(plan, explain=True)
     charts = [*([memory_chart(plan), lanes_chart(plan)] if plan.log is not None else []), map_chart(plan)]
-    drawn = [
-        to_html(chart, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}", config=CONFIG)
-        for i, chart in enumerate(charts)
-    ]
-    verdict, *tables = map(_table, page.tables)
+    verdict, *tables = map(html_table, page.tables)
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
-    body = "".join([verdict, *drawn, *tables, f"<ul>{notes}</ul>"])
+    body = "".join([verdict, *drawn(charts), *tables, f"<ul>{notes}</ul>"])
     return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
 
 
@@ -93,7 +71,7 @@ def memory_chart(plan: Plan) -> go.Figure:
     chart.update_layout(
         hovermode="closest", xaxis_title="events of a step, in order", yaxis_range=[0, max(totals) * 1.45]
     )
-    return _laid_out(chart, "allocated memory in a step", "GiB")
+    return laid_out(chart, "allocated memory in a step", "GiB")
 
 
 def lanes_chart(plan: Plan) -> go.Figure:
@@ -117,7 +95,7 @@ def lanes_chart(plan: Plan) -> go.Figure:
         xaxis_title=f"ms, at middle rates, {how}",
         showlegend=False,
     )
-    return _laid_out(chart, "streams", "", height=160 + 40 * len(shown))
+    return laid_out(chart, "streams", "", height=160 + 40 * len(shown))
 
 
 def map_chart(plan: Plan) -> go.Figure:
@@ -136,7 +114,7 @@ def map_chart(plan: Plan) -> go.Figure:
         )
     )  # fmt: skip
     chart.update_layout(xaxis={"title": "micro-batch", "type": "category"}, yaxis={"title": "GPUs", "type": "category"})
-    return _laid_out(chart, "choices: the fastest that fits", "", height=320)
+    return laid_out(chart, "choices: the fastest that fits", "", height=320)
 
 
 def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
@@ -151,21 +129,3 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
         return speed(best), f"{best.choice}<br>{speed(best):,.0f}/s a GPU, needs {gib(best.needed_bytes)} GiB"
     least = min(mine, key=lambda c: c.needed_bytes, default=None)
     return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"
-
-
-def _laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
-    chart.update_layout(
-        title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
-        legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,
-    )  # fmt: skip
-    return chart
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
-    rows = "".join(
-        "<tr>" + "".join(f'<td data-column="{escape(c)}">{escape(v)}</td>' for c, v in zip(table.columns, row, strict=True))
-        + "</tr>" for row in table.rows
-    )  # fmt: skip
-    kind = ' class="cards"' if len(table.columns) > 2 else ""
-    return f'<h2>{escape(table.title)}</h2><div class="wide"><table{kind}><tr>{head}</tr>{rows}</table></div>'
