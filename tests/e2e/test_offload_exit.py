@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import os, sys, torch, torch.distributed as dist
+import hashlib, os, signal, sys, torch, torch.distributed as dist
 import accordion as acc
 from tests.world import models
 from tests.world.checks import one_loss
@@ -23,6 +23,8 @@ with pieces_of(4096):  # hundreds of pieces: the step is far from its end
 for step in range(2):
     one_loss(model, step).backward()
     optimizer.step()
+if sys.argv[2] == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "raises":
     raise ValueError("planted")
 if sys.argv[2] == "interrupts":
@@ -38,6 +40,9 @@ if sys.argv[2] == "forks":
         before = one_loss(model, 2 + epoch)
         before.backward()
         optimizer.step()
+if sys.argv[2] == "says":
+    values = acc.full_state_dict(model, rank0_only=False).values()
+    print(hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest())
 print("ends")
 """
 
@@ -46,18 +51,38 @@ print("ends")
     ("way", "code", "said"),
     [
         ("ends", 0, ""),
+        ("is killed", -9, ""),
         pytest.param("raises", 1, "ValueError: planted", marks=pytest.mark.slow),
         pytest.param("interrupts", -2, "KeyboardInterrupt", marks=pytest.mark.slow),
         pytest.param("forks", 0, "", marks=pytest.mark.slow),
     ],
 )
 def test_a_program_that_ends_with_a_step_under_way(tmp_path, way, code, said):
-    root = Path(__file__).parents[2]
-    environ = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), way]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=environ)
+    (done,) = run(tmp_path, [way])
     assert done.returncode == code, done.stderr
     last = [line.removeprefix("[rank0]: ") for line in done.stderr.splitlines()[-1:]]
     assert last == ([said] if said else []), done.stderr
     assert ("ends" in done.stdout) == (code == 0)
     assert os.listdir(tmp_path) == []
+
+
+def test_jobs_on_one_path_do_not_touch_each_other(tmp_path):
+    """Not even where one of them is killed: the others, which do the same thing, train the same, and nothing is left."""
+    one, killed, other = run(tmp_path, ["says", "is killed", "says"])
+    assert (one.returncode, killed.returncode, other.returncode) == (0, -9, 0), one.stderr + other.stderr
+    assert one.stdout == other.stdout != ""
+    assert os.listdir(tmp_path) == []
+
+
+def run(path: Path, ways: list[str]) -> list[subprocess.CompletedProcess[str]]:
+    """The program once for each way, all at the same time, with everything in one folder."""
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    words = [[sys.executable, "-W", "ignore", "-c", PROGRAM, str(path), way] for way in ways]
+    jobs = [subprocess.Popen(w, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) for w in words]
+    try:
+        said = [job.communicate(timeout=400) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    return [subprocess.CompletedProcess(j.args, j.returncode, *texts) for j, texts in zip(jobs, said, strict=True)]

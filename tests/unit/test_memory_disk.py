@@ -18,7 +18,7 @@ from accordion.memory import disk, pieces
 from accordion.memory.arena import Arena
 from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
 from accordion.memory.entries import Entry
-from accordion.memory.stream import NUM_BUFFERS, Stream
+from accordion.memory.stream import NUM_BUFFERS, Passage, Stream
 from tests.disks import mounted
 
 PAGE = disk.ALIGN_BYTES
@@ -185,25 +185,106 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
 
 
 def test_several_requests_are_in_flight(tmp_path, monkeypatch):
-    """Four reads wait for each other: one after the other they would never end."""
-    numel, together = 4 * PAGE, threading.Barrier(NUM_BUFFERS)
-    area = pieces.Area(SwapFile(tmp_path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
-    own = torch.zeros(numel)
-    todo = pieces.Todo(Entry(0, own, own, own, {}), pieces.Place(area, 0, {}), frozenset({"a"}))
-    real = os.preadv
+    """As many reads as there are buffers wait for each other: one after the other they would never end."""
+    todo, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    real, together = os.preadv, threading.Barrier(NUM_BUFFERS)
 
     def preadv(*given: Any) -> int:
         together.wait(60)
         return real(*given)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    parts = list(pieces.pieces_of([todo]))
-    assert len(parts) == NUM_BUFFERS
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        stream = Stream(parts, pool, [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)])
+        stream = Stream(parts, pool, buffers())
         for which in range(NUM_BUFFERS):
             _, (view, *_) = stream.take(which)
             assert not view.any()
+        passage = Passage(pool, buffers())
+        for future in [passage.start(part, add_one) for part in parts]:
+            future.result(60)
+    assert bool((todo.place.shown["a"] == 1).all())
+
+
+def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tmp_path):
+    """The first piece that is stepped waits until all others were read; no two are stepped at a time; all come back once."""
+    todo, parts = made_pieces(tmp_path, 3 * NUM_BUFFERS)
+    file, begun, stepping = todo.place.area.store, threading.Event(), threading.Semaphore(1)
+
+    def step(piece: pieces.Piece, views: list[Tensor]) -> None:
+        assert stepping.acquire(blocking=False), "two are stepped at a time"
+        if not begun.is_set():
+            while file.traffic["read"] < NUM_BUFFERS * 4 * PAGE:
+                threading.Event().wait(0.001)
+            begun.set()
+        add_one(piece, views)
+        stepping.release()
+
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        passage = Passage(pool, buffers())
+        for future in [passage.start(part, step) for part in parts]:
+            future.result(60)
+        passage.rest()
+        assert bool((todo.place.shown["a"] == 1).all())
+        assert file.traffic == {"read": file.num_bytes, "written": file.num_bytes}
+
+
+def test_a_piece_that_fails_gives_its_buffer_back(tmp_path):
+    _, parts = made_pieces(tmp_path, 2 * NUM_BUFFERS)
+
+    def fails(piece: pieces.Piece, views: list[Tensor]) -> None:
+        raise ValueError("planted")
+
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        passage = Passage(pool, buffers())
+        for future in [passage.start(part, fails) for part in parts]:
+            with pytest.raises(ValueError, match="planted"):
+                future.result(60)
+        passage.rest()
+    for _ in range(NUM_BUFFERS + 1):  # more than there are buffers
+        with pytest.raises(RuntimeError, match="cannot schedule"):
+            passage.start(parts[0], add_one)
+
+
+def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypatch):
+    """The first of several reads fails at once; the buffers are nobody's when the others have ended."""
+    _, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    real, failed, ended = os.preadv, threading.Event(), []
+
+    def preadv(handle: int, views: Any, at: int) -> int:
+        if at == 0:
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        assert failed.wait(60)
+        threading.Event().wait(0.2)
+        ended.append(at)
+        return real(handle, views, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        stream = Stream(parts, pool, buffers())
+        with pytest.raises(OffloadError, match="could not be read"):
+            stream.take(0)
+        stream.abandon()
+        assert len(ended) == NUM_BUFFERS - 1
+
+
+def made_pieces(path: Path, num: int) -> tuple[pieces.Todo, list[pieces.Piece]]:
+    """A parameter with a state of zeros in a file, cut into pieces of four pages."""
+    numel = num * PAGE
+    area = pieces.Area(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
+    own, shown = torch.zeros(numel), area.store.mapped(0, numel, torch.float32)
+    todo = pieces.Todo(Entry(0, own, own, own, {}), pieces.Place(area, 0, {"a": shown}), frozenset({"a"}))
+    parts = list(pieces.pieces_of([todo]))
+    assert len(parts) == num
+    return todo, parts
+
+
+def buffers() -> list[Tensor]:
+    return [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)]
+
+
+def add_one(piece: pieces.Piece, views: list[Tensor]) -> None:
+    views[0].add_(1)
 
 
 def test_host_memory_is_given_at_once_and_never_grows():

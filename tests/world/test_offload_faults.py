@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
+from accordion.memory import arena, tiers
 from accordion.memory.disk import SwapFile, aligned_buffer
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss, units_of
@@ -197,8 +198,6 @@ def refused(mesh) -> None:
 
 
 def pin_on(module: Any) -> list[str]:
-    from accordion.memory import arena
-
     class Owner:
         pass
 
@@ -225,8 +224,24 @@ class FakeAccelerator:
         return "denied"
 
 
+def refused_on_one(mesh) -> None:
+    """One rank's machine refuses to pin: `shard` says so on all ranks, before anything is trained."""
+
+    class Refusing(arena.Arena):
+        def __init__(self, num_bytes: int, device: torch.device) -> None:
+            super().__init__(num_bytes, device)
+            if mesh.get_rank() == 1:
+                arena.pin(self, self.memory, FakeAccelerator(1), lambda: None)
+
+    others = "1 other ranks could not get the memory or files that offloading asks for; they say why"
+    message = "the machine refuses to pin" if mesh.get_rank() == 1 else others
+    with mock.patch.object(tiers, "Arena", Refusing), pytest.raises(acc.AccordionError, match=message):
+        acc.shard(models.plain(), mesh=mesh, offload=HOST)
+
+
 def test_memory_that_cannot_be_pinned_is_named(world):
     world.run(2, refused)
+    world.run(2, refused_on_one)
     assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
 
 

@@ -144,5 +144,5 @@ def local_of(tensor: Tensor) -> Tensor:
 def flat_of(tensor: Tensor, like: Tensor) -> Tensor:
     """(numel,): the elements in the order in which those of `like` lie in memory, which has no gaps; shared where possible."""
     if tensor.stride() != like.stride():
-        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

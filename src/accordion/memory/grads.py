@@ -20,8 +20,8 @@ from accordion.memory.disk import Spot
 class Gradients:
     """Owns the slots of one group's gradients, and the part of the `landing` into which they come first.
 
-    What is added to others lands there and is added from there; what rests on disk is written from there. All homes share
-    the landing, so what lands is waited for before the next unit's gradients come.
+    What a device adds to others lands there and is added from there; what rests on disk is written from there. All homes
+    share the landing, so what lands is waited for before the next unit's gradients come.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Gradients:
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
         self._slots, self._locals, self._lane, self._pool = slots, locals_, lane, pool
+        self.comes_from_device = lane.sleeps  # else what is added to others is added from where it is
         self._landing: list[Tensor] = []  # for each parameter its part, bytes
         at = 0
         for local in locals_:
@@ -51,6 +52,9 @@ class Gradients:
         for i, row, is_added in zip(chosen, rows, adding, strict=True):
             if row is None:
                 result.append(None)
+                continue
+            if is_added and not self.comes_from_device:
+                result.append(row)
                 continue
             landed = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self._locals[i].stride())
             target = given = landed if is_added else self._slots[i].take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from accordion.memory.disk import Spot, SwapFile, aligned_buffer
 from accordion.memory.entries import Entry, Recipe, local_of
 from accordion.memory.host import Offloaded
 from accordion.memory.pieces import Area, Memory, Piece, Place, Todo, piece_numel, show
-from accordion.memory.stream import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DeviceStream, Stream
+from accordion.memory.stream import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DeviceStream, Passage, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class States:
         self._device, self._pool, self._lanes, self._checksums = device, pool, lanes, checksums
         self._places: dict[int, tuple[Tensor, Place, Wanted]] = {}  # by id of the parameter, which is kept
         self.files: list[SwapFile] = []
-        self._memories: list[tuple[str, Memory]] = []
         self._buffers: list[Tensor] = []
+        self._passage = Passage(pool(), [])
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
         self._total = 0  # elements, of those that came first: later ones use their buffers
@@ -56,10 +57,6 @@ class States:
         """The most that is read or written of a file at a time."""
         areas = [place.area for _, place, _ in self._places.values() if isinstance(place.area.store, SwapFile)]
         return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in areas), default=0)
-
-    def memory_bytes(self, place: str) -> int:
-        """Of the states that were laid out on the host, or on the device."""
-        return sum(memory.whole.numel() for at, memory in self._memories if at == place)
 
     def cover(self, wanted: Sequence[Wanted], recipe: Recipe) -> None:
         """Give a place to the states of each parameter that has none yet. Raises `OffloadError`, `UsageError` without room."""
@@ -114,12 +111,9 @@ class States:
             self.files.append(SwapFile(folder, num_bytes, checksums=self._checksums))
             return self.files[-1]
         if place == DEVICE:
-            memory = Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
-        else:
-            arena = Arena(num_bytes, self._device)
-            memory = Memory(arena.take(num_bytes, torch.uint8), arena)
-        self._memories.append((place, memory))
-        return memory
+            return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
+        arena = Arena(num_bytes, self._device)
+        return Memory(arena.take(num_bytes, torch.uint8), arena)
 
     def _size_buffers(self) -> None:
         pairs = [(place.area, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
@@ -131,6 +125,7 @@ class States:
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
+            self._passage = Passage(self._pool(), self._buffers)
         if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
             self._device_buffers = [
                 torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
@@ -163,11 +158,15 @@ class States:
                 found.append(Todo(entry, place, frozenset(k for k in place.shown if k in entry.state), w.home))
         return found
 
-    def stream(self, pieces: Sequence[Piece]) -> Stream:
-        return Stream(pieces, self._pool(), self._buffers)
+    def start(self, piece: Piece, step: Callable[[Piece, list[Tensor]], None]) -> Future[None]:
+        """Let a piece that is stepped on the host pass."""
+        return self._passage.start(piece, step)
 
     def over_device(self, pieces: Sequence[Piece]) -> DeviceStream:
-        return DeviceStream(self.stream(pieces), len(pieces), self._device_buffers, self._lanes)
+        """A stream of pieces that are stepped on the device, once none passes on the host, which has the same buffers."""
+        self._passage.rest()
+        stream = Stream(pieces, self._pool(), self._buffers)
+        return DeviceStream(stream, len(pieces), self._device_buffers, self._lanes)
 
 
 def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:

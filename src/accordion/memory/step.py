@@ -25,7 +25,6 @@ from accordion.memory.host import Offloaded
 from accordion.memory.in_backward import InBackward, refuse_in_backward
 from accordion.memory.pieces import Todo, finish, pieces_of, step_piece
 from accordion.memory.states import States, Wanted
-from accordion.memory.stream import Stream
 from accordion.memory.tiers import Tiers
 
 OWNER = "_accordion_owner"  # the attribute by which an offloaded parameter names its unit
@@ -98,44 +97,38 @@ class Job:
     ) -> None:
         self._recipe, self.entries, self.homes, self._streamed = recipe, entries, homes, streamed
 
-    def run(self) -> list[Future[None]]:
-        """Step; gives what ends when parameters that rest on disk are there."""
-        writing: list[Future[None]] = []
+    def run(self) -> None:
+        """Step what is at hand, and begin the rest."""
+        todos = set() if self._streamed is None else {id(todo.entry) for todo in self._streamed.todos}
+        here = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
-            todos = set() if self._streamed is None else {id(todo.entry) for todo in self._streamed.todos}
-            here = [entry for entry in self.entries if id(entry) not in todos]
             step_here(self._recipe, here)
-            if self._streamed is not None:
-                writing = self._streamed.run(self._recipe)
             for home in self.homes if here else ():
-                home.write_rows()
+                home.write_rows()  # of all parameters; pieces write theirs afterwards
+        if self._streamed is not None:
+            self._streamed.run(self._recipe)
         self.entries, self._streamed = (), None
-        return writing
 
 
 class Streamed:
-    """The part of a unit's step that comes piece by piece and goes back."""
+    """The part of a unit's step that comes piece by piece and goes back; owns its gradients until it has ended."""
 
     def __init__(self, todos: Sequence[Todo], states: States) -> None:
         self.todos, self._states = todos, states
-        self.pieces = list(pieces_of(todos))
-        self._writes_shards = any(t.home is not None and t.home[0].own_spot(t.home[1]) is not None for t in todos)
-        self.shared: tuple[Stream, int] | None = None  # of all units of a step, and this one's first piece in it
+        self._passing: list[Future[None]] = []
 
-    def run(self, recipe: Recipe) -> list[Future[None]]:
-        stream, first = self.shared or (self._states.stream(self.pieces), 0)  # they run in any order: one of its own
-        count, writing = len(self.pieces), []
-        self.pieces = []  # with them go the gradients
-        with stream.unbroken():
-            for which in range(first, first + count):
-                piece, views = stream.take(which)
-                step_piece(recipe, piece, views)
-                writing.append(stream.give(which))
-            if self.shared is None:
-                stream.finish()
+    def run(self, recipe: Recipe) -> None:
+        """Begin to step all pieces."""
+        step = partial(step_piece, recipe)
+        self._passing = [self._states.start(piece, step) for piece in pieces_of(self.todos)]
+
+    def wait(self) -> None:
+        """Return when all pieces are where they rest, and the outside sees their states."""
+        for future in self._passing:
+            future.result()
         for todo in self.todos:
             finish(todo)
-        return writing if self._writes_shards else []
+        self._passing, self.todos = [], ()
 
 
 class Waiting:
@@ -148,17 +141,17 @@ class Waiting:
             if own.is_floating_point():
                 own.fill_(float("nan"))
 
-    def result(self) -> list[Future[None]]:
+    def result(self) -> None:
         job, self._job = self._job, None
         if job is None:
-            return []
+            return
         with torch.no_grad():
             for own, value in self._values:
                 own.copy_(value)
         self._values.clear()
         for home in job.homes:
             home.flush()
-        return job.run()
+        job.run()
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -270,21 +263,11 @@ def step_unit(unit: Unit, optimizer: Optimizer, recipe: Recipe) -> None:
                 entries.append(_entry(optimizer, i, p, p.grad))
                 p.grad = None
     if entries:
-        _start(unit.engine, [(unit, entries)], recipe, optimizer, together=False)
+        _start(unit.engine, [(unit, entries)], recipe, optimizer)
 
 
-def _start(
-    engine: Engine,
-    units: list[tuple[Unit, list[Entry]]],
-    recipe: Recipe,
-    optimizer: Optimizer,
-    *,
-    together: bool = True,
-) -> None:
-    """Let the units of one engine be stepped in the order in which the next forward is expected to need them.
-
-    `together`: these are all, and share a stream.
-    """
+def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe, optimizer: Optimizer) -> None:
+    """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:
@@ -292,8 +275,7 @@ def _start(
         states.flush()
     on_device: list[Todo] = []
     here: list[Entry] = []
-    jobs: list[tuple[Job, list[Offloaded]]] = []
-    streams: list[Streamed] = []
+    jobs: list[tuple[Job, Streamed | None]] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
         todos = [] if states is None else states.todo(entries)
         homes = [g.home for g in unit.groups if isinstance(g.home, Offloaded) and _has_any(g, entries)]
@@ -305,35 +287,19 @@ def _start(
                 home.defer(_nothing)
             continue
         streamed = Streamed(todos, states) if states is not None and todos else None
-        jobs.append((Job(recipe, entries, homes, streamed), homes))
-        streams += [streamed] if streamed is not None else []
+        jobs.append((Job(recipe, entries, homes, streamed), streamed))
     if here:
         with torch.no_grad():
             step_here(recipe, here)
     if states is not None and on_device:
         if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
-            tiers.stepper.submit(_nothing).result()
+            tiers.stepper.submit(_nothing).result()  # and `over_device` waits for the pieces that it has begun
         with telling(engine):
             step_on_device(recipe, on_device, states)
-    stream = None
-    if states is not None and streams:
-        stream = _share(streams, states) if together and not tiers.late else None
-    for job, homes in jobs:
-        running: Future[list[Future[None]]] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
-        for home in homes:
-            home.defer(partial(_wait, engine, running.result))
-    if stream is not None:
-        written = tiers.stepper.submit(stream.finish)
-        jobs[-1][1][-1].defer(partial(_wait, engine, lambda: [written]))  # of the last unit, which waits longest anyway
-
-
-def _share(streams: list[Streamed], states: States) -> Stream:
-    """Give all units one stream."""
-    stream, first = states.stream([piece for streamed in streams for piece in streamed.pieces]), 0
-    for streamed in streams:
-        streamed.shared = stream, first
-        first += len(streamed.pieces)
-    return stream
+    for job, streamed in jobs:
+        running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
+        for home in job.homes:
+            home.defer(partial(_wait, engine, running, streamed))
 
 
 def step_on_device(recipe: Recipe, todos: Sequence[Todo], states: States) -> None:
@@ -342,21 +308,26 @@ def step_on_device(recipe: Recipe, todos: Sequence[Todo], states: States) -> Non
     stream = states.over_device(pieces)
     count = len(pieces)
     pieces.clear()
-    with torch.no_grad():
-        for which in range(count):
-            piece, views = stream.take(which)
-            step_piece(recipe, piece, views)
-            stream.give(which)
+    try:
+        with torch.no_grad():
+            for which in range(count):
+                piece, views = stream.take(which)
+                step_piece(recipe, piece, views)
+                stream.give(which)
         stream.finish()
+    except BaseException:
+        stream.abandon()
+        raise
     for todo in todos:
         finish(todo)
 
 
-def _wait(engine: Engine, wait: Callable[[], list[Future[None]]]) -> None:
+def _wait(engine: Engine, running: Future[None] | Waiting, streamed: Streamed | None) -> None:
     start = time.perf_counter()
     with telling(engine):
-        for future in wait():
-            future.result()
+        running.result()
+        if streamed is not None:
+            streamed.wait()
     tiers_of(engine).waited_s += time.perf_counter() - start
 
 

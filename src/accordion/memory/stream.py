@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,38 +20,69 @@ NUM_BUFFERS = 4  # pieces in flight: one is stepped, the others are written or r
 NUM_DEVICE_BUFFERS = 3  # one is stepped, one comes, one goes
 
 
+class Passage:
+    """Owns the host buffers through which pieces pass by themselves, in any order: a thread reads, steps and writes one.
+
+    One is stepped at a time: its kernel has threads of its own.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, buffers: Sequence[Tensor]) -> None:
+        self._pool, self._stepping = pool, Lock()
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._num_buffers = len(buffers)
+        for buffer in buffers:
+            self._free.put(buffer)
+
+    def start(self, piece: Piece, step: Callable[[Piece, list[Tensor]], None]) -> Future[None]:
+        """Let a piece pass, whose future ends when it is where it rests.
+
+        Waits for a free buffer, so that what others ask of the threads is behind a few pieces and not behind all of a step.
+        """
+        buffer = self._free.get()
+        try:
+            return self._pool.submit(self._pass, piece, buffer, step)
+        except BaseException:  # the interpreter ends: whoever waits for a buffer is to hear of it too
+            self._free.put(buffer)
+            raise
+
+    def _pass(self, piece: Piece, buffer: Tensor, step: Callable[[Piece, list[Tensor]], None]) -> None:
+        try:
+            views = views_of(piece, buffer)
+            read(piece, views)
+            with self._stepping, torch.no_grad():
+                step(piece, views)
+            write(piece, views)
+        finally:
+            self._free.put(buffer)
+
+    def rest(self) -> None:
+        """Wait until no piece passes."""
+        for buffer in [self._free.get() for _ in range(self._num_buffers)]:
+            self._free.put(buffer)
+
+
 class Stream:
-    """Owns the host buffers through which the pieces of one step pass, in order, and what is read and written meanwhile."""
+    """Owns the host buffers through which pieces pass in their order, and what is read and written meanwhile."""
 
     def __init__(self, pieces: Sequence[Piece], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
         self._pieces: list[Piece | None] = list(pieces)
         self._pool, self._buffers = pool, buffers
-        self._broken: BaseException | None = None
         self._ready: list[Future[None]] = [
-            pool.submit(self._refill, [], None, i) for i in range(min(NUM_BUFFERS, len(pieces)))
+            pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(pieces)))
         ]
 
     def _views(self, which: int, piece: Piece) -> list[Tensor]:
-        """The tensor of each strip: in memory as it lies, else in the piece's buffer."""
-        buffer = self._buffers[which % NUM_BUFFERS] if self._buffers else None
-        return views_in(buffer, piece.strips, lambda strip: strip.memory)
+        return views_of(piece, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
 
-    def _refill(self, writes: list[tuple[Strip, Tensor]], after: Callable[[], None] | None, coming: int | None) -> None:
+    def _refill(self, going: Piece | None, after: Callable[[], None] | None, coming: int) -> None:
         """Write what was stepped in a buffer, then read another piece into it."""
         if after is not None:
             after()
-        for strip, view in writes:
-            assert strip.file is not None, "only files are written"
-            strip.file.write(strip.offset, whole_pages(view, strip))
-        writes.clear()
-        piece = self._pieces[coming] if coming is not None and coming < len(self._pieces) else None
-        if piece is None or coming is None:
-            return
-        for i, (strip, view) in enumerate(zip(piece.strips, self._views(coming, piece), strict=True)):
-            if strip.file is not None and strip.reads:
-                strip.file.read(strip.offset, whole_pages(view, strip))
-            elif not strip.reads and i < len(piece.area.keys) and view.device.type == "cpu":
-                view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
+        if going is not None:
+            write(going, self._views(coming, going))
+        piece = self._pieces[coming] if coming < len(self._pieces) else None
+        if piece is not None:
+            read(piece, self._views(coming, piece))
 
     def take(self, which: int) -> tuple[Piece, list[Tensor]]:
         """A piece, in their order, and its strips."""
@@ -59,32 +91,40 @@ class Stream:
         assert piece is not None, "a piece is taken once"
         return piece, self._views(which, piece)
 
-    def give(self, which: int, after: Callable[[], None] | None = None) -> Future[None]:
-        """What `take` gave was stepped, once `after` returns; when the future ends it is on disk."""
-        piece = self._pieces[which]
-        assert piece is not None, "a piece is given back once"
-        views = self._views(which, piece)
-        writes = [(s, v) for s, v in zip(piece.strips, views, strict=True) if s.file is not None and s.writes]
-        self._pieces[which] = None  # with it go the gradients
-        slot = which % NUM_BUFFERS
-        self._ready[slot] = self._pool.submit(self._refill, writes, after, which + NUM_BUFFERS)
-        return self._ready[slot]
-
-    @contextmanager
-    def unbroken(self) -> Iterator[None]:
-        """What fails inside ends the stream: later pieces would be taken for others."""
-        if self._broken is not None:
-            raise self._broken
-        try:
-            yield
-        except BaseException as error:
-            self._broken = error
-            raise
+    def give(self, which: int, after: Callable[[], None]) -> None:
+        """What `take` gave was stepped, once `after` returns."""
+        piece, self._pieces[which] = self._pieces[which], None  # with it go the gradients
+        self._ready[which % NUM_BUFFERS] = self._pool.submit(self._refill, piece, after, which + NUM_BUFFERS)
 
     def finish(self) -> None:
         """Wait until all is written."""
         for future in self._ready:
             future.result()
+
+    def abandon(self) -> None:
+        """Wait until nothing is under way, whatever became of it."""
+        wait(self._ready)
+
+
+def views_of(piece: Piece, buffer: Tensor | None) -> list[Tensor]:
+    """The tensor of each strip: in memory as it lies, else in the buffer."""
+    return views_in(buffer, piece.strips, lambda strip: strip.memory)
+
+
+def read(piece: Piece, views: Sequence[Tensor]) -> None:
+    """Bring what of a piece rests in files."""
+    for i, (strip, view) in enumerate(zip(piece.strips, views, strict=True)):
+        if strip.file is not None and strip.reads:
+            strip.file.read(strip.offset, whole_pages(view, strip))
+        elif not strip.reads and i < len(piece.area.keys) and view.device.type == "cpu":
+            view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
+
+
+def write(piece: Piece, views: Sequence[Tensor]) -> None:
+    """Take what changed of a piece back to its files."""
+    for strip, view in zip(piece.strips, views, strict=True):
+        if strip.file is not None and strip.writes:
+            strip.file.write(strip.offset, whole_pages(view, strip))
 
 
 class DeviceStream:
@@ -135,6 +175,12 @@ class DeviceStream:
         for flight in self._going.values():
             flight.synchronize()
         self._inner.finish()
+
+    def abandon(self) -> None:
+        """What failed has copies under way: they end before their buffers are used again, or go."""
+        for flight in [*self._going.values(), *(flight for flight, *_ in self._coming.values())]:
+            flight.synchronize()
+        self._inner.abandon()
 
 
 def _is_on(strip: Strip, device: torch.device) -> bool:

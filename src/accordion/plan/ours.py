@@ -17,6 +17,7 @@ from accordion.engine.autograd import engine_of
 from accordion.engine.collectives import SENDING_RANKS, Link, Pending
 from accordion.memory.arena import Arena
 from accordion.memory.grads import Slot
+from accordion.memory.host import Offloaded
 from accordion.memory.step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import COMPUTE, HOST
@@ -38,6 +39,9 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
     watch(engine, tracker)
     if run.sharding.get("offload") is not None:
         vars(tiers_of(engine))["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
+        for group in [group for unit in engine.units for group in unit.groups]:
+            if isinstance(group.home, Offloaded):
+                group.home.grads.comes_from_device = run.device == "cuda"
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     return Rig(
         optimizer=optimizer,

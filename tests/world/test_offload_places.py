@@ -1,0 +1,93 @@
+"""Every combination of places that has a meaning, and each that has none: no bit differs, or it is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accordion as acc
+from tests.world import models
+from tests.world.checks import one_loss
+from tests.world.offloads import pieces_of
+from tests.world.reference import local_of, params_of
+
+PLACES = ("device", "host", "disk")
+NUM_COMBINATIONS = 33  # of where parameters, gradients and states rest and where the step is; the first is no offload
+
+
+def combinations(path: Path) -> dict[tuple[str, ...], acc.Offload]:
+    """One policy for each combination that has a meaning."""
+    found: dict[tuple[str, ...], acc.Offload] = {}
+    for params, grads, optimizer, step in itertools.product(PLACES, PLACES, PLACES, ("device", "host")):
+        without_meaning = (
+            # a step there with states elsewhere, gradients away from the parameters that are stepped
+            (step == "host" and optimizer == "device") or (grads == "device" and (params != "device" or step == "host"))
+        )
+        places = {
+            kind: f"disk:{path}" if place == "disk" else place
+            for kind, place in (("params", params), ("grads", grads), ("optimizer", optimizer))
+        }
+        if without_meaning:
+            with pytest.raises(acc.UsageError, match=r"Offload\((step='host', optimizer='device'|grads='device', )"):
+                acc.Offload(**places, step=step)
+            continue
+        offload = acc.Offload(**places, step=step, checksums=True)
+        assert (offload.rest_of_grads.partition(":")[0], offload.stepped_on) == (grads, step)
+        found[params, grads, optimizer, step] = offload
+    return found
+
+
+def trained(mesh, kind: str, **options: Any) -> list[Tensor]:
+    """Losses, norms, parameters and states after backwards that add up and are clipped, or scaled with an overflow."""
+    model = acc.shard(models.plain(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), **options)
+    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    settings = {"fused": True, "weight_decay": 0.1} if kind == "adamw" else {"momentum": 0.9}
+    optimizer = acc.wrap_optimizer(make(model.parameters(), lr=1e-2, **settings))
+    scaler = torch.amp.GradScaler("cpu", enabled=kind == "sgd", init_scale=2.0**8, growth_interval=2)
+    found = []
+    for step in range(3):
+        for micro in range(2):
+            overflows = kind == "sgd" and (step, micro) == (1, 1)
+            loss = one_loss(model, step + 5 * micro) * (float("inf") if overflows else 1.0)
+            scaler.scale(loss).backward()
+            found.append(loss.detach())
+        scaler.unscale_(optimizer)
+        found.append(acc.clip_grad_norm_(model, 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    acc.synchronize(model)
+    found += [value.clone() for _, value in sorted(params_of(model).items())]
+    states = optimizer.state_dict()["state"]
+    return found + [local_of(v).clone() for _, entry in sorted(states.items()) for _, v in sorted(entry.items())]
+
+
+def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
+    """Inputs of recomputed blocks rest on the device in one half of them, on the host in the other."""
+    found = combinations(path)
+    assert len(found) == NUM_COMBINATIONS
+    for kind in kinds:
+        wanted = trained(mesh, kind)
+        for i, (names, offload) in enumerate(found.items()):
+            offload = replace(offload, activations="host" if i % 2 else "device")
+            with pieces_of(4096):
+                got = trained(mesh, kind, offload=offload, checkpoint_activations="full" if i % 2 else "none")
+            pairs = enumerate(zip(got, wanted, strict=True))
+            wrong = [at for at, (a, b) in pairs if not torch.equal(a, b) and not (a.isnan().all() and b.isnan().all())]
+            assert not wrong, (kind, names, wrong)
+
+
+def test_no_bit_differs_in_every_combination_and_what_has_no_meaning_is_refused(world, tmp_path):
+    world.run(1, in_every_combination, tmp_path, ("adamw", "sgd"), timeout_s=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_no_bit_differs_in_every_combination_on_several_ranks(world, kind, tmp_path):
+    world.run(3, in_every_combination, tmp_path, (kind,), timeout_s=600)
