@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -217,3 +218,31 @@ def test_a_write_that_fails_is_heard_of(tmp_path, calls, monkeypatch, turn):
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         written(tmp_path / "f", 9 * 2**14)
     assert len(calls) == turn - 1
+
+
+ENDS = """
+import os, sys, threading, time
+import torch
+from torch import nn
+from accordion.checkpoint import disk, save
+
+real = os.pwrite
+
+def late(*words):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    return real(*words)
+
+os.pwrite, disk.BUFFER_BYTES = late, 2**18
+model = nn.Module()
+model.a = nn.Parameter(torch.full((2**20,), 3.0))
+save(sys.argv[1], model, background=True)
+"""
+
+
+def test_a_program_that_ends_ends_its_save_first(tmp_path):
+    subprocess.run([sys.executable, "-c", ENDS, tmp_path / "c"], check=True, timeout=300)
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(2**20))
+    load(tmp_path / "c", model)
+    assert (model.a == 3).all()

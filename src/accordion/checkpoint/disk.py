@@ -90,8 +90,11 @@ class LocalWriter:
 
     def _hand_over(self) -> None:
         if self._buffer is not None:
-            length = page_aligned(self._held) if self._direct else self._held
-            self._out.append((self._threads.submit(self._put, bytes_of(self._buffer)[:length], self._at), self._buffer))
+            data = bytes_of(self._buffer)[: page_aligned(self._held) if self._direct else self._held]
+            try:
+                self._out.append((self._threads.submit(self._put, data, self._at), self._buffer))
+            except RuntimeError:  # this program has come to its end, where no thread takes on work any more
+                self._put(data, self._at)
             self._at, self._buffer = self._at + self._held, None
 
     def _put(self, data: memoryview, at: int) -> None:
