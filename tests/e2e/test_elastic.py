@@ -97,6 +97,8 @@ def test_a_job_goes_on_with_the_hosts_that_are_left_and_with_one_that_comes_back
     calm = [sys.executable, "-m", "accordion", "train", *TINY, *SAME, "--launch.nproc", "2"]
     words = ["--run.dir", str(tmp_path / "calm"), "--train.micro_batch", "8"]
     with subprocess.Popen([*calm, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as undisturbed:
-        until(lambda: len(losses_of(tmp_path / "calm")) >= len(found), "the undisturbed run")
-        undisturbed.terminate()  # which ends its ranks
+        try:
+            until(lambda: len(losses_of(tmp_path / "calm")) >= len(found), "the undisturbed run", timeout_s=900)
+        finally:
+            undisturbed.terminate()  # which ends its ranks; it has more steps than anybody waits for
     assert found == pytest.approx(losses_of(tmp_path / "calm")[: len(found)], rel=1e-4)

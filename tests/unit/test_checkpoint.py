@@ -283,7 +283,7 @@ def test_two_jobs_that_save_under_one_name_never_write_into_one_folder(tmp_path,
     folder.begin("b")
     with (
         pytest.raises(CheckpointError, match="no other job"),
-        folder.begun("a").create("rank-00001.safetensors"),
+        folder.begun("a").create("rank-00001.safetensors", 0),
     ):
         pass
 

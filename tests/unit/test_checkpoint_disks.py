@@ -1,8 +1,11 @@
 """Real disks that are full, read-only or slow: small file systems, mounted where that is allowed."""
 
 import errno
+import fcntl
+import itertools
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from accordion.checkpoint import disk as files
 from accordion.checkpoint import folders, latest, load, save
 from accordion.checkpoint.look import verify
 from accordion.errors import CheckpointError
@@ -63,7 +67,9 @@ def until_full(folder: Path, background: bool) -> int:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_is_told_and_leaves_what_was_there(disk, background):
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_a_full_disk_is_told_and_leaves_what_was_there(disk, monkeypatch, background, past_cache):
+    monkeypatch.setattr(files, "BUFFER_BYTES", 2**16 if past_cache else 2**22)
     good = until_full(disk, background)
     assert good >= 2
     assert latest(disk) == str(disk / f"step-{good}")
@@ -116,7 +122,7 @@ def test_a_slow_close_holds_up_the_commit_and_not_the_training(tmp_path, monkeyp
             if len(closed) > 4 and exception[0] is None:
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(folders.Local, "create", lambda self, name: Slow(real(self, name), name))
+    monkeypatch.setattr(folders.Local, "create", lambda self, name, num_bytes: Slow(real(self, name, num_bytes), name))
     saving = save(tmp_path / "c", filled(1, 8), background=True)
     assert not saving.is_done
     may_close.set()
@@ -130,3 +136,113 @@ def test_a_slow_close_holds_up_the_commit_and_not_the_training(tmp_path, monkeyp
         save(tmp_path / "c", filled(3, 8), background=True).wait()
     assert not (tmp_path / "c").exists()
     assert latest(tmp_path) == str(tmp_path / "between")
+
+
+# -- past the system's cache
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was asked of the disk: (bytes, whether past the cache) of each write; buffers are small."""
+    seen, real = [], os.pwrite
+
+    def pwrite(handle, data, at):
+        seen.append((len(data), bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT)))
+        return real(handle, data, at)
+
+    monkeypatch.setattr(files, "BUFFER_BYTES", 2**14)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return seen
+
+
+def written(path, num_bytes, steps=(1, 4096, 7, 2**15)):
+    """Write `num_bytes` in parts of odd lengths; what should lie there then."""
+    whole = memoryview(os.urandom(num_bytes))
+    with files.created(path, num_bytes) as file:
+        left, lengths = whole, itertools.cycle(steps)
+        while left:
+            step = left[: next(lengths)]
+            file.write(step)
+            left = left[len(step) :]
+    return bytes(whole)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 2**14, 2**14 + 1, 5 * 2**14 - 1, 5 * 2**14, 9 * 2**14 + 4097])
+def test_a_file_of_any_length_holds_what_was_written(tmp_path, calls, num_bytes):
+    assert written(tmp_path / "f", num_bytes) == (tmp_path / "f").read_bytes()
+    if any(direct for _, direct in calls):
+        assert num_bytes > 2**14  # a small one is not worth it
+        assert all(length % 4096 == 0 for length, _ in calls)
+
+
+def test_a_large_file_goes_past_the_cache(tmp_path, calls):
+    folder = tmp_path / "ext4"
+    folder.mkdir()
+    try:
+        make_ext4(tmp_path / "image", folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"ext4 cannot be mounted here: {getattr(error, 'stderr', error)}")
+    try:
+        assert written(folder / "f", 5 * 2**14 + 3) == (folder / "f").read_bytes()
+        assert calls == [(2**14, True)] * 5 + [(4096, True)]
+        with pytest.raises(OSError, match="No space left"), files.created(folder / "g", 2**30):
+            raise AssertionError("it has no room, and says so before anything is written")
+    finally:
+        run("umount", "-l", str(folder))
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_disk_that_refuses_direct_access_is_written_through_the_cache(tmp_path, calls, monkeypatch, short):
+    seen = os.pwrite
+
+    def refuses(handle, data, at):
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no")
+        return seen(handle, data[:1000] if short else data, at)
+
+    monkeypatch.setattr(os, "pwrite", refuses)
+    assert written(tmp_path / "f", 9 * 2**14 + 5) == (tmp_path / "f").read_bytes()
+    assert not any(direct for _, direct in calls)
+
+
+@pytest.mark.parametrize("turn", [1, 3, 9])
+def test_a_write_that_fails_is_heard_of(tmp_path, calls, monkeypatch, turn):
+    seen = os.pwrite
+
+    def fails(handle, data, at):
+        if at >= (turn - 1) * 2**14:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return seen(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        written(tmp_path / "f", 9 * 2**14)
+    assert len(calls) == turn - 1
+
+
+ENDS = """
+import os, sys, threading, time
+import torch
+from torch import nn
+from accordion.checkpoint import disk, save
+
+real = os.pwrite
+
+def late(*words):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    return real(*words)
+
+os.pwrite, disk.BUFFER_BYTES = late, 2**18
+model = nn.Module()
+model.a = nn.Parameter(torch.full((2**20,), 3.0))
+save(sys.argv[1], model, background=True)
+"""
+
+
+def test_a_program_that_ends_ends_its_save_first(tmp_path):
+    subprocess.run([sys.executable, "-c", ENDS, tmp_path / "c"], check=True, timeout=300)
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(2**20))
+    load(tmp_path / "c", model)
+    assert (model.a == 3).all()

@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch, cli
-from accordion.checkpoint import latest, load, save
+from accordion.checkpoint import disk, latest, load, save
 from accordion.checkpoint.look import verify
 from accordion.errors import CheckpointError
 from tests.pool import _begin
 
 # -- kills
 
-SAVES, KILLABLE = 4, ("write", "fsync", "rename", "mkdir", "rmdir", "unlink")
+SAVES, KILLABLE = 4, ("pwrite", "fsync", "rename", "mkdir", "rmdir", "unlink")
 
 
 class Filled(nn.Module):
@@ -38,7 +38,7 @@ class Filled(nn.Module):
     def __init__(self, mesh=None, value=0.0):
         super().__init__()
         rows = 6 if mesh is None else 6 // mesh.size()
-        for name, width in (("a", 3), ("b", 50), ("c", 7)):
+        for name, width in (("a", 3), ("b", 2000), ("c", 7)):
             whole = torch.full((rows, width), float(value))
             if mesh is not None:
                 whole = DTensor.from_local(whole, mesh, [Shard(0)], run_check=False)
@@ -56,8 +56,8 @@ def saves_until_killed(rank, dump, folder, store, name, background, dies, told):
         def wrapped(*args, **kwargs):
             left[0] -= 1
             if left[0] == 0:
-                if call is real["write"]:
-                    call(args[0], args[1][: len(args[1]) // 2])  # inside of a file
+                if call is real["pwrite"]:
+                    call(args[0], args[1][: len(args[1]) // 2], args[2])  # inside of a file
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
@@ -66,6 +66,7 @@ def saves_until_killed(rank, dump, folder, store, name, background, dies, told):
     real = {what: getattr(os, what) for what in KILLABLE}
     for what, call in real.items():
         setattr(os, what, mortal(call))
+    disk.BUFFER_BYTES = 4096  # so that a file is written in seven parts, past the cache where the disk can
     model = Filled(mesh)
     for k in range(1, SAVES + 1):
         with torch.no_grad():
@@ -255,7 +256,7 @@ def test_1000_changes_of_bytes_are_found(saved):
 # -- disks
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "mkdir"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_disk_that_fails_is_told_and_the_one_before_stays(tmp_path, monkeypatch, call, number, background):

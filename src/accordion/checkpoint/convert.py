@@ -70,7 +70,7 @@ def _write(found: Foreign, begun: Folder) -> None:
         if parts:
             write(begun, file_name(i), layout(parts, i))
     text = memoryview(dump(described(_form(found), begun)))
-    with begun.create(MANIFEST) as file:
+    with begun.create(MANIFEST, len(text)) as file:
         file.write(text)
 
 

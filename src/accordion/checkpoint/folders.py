@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from accordion.checkpoint.disk import LocalReader, created
 from accordion.checkpoint.format import MANIFEST
 from accordion.errors import CheckpointError, UsageError
-
-BEHIND_BYTES = 8 * 2**20
 
 
 class Writer(Protocol):
@@ -66,8 +65,8 @@ class Folder(Protocol):
     def begun(self, save: str) -> Folder:
         """What `begin` gave on the rank that called it."""
 
-    def create(self, name: str) -> AbstractContextManager[Writer]:
-        """A context that gives a `Writer`; at its end the file is on the disk."""
+    def create(self, name: str, num_bytes: int) -> AbstractContextManager[Writer]:
+        """A context that gives a `Writer`, to which `num_bytes` are written; at its end the file is on the disk."""
 
     def commit(self, begun: Folder) -> None:
         """Make what `begin` gave, its manifest written, the checkpoint of this name."""
@@ -127,7 +126,7 @@ class Local:
         return {name for name in old if not (self.path / name).exists()}
 
     def open(self, name: str) -> Reader:
-        return _LocalReader(self.path / name)
+        return LocalReader(self.path / name)
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
@@ -159,15 +158,14 @@ class Local:
         return Local(self.path.with_name(f".{self.path.name}.old"))
 
     @contextmanager
-    def create(self, name: str) -> Iterator[Writer]:
+    def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}, made by rank 0, is not seen here; checkpoints need storage that all ranks share, and no other "
                 "job that saves under this name."
             )
-        with open(self.path / name, "xb", buffering=0) as file:
-            yield _LocalWriter(file.fileno())
-            os.fsync(file.fileno())
+        with created(self.path / name, num_bytes) as file:
+            yield file
 
     def commit(self, begun: Folder) -> None:
         assert isinstance(begun, Local)
@@ -192,42 +190,6 @@ class Local:
             _remove(doomed)
             self.path.rename(doomed)
         _remove(doomed)
-
-
-class _LocalWriter:
-    """An open file; writes all that it is given, and has the disk begin: else it waits for the `fsync` (0.93 of the time)."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle, self._at, self._begun = handle, 0, 0
-
-    def write(self, data: memoryview, /) -> None:
-        while data:
-            count = os.write(self._handle, data)
-            self._at, data = self._at + count, data[count:]
-        if self._at - self._begun >= BEHIND_BYTES and hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(self._handle, self._begun, self._at - self._begun, os.POSIX_FADV_DONTNEED)
-            self._begun = self._at
-
-
-class _LocalReader:
-    """An open file. Owns its handle."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-        self.num_bytes = os.fstat(self._file.fileno()).st_size
-
-    def read_into(self, into: memoryview, at: int) -> None:
-        while into:
-            count = os.preadv(self._file.fileno(), [into], at)
-            if count == 0:
-                raise OSError(f"it ends at byte {at}")
-            into, at = into[count:], at + count
-
-    def expect(self, at: int, length: int) -> None:
-        """The system reads ahead by itself; told to, it does so in small pages, and a load took 1.5 times as long."""
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Remote:
@@ -323,7 +285,7 @@ class Remote:
         return [str(self.inside(name)) for name in names]
 
     @contextmanager
-    def create(self, name: str) -> Iterator[Writer]:
+    def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
         with self._storage.open(self._at(name), "wb") as file:
             yield file
 

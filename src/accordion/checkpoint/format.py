@@ -19,7 +19,7 @@ import torch
 
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.sums import DIGITS, LONGEST_PIECE
-from accordion.checkpoint.values import Json
+from accordion.checkpoint.values import DEEPEST, Json
 from accordion.errors import CheckpointError
 
 SCHEMA = 2
@@ -30,7 +30,6 @@ MOST_DIMS = 64  # torch has no more
 MOST_ELEMENTS = (
     2**59
 )  # so that their bytes are a number that torch takes, also of a tensor that has none because one dim is 0
-DEEPEST = 100  # nested values in what is no tensor
 TAIL_BYTES = len(b',"crc32":"01234567"}\n')
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

@@ -13,16 +13,13 @@ from torch import Tensor
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.folders import Folder, Reader
 from accordion.checkpoint.format import DTYPES, MANIFEST, Chunk, Entry, Manifest, parse
-from accordion.checkpoint.sums import pieces, running
+from accordion.checkpoint.sums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
 LARGEST_MANIFEST = 2**30
 SMALL_MANIFEST = 2**26  # of any checkpoint; beyond it a manifest is no larger than the tensors that it describes
 SHOWN = 3  # tensors of a file that a message names
-SUMMED_BYTES = (
-    2**18
-)  # at once: they are in the processor's cache still, a whole piece is not; loads took 0.8 of the time
 STAGE_BYTES = 2**26  # read at once where a tensor cannot be read in place
 
 

@@ -128,7 +128,7 @@ class Job:
     def _commit(self, begun: Folder) -> None:
         """Write the manifest and give the folder its name: from then on it is a checkpoint."""
         text = memoryview(dump(described(self.form, begun)))
-        with begun.create(MANIFEST) as file:
+        with begun.create(MANIFEST, len(text)) as file:
             file.write(text)
         self.target.commit(begun)
 

@@ -13,6 +13,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 PIECE_BYTES = (
     4 * 2**20
 )  # a chunk has one checksum for so many bytes: who reads a part of it checks little more than that
+SUMMED_BYTES = 2**18  # at once: they are in the processor's cache still when they are used, a whole piece is not
 LONGEST_PIECE = 2**28
 DIGITS: Mapping[str, int] = {"xxh3_64": 16, "crc32": 8}  # hexadecimal, lower case
 

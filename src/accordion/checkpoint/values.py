@@ -11,13 +11,17 @@ from torch import Tensor
 from accordion.errors import CheckpointError
 
 Json: TypeAlias = Any  # what `json` reads and writes
+DEEPEST = 100  # values in JSON nest
 
 
-def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None) -> Json:
+def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None, room: int = DEEPEST) -> Json:
     """`value` as JSON that `decode` turns back exactly; tensors in it are put into `tensors`, named by their place.
 
-    Raises `CheckpointError` for other objects, and for a tensor where `tensors` is None.
+    Raises `CheckpointError` for other objects, for a tensor where `tensors` is None, and where the JSON would nest deeper
+    than `room`, which a list that holds itself does.
     """
+    if room < 0:
+        raise CheckpointError(f"{where[:40]}... nests more than {DEEPEST} deep as JSON, a tuple twice; flatten it.")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -28,13 +32,14 @@ def encode(value: object, where: str, tensors: dict[str, Tensor] | None = None) 
         tensors[where] = value
         return {"$tensor": where}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
+        room -= 1 if isinstance(value, list) else 2
+        items = [encode(item, f"{where}/{i}", tensors, room) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        pairs = [(key, encode(item, f"{where}/{key}", tensors)) for key, item in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
-            return dict(pairs)
-        return {"$dict": [[encode(key, where), item] for key, item in pairs]}
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        room -= 1 if plain else 3
+        pairs = [(key, encode(item, f"{where}/{key}", tensors, room)) for key, item in value.items()]
+        return dict(pairs) if plain else {"$dict": [[encode(key, where, None, room), item] for key, item in pairs]}
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
     )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.folders import Folder
+from accordion.checkpoint.folders import Folder, Writer
 from accordion.checkpoint.format import code_of, entry_name, header
-from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, Running, kind_here, pieces, running
+from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Running, kind_here, pieces, running
 
 SUMS = "sums"
-SUMMED_BESIDE_BYTES = 2**20  # summed by a thread while it is written; below, handing it over costs as much as the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +77,21 @@ def write(folder: Folder, name: str, plan: Layout, host: memoryview | None = Non
     """
     begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
-    with folder.create(name) as file, ThreadPoolExecutor(1) as beside:
+    with folder.create(name, len(plan.head) + plan.num_bytes + plan.sums_bytes) as file:
         file.write(memoryview(plan.head))
         for part, data in _parts_of(plan, host):
-            cut = [data[a:b] for a, b in pieces(0, len(data), PIECE_BYTES)]
-            large = len(data) >= SUMMED_BESIDE_BYTES
-            found = beside.map(partial(_summed, begin), cut) if large else map(partial(_summed, begin), cut)
-            for piece in cut:
-                file.write(piece)
-            sums[_entry_name(part)] = list(found)
+            cut = pieces(0, len(data), PIECE_BYTES)
+            sums[_entry_name(part)] = [_write_summed(file, data[a:b], begin()) for a, b in cut]
         text = _as_json(sums)
         assert len(text) == plan.sums_bytes, "layout() knows how long checksums are"
         file.write(memoryview(text))
 
 
-def _summed(begin: Callable[[], Running], piece: memoryview) -> str:
-    """Both kinds of sums let other threads run meanwhile."""
-    total = begin()
-    total.update(piece)
+def _write_summed(file: Writer, piece: memoryview, total: Running) -> str:
+    """So little at once that it is in the processor's cache still when it is written: that sums it in a quarter of the time."""
+    for a, b in pieces(0, len(piece), SUMMED_BYTES):
+        total.update(piece[a:b])
+        file.write(piece[a:b])
     return total.hexdigest()
 
 
