@@ -20,9 +20,10 @@ class Additions:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._came, self._engine = False, engine
-        handles = [on_module(self._saw), on_parameter(self._saw)]
+        handles = on_module(self._saw), on_parameter(self._saw)
         model.register_forward_pre_hook(_torch.unseen_by_dynamo(self._look), prepend=True)
-        weakref.finalize(model, lambda: [handle.remove() for handle in handles])
+        for handle in handles:
+            weakref.finalize(model, handle.remove)
 
     def _saw(self, *_: Any) -> None:
         self._came = True
