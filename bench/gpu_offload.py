@@ -136,7 +136,7 @@ class OffloadTrainer:
         tiers = sharded_engine(self._model, "bench").wiring.home
         assert isinstance(tiers, Tiers)
         states = list(tiers.states.values())
-        copied = 2 * sum(one.memory_bytes("host") for one in states)
+        copied = 2 * sum(one.host_bytes for one in states)
         said = {"said_device": self._said.device + self._said.device_buffers, "said_host": self._said.host}
         return {"peak": peak, "arena": tiers.arena.num_bytes, "copied": copied, **said}
 

@@ -32,7 +32,7 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
         model = subjects.made(architecture, case, "cpu")
         clip: Callable[[Any, float], object]
         if name == "fsdp2":
-            fsdp2.apply(model, mesh, **run.sharding)
+            fsdp2.apply(model, mesh, **{**run.sharding, "units": run.units})
             optimizer, clip = OPTIMIZERS[run.optimizer](model.parameters()), fsdp2.clip
         else:
             acc.shard(model, mesh, **run.sharding)

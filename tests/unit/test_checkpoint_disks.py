@@ -184,7 +184,7 @@ def test_a_large_file_goes_past_the_cache(tmp_path, calls):
         pytest.skip(f"ext4 cannot be mounted here: {getattr(error, 'stderr', error)}")
     try:
         assert written(folder / "f", 5 * 2**14 + 3) == (folder / "f").read_bytes()
-        assert calls == [(2**14, True)] * 5 + [(4096, True)]
+        assert sorted(calls) == [(4096, True), *[(2**14, True)] * 5]  # four threads write
         with pytest.raises(OSError, match="No space left"), files.created(folder / "g", 2**30):
             raise AssertionError("it has no room, and says so before anything is written")
     finally:

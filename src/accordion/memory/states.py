@@ -43,6 +43,7 @@ class States:
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
         self._passage = Passage(pool(), [])
+        self.host_bytes = 0  # of the states that were laid out there
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
         self._total = 0  # elements, of those that came first: later ones use their buffers
@@ -113,6 +114,7 @@ class States:
         if place == DEVICE:
             return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
         arena = Arena(num_bytes, self._device)
+        self.host_bytes += num_bytes
         return Memory(arena.take(num_bytes, torch.uint8), arena)
 
     def _size_buffers(self) -> None:

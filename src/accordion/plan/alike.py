@@ -22,6 +22,7 @@ def alike(log: Log, base: Log, other: Log) -> Log:
     changes: dict[tuple[Any, ...], list[Sizes]] = defaultdict(list)
     for a, b in zip(_sized(base), _sized(other), strict=True):
         changes[_key(a)].append(_sizes(b))
+    _adopt(log, changes)
     varying = {key for key, sizes in changes.items() if any(size != key[:2] for size in sizes)}
     kinds = {key[2] for key in varying}
     mine: dict[object, int] = defaultdict(int)
@@ -51,6 +52,17 @@ def alike(log: Log, base: Log, other: Log) -> Log:
 
     held = [(changed(alloc), unit) for alloc, unit in log.held]
     return replace(log, held=held, events=[changed(event) for event in log.events])
+
+
+def _adopt(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:
+    """What is kept in one log and passes in the other, as under checkpointing, changes as the same operator's memory does."""
+    by_operator: dict[tuple[Any, ...], set[Sizes]] = defaultdict(set)
+    for (num_bytes, flops, _, *which), sizes in changes.items():
+        by_operator[(num_bytes, flops, *which)].update(sizes)
+    for event in _sized(log):
+        key = num_bytes, flops, _, *which = _key(event)
+        if key not in changes and isinstance(event, Alloc) and len(found := by_operator[(num_bytes, flops, *which)]) == 1:
+            changes[key] = list(found)
 
 
 def _sized(log: Log) -> Iterator[Alloc | Op | Collective]:

@@ -20,7 +20,7 @@ from accordion.errors import UsageError
 from accordion.plan.events import COMPUTE, Mark, Phase, Wait
 from accordion.plan.rig import OPTIMIZERS, Rig, Run
 from accordion.plan.tracker import Tracker, storages_of
-from accordion.units import choose_units
+from accordion.units import UnitChoice, choose_units
 
 STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
 OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_root", "reshard_last")
@@ -28,11 +28,11 @@ OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_
 
 def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig:
     """`model` under `fully_shard`: each unit, then the root. Raises `UsageError` for what FSDP2 has no name for."""
-    chosen = choose_units(model, run.sharding.get("units"))
+    chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
         _tell(module, i, tracker)  # ahead of FSDP2's own hooks
-    apply(model, mesh, **run.sharding)
+    apply(model, mesh, **{**run.sharding, "units": run.units})
     model.to_empty(device="cpu")
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     return Rig(
@@ -48,7 +48,7 @@ def apply(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    units: Any = None,
+    units: UnitChoice,
     strategy: Strategy = FULL_SHARD,
     precision: Precision | None = None,
     checkpoint_activations: str = "none",

@@ -52,7 +52,7 @@ class Memory:
 def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]:
     """The log of a step, and how many blocks were traced for it: some of the equal ones where `quick` and that is exact."""
     model = subject.make()
-    blocks = longest_run(model, run.sharding.get("units"))
+    blocks = longest_run(model, run.units)
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
         return trace(subject, run), "all blocks"
     period = max(1, checkpointing_named(run.sharding.get("checkpoint_activations", "none")).every)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion.config import FULL_SHARD, Strategy
+from accordion.units import UnitChoice, only_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,12 @@ class Run:
     optimizer: str = "adamw"
     sharding: Mapping[str, Any] = field(default_factory=dict)
     device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def units(self) -> UnitChoice:
+        """What is gathered together. FSDP2's programs name the blocks, and the root gathers the rest."""
+        units: UnitChoice = self.sharding.get("units")
+        return only_blocks() if units is None and self.engine == "fsdp2" else units
 
     @property
     def strategy(self) -> Strategy:
