@@ -61,7 +61,11 @@ def _adopt(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:
         by_operator[(num_bytes, flops, *which)].update(sizes)
     for event in _sized(log):
         key = num_bytes, flops, _, *which = _key(event)
-        if key not in changes and isinstance(event, Alloc) and len(found := by_operator[(num_bytes, flops, *which)]) == 1:
+        if (
+            key not in changes
+            and isinstance(event, Alloc)
+            and len(found := by_operator[(num_bytes, flops, *which)]) == 1
+        ):
             changes[key] = list(found)
 
 
