@@ -59,6 +59,7 @@ class CheckpointLoop:
         path = self._folder / f"{self._turn}"
         if self._rank == 0:
             path.mkdir(parents=True, exist_ok=True)
+            os.sync()  # what the turn before left to the disk, files that are let go too, is none of this one's
         found = {}
         work: dict[str, Callable[[Path], object]] = {
             name.removeprefix(f"_{self._kind}_"): getattr(self, name)
