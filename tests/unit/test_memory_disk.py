@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,21 @@ def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tm
         passage.rest()
         assert bool((todo.place.shown["a"] == 1).all())
         assert file.traffic == {"read": file.num_bytes, "written": file.num_bytes}
+
+
+def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_others_after(tmp_path):
+    """Each of several threads would keep what its allocator took when states came into being."""
+    _, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    first, later = set[int](), set[int]()
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        passage = Passage(pool, buffers())
+        for part in parts:
+            new = replace(part, strips=[replace(strip, reads=False) for strip in part.strips])
+            passage.start(new, lambda piece, views: first.add(threading.get_ident())).result(60)
+            passage.start(part, lambda piece, views: later.add(threading.get_ident())).result(60)
+    assert first == {threading.get_ident()}
+    assert threading.get_ident() not in later
+    assert later
 
 
 def test_a_piece_that_fails_gives_its_buffer_back(tmp_path):

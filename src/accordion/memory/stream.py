@@ -39,6 +39,9 @@ class Passage:
         Waits for a free buffer, so that what others ask of the threads is behind a few pieces and not behind all of a step.
         """
         buffer = self._free.get()
+        if any(not strip.reads for strip in piece.strips[: len(piece.area.keys)]):
+            # States come into being beside the buffer, and what a thread gives back of that its allocator keeps: here, once.
+            return done_here(partial(self._pass, piece, buffer, step))
         try:
             return self._pool.submit(self._pass, piece, buffer, step)
         except BaseException:  # the interpreter ends: whoever waits for a buffer is to hear of it too
@@ -59,6 +62,18 @@ class Passage:
         """Wait until no piece passes."""
         for buffer in [self._free.get() for _ in range(self._num_buffers)]:
             self._free.put(buffer)
+
+
+def done_here(work: Callable[[], None]) -> Future[None]:
+    """What a pool would give, of work that the caller does."""
+    future: Future[None] = Future()
+    try:
+        work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
 
 
 class Stream:
