@@ -15,20 +15,24 @@ from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 
 
+def refuse_additions(model: nn.Module, engine: Engine) -> None:
+    """From the next forward on, for as long as the model lives. Raises `UsageError` in that forward."""
+    additions = Additions(engine)
+    for handle in (on_module(additions.saw), on_parameter(additions.saw)):
+        weakref.finalize(model, handle.remove)
+    model.register_forward_pre_hook(_torch.unseen_by_dynamo(additions.look), prepend=True)
+
+
 class Additions:
     """Looks through a model where something was registered anywhere since the last look; else a forward pays for one flag."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._came, self._engine = False, engine
-        handles = on_module(self._saw), on_parameter(self._saw)
-        model.register_forward_pre_hook(_torch.unseen_by_dynamo(self._look), prepend=True)
-        for handle in handles:
-            weakref.finalize(model, handle.remove)
 
-    def _saw(self, *_: Any) -> None:
+    def saw(self, *_: Any) -> None:
         self._came = True
 
-    def _look(self, model: nn.Module, _: Any) -> None:
+    def look(self, model: nn.Module, _: Any) -> None:
         if not self._came or self._engine.suspended or self._engine.depth:  # there full parameters may be registered
             return
         for name, param in model.named_parameters():

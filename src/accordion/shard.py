@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
 from accordion.activations import checkpoint_forward
-from accordion.additions import Additions
+from accordion.additions import refuse_additions
 from accordion.agreement import on_every_rank, same_structure, same_values, settings_of
 from accordion.config import (
     FULL_SHARD,
@@ -129,7 +129,7 @@ def shard(
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
     weakref.finalize(model, engine.dismantle)
-    Additions(model, engine)
+    refuse_additions(model, engine)
     _announce(engine, owned, chosen, mesh)
     return model
 

@@ -71,10 +71,8 @@ def match(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> None:
     reference.assert_same(found, wanted)
 
 
-SHOWN = {
-    "bf16": ("wide", "tied", "spare"),
-    "fp16": ("uneven",),
-}  # what a lower precision changes: casts, sums, the scale
+# What a lower precision changes: casts, sums, the scale.
+SHOWN = {"bf16": ("wide", "tied", "spare"), "fp16": ("uneven",)}
 LOWER = drawn([row for row in GRID if row[2] in SHOWN.get(row[1], ())], 4, lambda strategy, *rest: rest)
 
 

@@ -32,10 +32,8 @@ h1, h2, li, td {{ overflow-wrap: anywhere }}
   .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
   .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
 </style></head><body><h1>{title}</h1>"""
-CONFIG = {
-    "responsive": True,
-    "displayModeBar": False,
-}  # its buttons would cover the titles on a phone; a double click zooms out
+# Without buttons, which would cover the titles on a phone; a double click zooms out.
+CONFIG = {"responsive": True, "displayModeBar": False}
 
 
 def show(page: Page) -> None:

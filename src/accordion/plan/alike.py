@@ -57,16 +57,18 @@ def alike(log: Log, base: Log, other: Log) -> Log:
 def _adopt(log: Log, changes: dict[tuple[Any, ...], list[Sizes]]) -> None:
     """What is kept in one log and passes in the other, as under checkpointing, changes as the same operator's memory does."""
     by_operator: dict[tuple[Any, ...], set[Sizes]] = defaultdict(set)
-    for (num_bytes, flops, _, *which), sizes in changes.items():
-        by_operator[(num_bytes, flops, *which)].update(sizes)
+    for key, sizes in changes.items():
+        by_operator[_of_any_kind(key)].update(sizes)
     for event in _sized(log):
-        key = num_bytes, flops, _, *which = _key(event)
-        if (
-            key not in changes
-            and isinstance(event, Alloc)
-            and len(found := by_operator[(num_bytes, flops, *which)]) == 1
-        ):
+        key = _key(event)
+        found = by_operator[_of_any_kind(key)]
+        if key not in changes and isinstance(event, Alloc) and len(found) == 1:
             changes[key] = list(found)
+
+
+def _of_any_kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    num_bytes, flops, _, *which = key
+    return (num_bytes, flops, *which)
 
 
 def _sized(log: Log) -> Iterator[Alloc | Op | Collective]:
