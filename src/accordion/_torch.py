@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from operator import attrgetter
@@ -487,6 +487,22 @@ def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Ite
         yield
     finally:
         setattr(owner, name, plain)
+
+
+@contextmanager
+def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let functions stand in the place of operators of aten on CPU tensors, for every caller and on every thread.
+
+    Registered where autograd begins, so that it records what a function calls. Only for operators that are made of others, of
+    which nothing is registered there. What takes a library's functions away again has no public name (2.11 to 2.13).
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in functions.items():
+            library.impl(name, function, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
 
 
 def fake_collectives() -> None:
