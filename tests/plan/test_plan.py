@@ -284,6 +284,15 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     assert 'src="http' not in page
 
 
+def test_the_fewest_gpus_are_told_only_where_others_were_looked_at():
+    model, batch, fixed = nn.Linear(64, 64), torch.randn(4, 64), {"checkpoint_activations": "none", "offload": "none"}
+    alone = acc.plan(model, total, batch, gpus=8, strategy="full_shard", **fixed)
+    assert alone.fits
+    assert alone.as_dict()["fewest_gpus"] is None
+    looked = acc.plan(model, total, batch, gpus=8, strategy="full_shard", offload="none")
+    assert looked.as_dict()["fewest_gpus"]["gpus"] == 1
+
+
 def test_where_nothing_fits_the_smallest_change_is_named(tmp_path, capsys):
     config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 512}))

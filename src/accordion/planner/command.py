@@ -117,7 +117,7 @@ def run(words: list[str]) -> int:
     if o.measure:
         return _measure(o, file)
     gpus, node = counts_of(o)
-    gpu = str(file) if o.gpu == "measured" else o.gpu
+    gpu = file if o.gpu == "measured" else o.gpu
     card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
     if o.html is not None:
         check_place(Path(o.html))
@@ -169,6 +169,10 @@ def cache_folder() -> Path:
 def _measure(o: Options, file: Path) -> int:
     from accordion.planner.measure import measured, of_measured, write
 
+    if o.gpus is not None and o.gpus < 1:
+        raise UsageError(f"--gpus is {o.gpus}; it takes 1 or more.")
+    if file.is_dir():
+        raise UsageError(f"--measured-file {str(file)!r} is a folder; name a file.")
     found = measured(num_ranks=o.gpus or 0)
     write(found, file)
     if o.json:
