@@ -421,6 +421,11 @@ NEEDS_VALUES: tuple[type[BaseException], ...] = (
 """What an operator raises whose result's shape, or whose Python number, depends on the values of a tensor without any."""
 
 
+def asks_for_values(error: BaseException) -> bool:
+    """Whether `NEEDS_VALUES` has it, or it is what `Tensor.numpy` says of fake tensors (all versions)."""
+    return isinstance(error, NEEDS_VALUES) or ".numpy() is not supported" in str(error)
+
+
 def fake_tensors() -> Any:
     """A mode in which tensors have shapes and no memory. No public name (all versions)."""
     return _fake.FakeTensorMode(allow_non_fake_inputs=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import fields
 from importlib import import_module
 
@@ -172,6 +174,12 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
         said = capsys.readouterr()
         assert code == 0 or (code == cli.BAD_INPUT and said.err.count("\n") == 1), (words, said.err)
     assert taken
+
+
+def test_what_draws_on_the_screen_is_not_imported_for_json():
+    asked = "import sys, accordion.planner.command; print(*{'rich', 'plotly', 'transformers'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
 
 
 @pytest.mark.parametrize(

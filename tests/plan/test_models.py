@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion import cli
 from accordion.plan.change import _attempts
 from accordion.plan.models import PRESETS, Shape
 from accordion.plan.space import Space
@@ -58,6 +60,18 @@ def test_changes_are_such_that_the_command_takes_them():
         ("--offload disk", ["disk"]),
         ("--gpus 8", ["all"]),
     ]
+
+
+def test_a_model_that_can_be_built_but_not_run_is_told_of_in_one_line(tmp_path, capsys):
+    """Three heads of keys for eight of queries."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    words = ["--model", str(tmp_path), "--gpus", "2", "--seq", "64", "--strategy", "full_shard"]
+    assert cli.main(["plan", *words, "--micro-batch", "1", "--checkpoint-activations", "none"]) == cli.BAD_INPUT
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("accordion: model ")
+    assert "can be built, but not run: " in said
 
 
 def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from accordion.bench.report import show
+from accordion.bench.page import Page
 from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
 from accordion.plan.api import plan
@@ -159,6 +159,13 @@ def run(words: list[str]) -> int:
         write(made, Path(o.html))
         say(f"written: {o.html}")
     return 0 if made.fits else NOT_FOUND
+
+
+def show(page: Page) -> None:
+    """On the screen; what draws there is not needed for JSON, and takes a while to import."""
+    from accordion.bench import report
+
+    report.show(page)
 
 
 def cache_folder() -> Path:
