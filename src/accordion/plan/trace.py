@@ -55,7 +55,7 @@ def trace(subject: Subject, run: Run) -> Log:
                 _as_fakes(model)
             tracker.enter(Phase.BUILD)
             return _steps(subject, run, model, engine.build(model, mesh, run, tracker), tracker, stand_ins)
-        except (*_torch.NEEDS_VALUES, RuntimeError) as error:
+        except Exception as error:
             if not _torch.asks_for_values(error):
                 raise
             raise UsageError(_needs_values(error)) from None
