@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from operator import attrgetter
@@ -421,6 +421,11 @@ NEEDS_VALUES: tuple[type[BaseException], ...] = (
 """What an operator raises whose result's shape, or whose Python number, depends on the values of a tensor without any."""
 
 
+def asks_for_values(error: BaseException) -> bool:
+    """Whether `NEEDS_VALUES` has it, or it is what `Tensor.numpy` says of fake tensors (all versions)."""
+    return isinstance(error, NEEDS_VALUES) or ".numpy() is not supported" in str(error)
+
+
 def fake_tensors() -> Any:
     """A mode in which tensors have shapes and no memory. No public name (all versions)."""
     return _fake.FakeTensorMode(allow_non_fake_inputs=True)
@@ -487,6 +492,22 @@ def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Ite
         yield
     finally:
         setattr(owner, name, plain)
+
+
+@contextmanager
+def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Let functions stand in the place of operators of aten on CPU tensors, for every caller and on every thread.
+
+    Registered where autograd begins, so that it records what a function calls. Only for operators that are made of others, of
+    which nothing is registered there. What takes a library's functions away again has no public name (2.11 to 2.13).
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in functions.items():
+            library.impl(name, function, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
 
 
 def fake_collectives() -> None:

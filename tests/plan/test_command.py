@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import fields
 from importlib import import_module
 
@@ -34,6 +36,16 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--micro-batch two", "takes a whole number"),
         ("--gpus 8 --nodes 3", "multiple of 3"),
         ("--gpus 0", "--gpus is 0"),
+        ("--seq 99999999999999999999", "up to 1,000,000,000"),
+        ("--seq 900000000", "900,000,000 tokens at a time"),
+        ("--micro-batch 100000 --seq 100000", "fits no card"),
+        ("--accumulate 9999999999", "up to 1,000,000,000"),
+        ("--measure --gpus -3", "--gpus is -3"),
+        ("--measure --gpus 0", "--gpus is 0"),
+        ("--measure --gpus 999999", "is measured with 1 to"),
+        ("--measure --measured-file .", "is a folder"),
+        ("--gpu measured --measured-file README.md", "README.md holds no measured card"),
+        ("--gpu measured --measured-file /no-such-folder/card", "no measured card at /no-such-folder/card"),
         ("--gpus 8.5", "takes a whole number"),
         ("--gpus 1000000000000", "1,000,000"),
         ("--nodes -2", "--nodes is -2"),
@@ -47,6 +59,9 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--seq 0", "seq is 0"),
         ("--accumulate 0", "accumulate is 0"),
         ("--optimizer adam", "adamw"),
+        ("--strategy full_shard --replicas 2", "take hybrid_shard"),
+        ("--strategy hybrid_shard --replicas 3", "and divide them"),
+        ("--strategy hybrid_shard --replicas 1", "more than one"),
         ("--engine fsdp3", "fsdp2"),
         ("--engine fsdp2 --strategy no_shard", "shard_grad_op"),
         ("--engine fsdp2 --offload all", "engine accordion"),
@@ -159,6 +174,12 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
         said = capsys.readouterr()
         assert code == 0 or (code == cli.BAD_INPUT and said.err.count("\n") == 1), (words, said.err)
     assert taken
+
+
+def test_what_draws_on_the_screen_is_not_imported_for_json():
+    asked = "import sys, accordion.planner.command; print(*{'rich', 'plotly', 'transformers'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
 
 
 @pytest.mark.parametrize(

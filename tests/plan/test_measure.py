@@ -40,6 +40,12 @@ def test_a_machine_is_measured_and_planned_with(tmp_path):
     assert made.as_dict()["hardware"]["source"].startswith("measured, 2 ranks")
 
 
+def test_a_place_where_nothing_can_be_stored_is_told_of(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(acc.UsageError, match=r"cannot be stored.*--measured-file"):
+        measure.write({}, tmp_path / "file" / "measured.json")
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"card": {"name": "x"}}', '{"card": {"speed": 1}}'])
 def test_a_file_without_a_card_is_told_of(tmp_path, text):
     path = tmp_path / "m.json"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion import cli
 from accordion.plan.change import _attempts
 from accordion.plan.models import PRESETS, Shape
 from accordion.plan.space import Space
@@ -39,8 +43,35 @@ def test_changes_grow_from_what_costs_least():
     first = "--micro-batch 1"
     second = f"{first} --checkpoint-activations full"
     third = f"{second} --strategy full_shard"
-    assert flags[:5] == [first, second, third, f"{third} --offload all", f"{third} --gpus 8"]
+    tiers = [f"{third} --offload {tier}" for tier in ("optimizer", "all", "disk")]
+    assert flags[:7] == [first, second, third, *tiers, f"{third} --gpus 8"]
     assert flags[-1] == f"{third} --gpus 512"
+
+
+def test_changes_are_such_that_the_command_takes_them():
+    """FSDP2 is planned without offload; replicas go with the hybrid; what was fixed and is not named stays."""
+    space = Space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[1], offloads=["none"], gpus=[4])
+    attempts = list(_attempts(replace(space, engine="fsdp2", global_batch=8)))
+    assert [text for text, _ in attempts[:2]] == ["--gpus 8 --global-batch 16", "--gpus 16 --global-batch 32"]
+    hybrid = replace(space, strategies=["hybrid_shard"], replicas=2)
+    assert next(_attempts(hybrid))[0] == "--strategy full_shard without --replicas"
+    attempts = list(_attempts(replace(space, offloads=["all"])))
+    assert [(text, list(tried.offloads)) for text, tried in attempts[:2]] == [
+        ("--offload disk", ["disk"]),
+        ("--gpus 8", ["all"]),
+    ]
+
+
+def test_a_model_that_can_be_built_but_not_run_is_told_of_in_one_line(tmp_path, capsys):
+    """Three heads of keys for eight of queries."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    words = ["--model", str(tmp_path), "--gpus", "2", "--seq", "64", "--strategy", "full_shard"]
+    assert cli.main(["plan", *words, "--micro-batch", "1", "--checkpoint-activations", "none"]) == cli.BAD_INPUT
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("accordion: model ")
+    assert "can be built, but not run: " in said
 
 
 def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):

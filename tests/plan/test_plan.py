@@ -241,6 +241,20 @@ def test_a_model_that_needs_values_is_named_with_its_line():
         acc.plan(Asks(), total, torch.randn(4, 8), gpus=2)
 
 
+def test_numbers_of_numpy_are_values_too():
+    def through_numpy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(torch.from_numpy(batch.numpy())).sum()
+
+    with pytest.raises(acc.UsageError, match=r"test_plan\.py:\d+ .*numpy"):
+        acc.plan(nn.Linear(8, 8), through_numpy, torch.randn(4, 8), gpus=2)
+
+
+@pytest.mark.parametrize(("loss", "said"), [(lambda m, x: 1.0, "a float"), (lambda m, x: m(x), r"of shape \(4, 8\)")])
+def test_a_loss_that_is_no_number_is_told_of(loss, said):
+    with pytest.raises(acc.UsageError, match=f"the loss is {said}"):
+        acc.plan(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
+
+
 def test_operators_that_a_gpu_runs_otherwise_stand_for_the_cpus():
     def drops(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         x = model(batch).view(2, 4, 128, 16)
@@ -282,6 +296,15 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     assert page.count("Plotly.newPlot") == 3
     assert f"peak {found['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
     assert 'src="http' not in page
+
+
+def test_the_fewest_gpus_are_told_only_where_others_were_looked_at():
+    model, batch, fixed = nn.Linear(64, 64), torch.randn(4, 64), {"checkpoint_activations": "none", "offload": "none"}
+    alone = acc.plan(model, total, batch, gpus=8, strategy="full_shard", **fixed)
+    assert alone.fits
+    assert alone.as_dict()["fewest_gpus"] is None
+    looked = acc.plan(model, total, batch, gpus=8, strategy="full_shard", offload="none")
+    assert looked.as_dict()["fewest_gpus"]["gpus"] == 1
 
 
 def test_where_nothing_fits_the_smallest_change_is_named(tmp_path, capsys):

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout, layer_norm, rms_norm, scaled_dot_product_attention
 
 import accordion as acc
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Phase
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, Phase
+from accordion.plan.memory import peak_of
 from accordion.plan.rig import Run, Subject
+from accordion.plan.substitute import Substitutes
 from accordion.plan.trace import trace
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -96,6 +99,14 @@ CASES = {
         of=lambda x, weight: F.layer_norm(x, (HEAD,), weight), dtype=FULL, by_hand=4 * X + 2 * 4 * ROWS, as_on_cpu=True
     ),
     "dropout": Case(of=lambda x, weight: F.dropout(x, 0.1), by_hand=X),  # one byte an element
+    # as a module has them that imported them by name
+    "attention, by name": Case(of=lambda x, weight: scaled_dot_product_attention(x, x, x), by_hand=4 * X + 4 * ROWS + RNG),
+    "rms_norm, by name": Case(of=lambda x, weight: rms_norm(x, (HEAD,), weight), by_hand=2 * X + 4 * ROWS + 2 * HEAD),
+    "layer_norm, by name": Case(
+        of=lambda x, weight: layer_norm(x, (HEAD,), weight, weight), by_hand=2 * X + 2 * 4 * ROWS + 2 * HEAD
+    ),
+    "dropout, by name": Case(of=lambda x, weight: dropout(x, 0.1), by_hand=X),
+    "dropout, without a function": Case(of=lambda x, weight: torch.dropout(x, 0.1, True), by_hand=X),
     # no fused kernel either: factors in the dtype of the input
     "dropout in place": Case(
         of=lambda x, weight: F.dropout(x * 1, 0.1, inplace=True), by_hand=2 * X, as_on_cpu=True
@@ -144,3 +155,44 @@ def test_what_an_operator_keeps_is_what_cudas_does(name):
     case = CASES[name]
     assert kept_bytes(case, "cuda") == case.by_hand
     assert (kept_bytes(case, "cpu") == case.by_hand) is case.as_on_cpu
+
+
+def test_what_a_backward_recomputes_has_stand_ins_too():
+    """By name: a block that is recomputed keeps as much meanwhile as one that is not."""
+
+    def peak(checkpointing: str) -> int:
+        sharding = {"precision": acc.Precision(params=HALF), "checkpoint_activations": checkpointing}
+        subject = Subject(make=deep, batch=lambda: given, loss=lambda model, batch: model(batch).sum())
+        log = trace(subject, Run(ranks=2, sharding=sharding))
+        assert set(log.substituted) == {"dropout", "layer_norm"}
+        recomputed = [e.name for e in log.events if isinstance(e, Op) and e.again]
+        assert ("aten.native_dropout.default" in recomputed) is (checkpointing == "full")
+        assert all("bernoulli" not in name for name in recomputed)
+        return peak_of(log).highest["activations"]
+
+    given = torch.empty(BATCH * SEQ, HEAD, dtype=HALF)
+    assert peak("full") < peak("none")
+
+
+class Named(nn.Module):
+    """A block of operators that were imported by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(HEAD, HEAD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(layer_norm(self.inner(x), (HEAD,)), 0.1)
+
+
+def deep() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*[Named() for _ in range(4)])
+
+
+def test_stand_ins_go_with_the_trace():
+    x = torch.randn(2, 8, requires_grad=True)
+    before = dropout(x, 0.5).grad_fn.name()
+    with Substitutes().installed():
+        assert dropout(x, 0.5).grad_fn.name() != before
+    assert dropout(x, 0.5).grad_fn.name() == before

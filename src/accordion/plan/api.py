@@ -39,6 +39,8 @@ from accordion.units import AUTO
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
 """Engines that can be traced, each with the strategies that it has."""
+LARGEST = 10**9  # of numbers that are asked for
+LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a tensor in 63 bits
 
 
 def quiet(text: str) -> None:
@@ -92,6 +94,10 @@ def plan(
     for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
         check_rate(rate, 1 if value is None else value)
     _check_names(engine, optimizer, strategy, offload, checkpoint_activations)
+    if replicas is not None and strategy is not None and not strategy_named(strategy).hybrid:
+        raise UsageError(
+            f"replicas is {replicas}, of which strategy {strategy!r} keeps none; take hybrid_shard, or leave it out."
+        )
     cluster = Cluster(
         gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu,
         node=node,
@@ -197,8 +203,13 @@ def log_of_choice(found: Found, choice: Choice, space: Space) -> Log | None:
 
 def _check_numbers(counts: Sequence[int], numbers: Mapping[str, int | None]) -> None:
     for name, value in [*(("gpus", n) for n in counts), *numbers.items()]:
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}; it takes 1 or more.")
+        if value is not None and not 1 <= value <= LARGEST:
+            raise UsageError(f"{name} is {value}; it takes 1 or more{f', up to {LARGEST:,}' if value > 1 else ''}.")
+    tokens = (numbers["seq"] or 1) * (numbers["micro_batch"] or 1)
+    if tokens > LARGEST_TOKENS:
+        raise UsageError(
+            f"micro_batch x seq is {tokens:,} tokens at a time; it takes up to {LARGEST_TOKENS:,}: what is larger fits no card."
+        )
     if not counts:
         raise UsageError("gpus is empty; name at least one number of GPUs.")
 

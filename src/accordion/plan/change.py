@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from accordion.plan.hardware import GIB, Cluster
@@ -45,15 +45,25 @@ def _attempts(space: Space) -> Iterator[tuple[str, Space]]:
         yield flags.strip(), space
     space = replace(space, checkpointing=["full"])
     if "full_shard" not in space.strategies:
-        flags, space = f"{flags} --strategy full_shard", replace(space, strategies=["full_shard"], replicas=0)
+        flags += " --strategy full_shard" + (" without --replicas" if space.replicas else "")
+        space = replace(space, strategies=["full_shard"], replicas=0)
         yield flags.strip(), space
     space = replace(space, strategies=["full_shard"])
-    if tuple(space.offloads) == (NO_OFFLOAD,):
-        yield f"{flags} --offload all".strip(), replace(space, offloads=list(OFFLOADS)[1:])
+    for tier in _further_tiers(space):
+        yield f"{flags} --offload {tier}".strip(), replace(space, offloads=[tier])
     gpus = max(space.gpus)
+    offloads = space.offloads if len(space.offloads) == 1 else [NO_OFFLOAD]
     for _ in range(DOUBLINGS):
         gpus *= 2
-        more = replace(space, gpus=[gpus], offloads=[NO_OFFLOAD])
+        more, batch = replace(space, gpus=[gpus], offloads=offloads), ""
         if space.global_batch is not None:
             more = replace(more, global_batch=space.global_batch * gpus // max(space.gpus))
-        yield f"{flags} --gpus {gpus}".strip(), more
+            batch = f" --global-batch {more.global_batch}"
+        yield f"{flags} --gpus {gpus}{batch}".strip(), more
+
+
+def _further_tiers(space: Space) -> Sequence[str]:
+    """Where one offload was fixed, those that leave less on the card, or on the host; FSDP2 is planned without any."""
+    known = list(OFFLOADS)
+    fixed = len(space.offloads) == 1 and space.engine == "accordion"
+    return known[known.index(space.offloads[0]) + 1 :] if fixed else []

@@ -207,7 +207,7 @@ def gpu_from(path: Path) -> Gpu:
 
 
 def gpu_named(
-    name: str,
+    name: str | Path,
     memory_gib: float | None = None,
     tflops: float | None = None,
     bandwidth_gbps: float | None = None,
@@ -221,7 +221,7 @@ def gpu_named(
     told = {key: value for key, value in given.items() if value is not None}
     for key, value in told.items():
         check_rate(key, value)
-    if name.endswith(".json"):
+    if isinstance(name, Path) or name.endswith(".json"):
         return replace(gpu_from(Path(name)), **told)  # type: ignore[arg-type]
     key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb")
     key = ALIASES.get(key.replace("rtx-", "rtx"), key.replace("rtx-", "rtx"))

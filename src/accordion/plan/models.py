@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accordion import _torch
 from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import AccordionError, UsageError
 from accordion.plan.language import brief, language_model, without_collections
 from accordion.plan.rig import Subject
 from accordion.units import UnitChoice, choose_units, min_params
@@ -105,7 +107,7 @@ def language_subject(config: Any, where: str, micro_batch: int, seq: int) -> Sub
     return Subject(
         make=partial(language_model, config, where),
         batch=partial(_tokens, micro_batch, seq, vocab),
-        loss=_token_loss,
+        loss=partial(_token_loss, where),
     )
 
 
@@ -115,9 +117,15 @@ def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _token_loss(where: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     tokens, labels = batch
-    logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
+    except Exception as error:  # of sizes that do not go together torch and transformers say so in many ways
+        ours = "/accordion/" in traceback.extract_tb(error.__traceback__)[-1].filename
+        if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
+            raise
+        raise UsageError(f"{where} can be built, but not run: {brief(error)}") from error
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 

@@ -17,7 +17,8 @@ from accordion.units import AUTO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """`best`: the fastest that fits on all GPUs asked for, or None. `fewest`: the fastest on the least GPUs on which any fits.
+    """`best`: the fastest that fits on all GPUs asked for, or None. `fewest`: the fastest on the least GPUs on which any fits;
+    None where no other number was looked at.
 
     `logs`: what was traced, and not worked out from other traces, without offload.
     """
@@ -55,7 +56,8 @@ def search(
             candidates += on_less
             part.traces.traced.update(logs)
     least = min((c.choice.gpus for c in candidates if c.fits), default=0)
-    on_fewest = part.fastest([c for c in candidates if c.choice.gpus == least])
+    looked = len(every) > 1 or max(space.gpus) == 1
+    on_fewest = part.fastest([c for c in candidates if c.choice.gpus == least]) if looked else None
     part.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:
         candidate.why = "" if candidate is best else why_not(candidate, best, space, cluster)

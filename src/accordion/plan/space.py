@@ -131,10 +131,12 @@ def choices(space: Space, cluster: Cluster) -> list[Choice]:
     batch = (
         f", or a --global-batch that GPUs x micro-batch divide, not {space.global_batch}" if space.global_batch else ""
     )
+    hybrid = "hybrid strategies need more than one node"
+    if space.replicas:
+        hybrid = f"{space.replicas} replicas of a hybrid strategy must be more than one, fewer than the GPUs, and divide them"
     raise UsageError(
         f"no configuration is left to try: strategies {', '.join(space.strategies)} on {', '.join(map(str, space.gpus))} "
-        f"GPUs, micro-batches {', '.join(map(str, space.micro_batches))}; hybrid strategies need more than one node, or take "
-        f"another --strategy{batch}."
+        f"GPUs, micro-batches {', '.join(map(str, space.micro_batches))}; {hybrid}, or take another --strategy{batch}."
     )
 
 

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accordion import _torch
+
 _aten = torch.ops.aten
 FLASH_HEAD = 256  # FlashAttention-2 takes heads up to this size, in half precision
 ALIGN = 8  # elements: what it pads heads to
 
 
-_plain_attention, _plain_rms_norm, _plain_dropout = F.scaled_dot_product_attention, torch.rms_norm, F.dropout
-
-
 class Substitutes:
     """Puts the operators that CUDA would run in the place of the CPU's. Owns the notes on what it did and could not do.
 
-    By name, in torch.nn.functional: a mode that overrides functions is off while a backward recomputes.
+    In torch's dispatcher: by whatever name a module calls them, and while a backward recomputes, where a mode that overrides
+    functions is off.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,8 @@ class Substitutes:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        before = {(place, name): getattr(place, name) for place, name in STAND_INS}
-        for (place, name), stand_in in STAND_INS.items():
-            setattr(place, name, partial(stand_in, self))
-        try:
+        with _torch.in_place_on_cpu({name: partial(stand_in, self) for name, stand_in in STAND_INS.items()}):
             yield
-        finally:
-            for (place, name), function in before.items():
-                setattr(place, name, function)
 
     def attention(
         self,
@@ -49,6 +43,7 @@ class Substitutes:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
@@ -68,7 +63,10 @@ class Substitutes:
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
             )[0]
         self.unmodelled[name] = "falls back to plain products, as traced on CPU"
-        return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        plain: Tensor = _aten.scaled_dot_product_attention.default.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return plain
 
     def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """What the kernel adds to the scores: a mask of booleans becomes numbers of the query's dtype."""
@@ -78,19 +76,19 @@ class Substitutes:
 
     def rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if weight is not None and weight.dtype != x.dtype:  # no fused kernel takes these: CUDA does as the CPU
-            return _plain_rms_norm(x, shape, weight, eps)
+            return _aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
         self.substituted["rms_norm"] = "the fused kernel"
         return _Norm.apply(x, weight, None, len(shape), 1)  # type: ignore[no-any-return,no-untyped-call]
 
     def layer_norm(
-        self, x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+        self, x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, *rest: Any
     ) -> Tensor:
         self.substituted["layer_norm"] = "mean and deviation of a row in float32"
         return _Norm.apply(x, weight, bias, len(shape), 2)  # type: ignore[no-any-return,no-untyped-call]
 
-    def dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or inplace or p in (0.0, 1.0):  # no fused kernel there: CUDA does as the CPU
-            return _plain_dropout(x, p, training, inplace)
+    def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
+        if not training or p in (0.0, 1.0):  # no fused kernel there, nor for what is in place: CUDA does as the CPU
+            return _aten.dropout.default.decompose(x, p, training)  # type: ignore[no-any-return]
         self.substituted["dropout"] = "the fused kernel, a mask of one byte an element"
         return _aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]
 
@@ -113,13 +111,13 @@ class _Norm(torch.autograd.Function):
         return grads[0] * x, *(None if p is None else torch.empty_like(p) for p in parameters), None, None
 
 
-STAND_INS: Mapping[tuple[Any, str], Callable[..., Any]] = {
-    (F, "scaled_dot_product_attention"): Substitutes.attention,
-    (F, "rms_norm"): Substitutes.rms_norm,
-    (torch, "rms_norm"): Substitutes.rms_norm,
-    (F, "layer_norm"): Substitutes.layer_norm,
-    (F, "dropout"): Substitutes.dropout,
+STAND_INS: Mapping[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": Substitutes.attention,
+    "rms_norm": Substitutes.rms_norm,
+    "layer_norm": Substitutes.layer_norm,
+    "dropout": Substitutes.dropout,
 }
+"""By their names in aten, all of which autograd sees through to what they are made of."""
 
 
 def _flash_backward(args: Any) -> int:

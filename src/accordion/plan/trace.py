@@ -55,7 +55,9 @@ def trace(subject: Subject, run: Run) -> Log:
                 _as_fakes(model)
             tracker.enter(Phase.BUILD)
             return _steps(subject, run, model, engine.build(model, mesh, run, tracker), tracker, stand_ins)
-        except _torch.NEEDS_VALUES as error:
+        except Exception as error:
+            if not _torch.asks_for_values(error):
+                raise
             raise UsageError(_needs_values(error)) from None
 
 
@@ -91,7 +93,7 @@ def _step(subject: Subject, run: Run, model: nn.Module, rig: Rig, tracker: Track
         tracker.enter(Phase.FORWARD)
         later = run.strategy.grads is Lies.REPLICATE and i + 1 < run.accumulate
         with rig.no_sync() if later else nullcontext():
-            loss = subject.loss(model, subject.batch())
+            loss = _scalar(subject.loss(model, subject.batch()))
             tracker.enter(Phase.BACKWARD)
             torch.autograd.backward(loss)
     for parameter in model.parameters():
@@ -101,6 +103,14 @@ def _step(subject: Subject, run: Run, model: nn.Module, rig: Rig, tracker: Track
     with tracker.taken_for(Category.OPTIMIZER):
         rig.optimizer.step()
     rig.optimizer.zero_grad()
+
+
+def _scalar(loss: object) -> torch.Tensor:
+    """Raises `UsageError` for what has no backward."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise UsageError(f"the loss is {what}; a step takes one number that depends on parameters, such as its mean.")
+    return loss
 
 
 # -- a rank of a world that does not exist

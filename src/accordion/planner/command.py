@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from accordion.bench.report import show
+from accordion.bench.page import Page
 from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
 from accordion.plan.api import plan
@@ -117,7 +117,7 @@ def run(words: list[str]) -> int:
     if o.measure:
         return _measure(o, file)
     gpus, node = counts_of(o)
-    gpu = str(file) if o.gpu == "measured" else o.gpu
+    gpu = file if o.gpu == "measured" else o.gpu
     card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
     if o.html is not None:
         check_place(Path(o.html))
@@ -161,6 +161,13 @@ def run(words: list[str]) -> int:
     return 0 if made.fits else NOT_FOUND
 
 
+def show(page: Page) -> None:
+    """On the screen; what draws there is not needed for JSON, and takes a while to import."""
+    from accordion.bench import report
+
+    report.show(page)
+
+
 def cache_folder() -> Path:
     """Where what was measured on this machine is kept for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
@@ -169,6 +176,10 @@ def cache_folder() -> Path:
 def _measure(o: Options, file: Path) -> int:
     from accordion.planner.measure import measured, of_measured, write
 
+    if o.gpus is not None and o.gpus < 1:
+        raise UsageError(f"--gpus is {o.gpus}; it takes 1 or more.")
+    if file.is_dir():
+        raise UsageError(f"--measured-file {str(file)!r} is a folder; name a file.")
     found = measured(num_ranks=o.gpus or 0)
     write(found, file)
     if o.json:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accordion.bench.machine import describe, num_cores
 from accordion.bench.page import Page, Table
 from accordion.bench.ranks import Seat, Team, World
+from accordion.errors import UsageError
 from accordion.plan.hardware import GB, GIB, REACHED
 
 
@@ -92,7 +93,10 @@ def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -
     The card's figures are such that the high end of the assumed rates is what was measured.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    num_ranks = num_ranks or (torch.cuda.device_count() if device == "cuda" else 2)
+    most = torch.cuda.device_count() if device == "cuda" else max(2, num_cores())
+    num_ranks = num_ranks or (most if device == "cuda" else 2)
+    if not 1 <= num_ranks <= most:
+        raise UsageError(f"--gpus is {num_ranks}; this machine is measured with 1 to {most} ranks.")
     sizes = sizes or (GPU_SIZES if device == "cuda" else CPU_SIZES)
     threads = max(1, num_cores() // num_ranks) if device == "cpu" else 1
     with Team("measure", World(num_ranks=num_ranks, device_type=device, threads=threads), Meter, [sizes]) as team:
@@ -132,8 +136,12 @@ def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    """Raises `UsageError` where nothing can be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"what was measured cannot be stored: {error}; name a file with --measured-file.") from None
 
 
 def of_measured(found: dict[str, Any], path: Path) -> Page:
