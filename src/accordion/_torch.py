@@ -88,9 +88,15 @@ def local_of(tensor: Tensor) -> Tensor:
 _version, _local = attrgetter("_version"), attrgetter("_local_tensor")
 
 
+plain_attributes = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes of DTensors are those of any tensor. Else torch looks in their class, at each read, for a
+`__torch_function__` that does nothing: 1.6 thousand instructions. Documented by torch, though it has no public name."""
+
+
 def versions_of(tensors: Sequence[Tensor]) -> int:
     """The sum of what autograd counts of writes to DTensors, and of writes to their local tensors, which it counts apart."""
-    return int(sum(map(_version, tensors)) + sum(map(_version, map(_local, tensors))))
+    with plain_attributes():
+        return int(sum(map(_version, tensors)) + sum(map(_version, map(_local, tensors))))
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
@@ -145,7 +151,23 @@ def has_hooks(leaf: Tensor) -> bool:
 
 def have_hooks(leaves: Sequence[Tensor]) -> list[bool]:
     """`has_hooks` of each."""
-    return [bool(x._backward_hooks or x._post_accumulate_grad_hooks) for x in leaves]
+    with plain_attributes():
+        return [bool(x._backward_hooks or x._post_accumulate_grad_hooks) for x in leaves]
+
+
+_grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
+
+
+def grads_of(leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each."""
+    with plain_attributes():
+        return list(map(_grad, leaves))
+
+
+def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """The indices of those that require gradients."""
+    with plain_attributes():
+        return tuple([i for i, trains in enumerate(map(_trains, leaves)) if trains])
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

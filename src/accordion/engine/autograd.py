@@ -229,7 +229,7 @@ def _landed(call: Call, parts: list[Reduced]) -> tuple[Tensor | None, ...] | Non
     if engine.after_unit is not None:
         engine.after_unit(call.unit)
     params, accumulates = call.trained.params, engine.accumulates()
-    held = [p.grad for p in params]
+    held = _torch.grads_of(params)
     listens = _torch.have_hooks(params) if accumulates else [True] * len(params)
     if [g for g in held if g is not None]:
         pairs = zip(listens, held, strict=True)
@@ -244,13 +244,14 @@ def _landed(call: Call, parts: list[Reduced]) -> tuple[Tensor | None, ...] | Non
         return None, None, *grads
     # Autograd's own accumulation detaches each gradient, for a DTensor a dispatch through Python: 12 us in 85 of a
     # parameter's host time, with collectives that do nothing.
-    for param, grad, standing, heard_one in zip(params, grads, held, listens, strict=True):
-        if grad is None or heard_one:
-            continue
-        if standing is None:
-            param.grad = grad
-        else:
-            engine.add(_torch.local_of(standing), _torch.local_of(grad))
+    with _torch.plain_attributes():
+        for param, grad, standing, heard_one in zip(params, grads, held, listens, strict=True):
+            if grad is None or heard_one:
+                continue
+            if standing is None:
+                param.grad = grad
+            else:
+                engine.add(_torch.local_of(standing), _torch.local_of(grad))
     return (None, None, *[grad if yes else None for yes, grad in zip(listens, grads, strict=True)]) if heard else None
 
 

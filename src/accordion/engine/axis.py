@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import torch
@@ -137,6 +138,8 @@ class Gathering:
         plain = all(msg.cuts[i].dim == 0 for i in msg.packed)
         self._outs = [self._room.rows[i].view(num, -1) for i in msg.packed] if plain else None
         self._one_kernel = packed.device.type != "cpu"
+        if self._outs and not self._one_kernel:
+            self._outs, self._parts = map(list, zip(*in_runs(self._outs, self._parts), strict=True))
         self._storage, self._num_bytes = packed.untyped_storage(), packed.nbytes
         self._storage.resize_(0)
 
@@ -189,9 +192,8 @@ class Gathering:
         """Copy the packed message to where each small parameter stands."""
         if self._outs is not None and self._one_kernel:
             torch.split_with_sizes_copy(self._numbers, self._sizes, dim=1, out=self._outs)
-        elif (
-            self._outs is not None
-        ):  # where that is a loop over slices, those that are cut already take half of its time
+        elif self._outs is not None:
+            # Where that is a loop over slices, those that are cut already take half of its time, or less.
             _torch.foreach_copy_(self._outs, self._parts)
         else:
             for i, part in zip(self._msg.packed, self._parts, strict=True):
@@ -204,3 +206,19 @@ class Gathering:
         assert c.dim is not None
         by_row = part.reshape(c.num_ranks * c.chunk, *c.row_shape)[: c.rows]
         to.copy_(by_row.movedim(0, c.dim))
+
+
+def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Copies between neighbours of one shape that lie equally far apart, as one copy each: nine of a unit's become two."""
+    for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
+        run = list(group)
+        gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}
+        for part in [run] if len(gaps) < 2 else [[views] for views in run]:
+            yield [stacked(views) for views in zip(*part, strict=True)]
+
+
+def stacked(views: Sequence[Tensor]) -> Tensor:
+    """Views that lie equally far apart in one storage as one, with a dim before theirs."""
+    first, at = views[0], views[0].storage_offset()
+    gap = views[1].storage_offset() - at if len(views) > 1 else 0
+    return first.as_strided((len(views), *first.shape), (gap, *first.stride()), at)

@@ -43,9 +43,8 @@ class Link:
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
         self.is_fake = False
-        self.is_gloo = (
-            False  # its reduce-scatter is an all-reduce, twice the bytes, whose wait heeds no time-out (2.13)
-        )
+        # Its reduce-scatter is an all-reduce, twice the bytes, whose wait heeds no time-out (2.13).
+        self.is_gloo = False
         self.sends = False  # `send_each` works, and beats collectives
         if group is None:
             return

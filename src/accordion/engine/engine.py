@@ -137,9 +137,8 @@ class Engine:
             self.order.end(Phase.FORWARD)
             self.announced.end(Phase.FORWARD)
             self.let_go()
-            if (
-                not torch.is_grad_enabled()
-            ):  # no backward follows in which the host waits: a step may, that writes what is read
+            if not torch.is_grad_enabled():
+                # No backward follows in which the host waits: a step may, that writes what is read.
                 self.synchronize()
             if isinstance(error, DivergenceError):
                 return  # every rank knows
@@ -153,11 +152,8 @@ class Engine:
         depth = self.depth - len(self.together.standing)
         step = Step(unit.index, differentiable, depth, unit.trained.indices, reads=reads)
         if not (self.silent or (self.together.calm and self.announced.comes(Phase.FORWARD, step))):
-            doing = (
-                f"training {len(step.trained)} of {len(unit.params)} parameters"
-                if differentiable
-                else "without gradients"
-            )
+            training = f"training {len(step.trained)} of {len(unit.params)} parameters"
+            doing = training if differentiable else "without gradients"
             self.together.come(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def leaves(self, unit: Unit) -> None:

@@ -161,24 +161,20 @@ class Group:
         tagged = self._relay if wiring.relay else self.home
         tagged.tag.fill_(self.tag)
         self._tag = torch.full_like(tagged.tag, self.tag, device=wiring.device)
-        self.alias = (
-            wiring.shard.num_ranks == 1
-            and not wiring.relay
-            and self.home.dtype == dtype
-            and self.home.is_memory_of_locals
-        )
+        alone = wiring.shard.num_ranks == 1 and not wiring.relay
+        self.alias = alone and self.home.dtype == dtype and self.home.is_memory_of_locals
         self.filled = -1  # version of the shards that the full copy shows
         self.room: Room | None = None
         if not self.alias:
             offsets, numel = full_offsets(cuts, dtype.itemsize)
             flat = torch.empty(numel, dtype=dtype, device=wiring.device)
             self.room = Room(cuts, offsets, flat, rank, poison=late)
-            self.room.close()
         self.views = self.home.locals if self.room is None else self.room.views
         if wiring.relay:
             self._gatherings.append(Gathering(wiring.replicate, self._inner, self.home, self._relay.room))
         if self.room is not None:
             self._gatherings.append(Gathering(wiring.shard, self.message, tagged, self.room))
+            self.room.close()
         self._is_direct = type(self.home) is Home and not wiring.relay
 
     def _prepare(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:

@@ -61,9 +61,8 @@ class Reduced:
             flags = first.flag_sums.expand(wiring.replicate.num_ranks, -1)
             second.load(first.results, flags, [True] * len(first.results))
             yield from second.steps()
-        else:
-            if wiring.replicate.num_ranks > 1:
-                yield wiring.replicate.reduce.sum(first.buffers)
+        elif wiring.replicate.num_ranks > 1:
+            yield wiring.replicate.reduce.sum(first.buffers)
         self._finish_sums(self._last.buffers, self._last.flag_sums)
 
     def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:

@@ -42,9 +42,8 @@ class Plan:
         self.direct = [slice(at, at + prod(shape)) for shape, _, at in (self.places[i] for i in msg.direct)]
         self.whole = [slice(msg.shard_offsets[i], msg.shard_offsets[i] + msg.cuts[i].shard_numel) for i in msg.whole]
         self.pack = slice(msg.pack_start, msg.pack_start + msg.row_numel)
-        self.sends = (
-            self.exchange and axis.reduce.sends and self.wire == dtype and bool(self.pack.stop - self.pack.start)
-        )
+        packs = self.pack.stop > self.pack.start
+        self.sends = self.exchange and axis.reduce.sends and self.wire == dtype and packs
         self.pieces, self.received_at, self.received_numel = self._in_pieces()
         self.sums_in_place = num == 1 and self.wire == dtype
         self.plain = not self.taken and all(msg.cuts[i].dim == 0 for i in msg.packed)

@@ -102,7 +102,7 @@ class Unit:
         engine.units.append(self)
 
     def _trains_now(self) -> tuple[int, ...]:
-        return tuple([i for i, p in enumerate(self.params) if p.sharded.requires_grad])
+        return _torch.which_train([p.sharded for p in self.params])
 
     @property
     def reads_back(self) -> bool:

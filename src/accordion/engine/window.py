@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -51,12 +52,12 @@ class Window:
             module = ref()
             if module is None:
                 continue
-            params, registry = self._params[which], module.__dict__["_parameters"]
-            replaced = [p.name for p, name in zip(params, names, strict=True) if registry.get(name) is not p.sharded]
-            if replaced:
+            params, registered = self._params[which], map(module.__dict__["_parameters"].get, names)
+            kept = list(map(is_, registered, [p.sharded for p in params]))
+            if False in kept:
                 raise UsageError(
-                    f"parameter {replaced[0]!r} was replaced after shard(), by functional_call or by assignment, and "
-                    "the sharded model would not use it; write into it under full_params(model, write=True)."
+                    f"parameter {params[kept.index(False)].name!r} was replaced after shard(), by functional_call or by "
+                    "assignment, and the sharded model would not use it; write into it under full_params(model, write=True)."
                 )
 
     def leaked(self) -> Iterator[Tensor]:
@@ -70,7 +71,7 @@ class Window:
                 continue
             for value in list(module.__dict__.values())[start:]:
                 kind = type(value)
-                if isinstance(value, Tensor):
+                if Tensor in kind.__mro__:  # isinstance would ask its metaclass
                     if value.grad_fn is not None:
                         yield value
                 elif kind is list or kind is tuple:
