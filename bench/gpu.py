@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -75,7 +76,7 @@ def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
     """For a GPU with so much memory: half of `ROOM_GIB` halves the layers and the batch of (a) and (e), and so on."""
     halvings = max(0, math.ceil(math.log2(ROOM_GIB / memory_gib)))
     llama = PRESETS["llama-1b"]
-    big = {"recompute": True, "wide": True, "meta": True}
+    big = partial(Case, recompute=True, wide=True, meta=True)
     return Sizes(
         one_rank=Case(
             preset=replace(llama, layers=max(2, llama.layers >> halvings)), batch=max(1, 4 >> halvings), seq=2048
@@ -83,8 +84,8 @@ def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
         rounds=5,
         steps=5,
         simulated={
-            "8B": (Case(preset=PRESETS["llama-8b"], batch=1, seq=2048, **big), (8, 16, 64)),
-            "70B": (Case(preset=LLAMA_70B, batch=1, seq=1024, **big), (16, 64)),
+            "8B": (big(preset=PRESETS["llama-8b"], batch=1, seq=2048), (8, 16, 64)),
+            "70B": (big(preset=LLAMA_70B, batch=1, seq=1024), (16, 64)),
         },
         safe=SMALL,
         unit_bytes=tuple(mb * 10**6 for mb in (25, 50, 100, 225, 450, 900)),

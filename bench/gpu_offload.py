@@ -78,18 +78,17 @@ class OffloadTrainer:
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self._optimizer = acc.wrap_optimizer(optimizer) if self._ours else optimizer
 
-    def _made(self, kind: str) -> nn.Module:
-        model = on_meta(self._case)
+    def _made(self, kind: str) -> Any:
+        model: Any = on_meta(self._case)
         if self._ours:
             offload = place_of(kind, self._case)
             model = acc.shard(model, mesh_of(self._seat), precision=acc.Precision(params=BF16), offload=offload)
         else:
             model = model.float()
             policy = CPUOffloadPolicy(pin_memory=self._seat.device.type != "cpu")
-            options = {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)}
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh_of(self._seat), offload_policy=policy, **options)
-            fully_shard(model, mesh=mesh_of(self._seat), offload_policy=policy, **options)
+            precision = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+            for module in (*model.blocks, model):
+                fully_shard(module, mesh=mesh_of(self._seat), offload_policy=policy, mp_policy=precision)
             model.to_empty(device="cpu")
         with torch.no_grad():
             for p in model.parameters():

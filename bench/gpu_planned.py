@@ -53,7 +53,8 @@ def card_of(device: str) -> Gpu:
 def planned(cases: Sequence[Case], device: str, steps: int) -> tuple[Any, list[Table]]:
     """Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others."""
     run = Run(ranks=1, node=1, sharding={"precision": acc.Precision(params=BF16)}, device=device)  # type: ignore[arg-type]
-    cluster, found, rows = Cluster(gpu=card_of(device), node=1), [], []
+    cluster, rows = Cluster(gpu=card_of(device), node=1), []
+    found: list[dict[str, Any]] = []
     world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 8)
     for case in cases:
         log = trace(subject_of(case), run)

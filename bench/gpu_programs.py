@@ -61,7 +61,7 @@ class WideAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -123,7 +123,8 @@ class SafeRuns:
     def losses(self, strategy: str, steps: int) -> list[float]:
         """This rank's losses under a strategy, or under DistributedDataParallel (`ddp`)."""
         torch.manual_seed(0)
-        seat, model = self._seat, Llama(self._preset).to(self._seat.device)
+        seat = self._seat
+        model: nn.Module = Llama(self._preset).to(seat.device)
         if strategy == "ddp":
             model = WRAPPERS["ddp"](model, seat, False)
         else:
@@ -216,12 +217,12 @@ class Wires:
             start = time.perf_counter()
             way()
             return time.perf_counter() - start
-        start, end = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
-        start.record()
+        begin, end = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
+        begin.record()
         way()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3
 
     def _synchronise(self) -> None:
         if self._device.type != "cpu":
@@ -291,8 +292,9 @@ class _Unit:
         torch.split_with_sizes_copy(self._flat_full.view(num, -1), self._sizes, dim=1, out=outs)
 
     def _reduce(self) -> None:
-        sends = [(r, g, [], []) for r, g in zip(self._received, self._fulls, strict=True)]
-        _wait(self._link.exchange(sends))
+        equal: list[int] = []
+        pairs = zip(self._received, self._fulls, strict=True)
+        _wait(self._link.exchange([(received, full, equal, equal) for received, full in pairs]))
         for received, out in zip(self._received, self._sums, strict=True):
             sum_rows(received.view(self._link.num_ranks, -1), out)
 

@@ -44,6 +44,7 @@ from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit, is_layer
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
+from accordion.heap import keep_what_is_freed
 from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
@@ -234,6 +235,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiring:
     """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective."""
     device = device_of(mesh)
+    if device.type == "cpu":
+        keep_what_is_freed()
     links = [Link(mesh.get_group(i), device) for i in range(mesh.ndim)]
     nobody = alone(device)
     if strategy.hybrid:

@@ -68,6 +68,7 @@ ORDER = [
     "activations",
     "engine",
     "config",
+    "heap",
     "errors",
 ]
 ENGINE = [
@@ -102,6 +103,7 @@ CORE = [
     "activations.py",
     "initialise.py",
     "config.py",
+    "heap.py",
     "engine",
     "memory",
     "checkpoint",

@@ -1,0 +1,31 @@
+"""Full parameters come and go in every step; on a CPU their memory stays with the process."""
+
+import platform
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+
+NUM_BLOCKS, WIDTH = 4, 2**11  # a block of 32 MiB in float32
+
+
+def bytes_first_touched(mesh, num_steps):
+    """In each step: what the system had to find pages for."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(NUM_BLOCKS)))
+    acc.shard(model, mesh, units=lambda name, _: name.isdigit())
+    found = []
+    for _ in range(num_steps):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        model(torch.ones(2, WIDTH)).sum().backward()
+        model.zero_grad()
+        found.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
+    return found
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it likes")
+def test_a_step_is_done_in_memory_of_the_step_before(world):
+    for found in world.run(2, bytes_first_touched, 6):
+        assert min(found[2:]) < 4 * WIDTH * WIDTH, "one weight; a step gathers 16 of them and makes 8 gradients"
