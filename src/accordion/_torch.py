@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -430,6 +432,12 @@ def mark_fully_sharded(module: Any) -> None:
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def free_work_memory() -> None:
+    """Have MKL give back what it keeps from one matrix product to the next, of all threads. torch exports no name of its own."""
+    with suppress(OSError, AttributeError):  # a build without it
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
 
 
 # -- for plan/

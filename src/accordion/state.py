@@ -16,6 +16,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
 from accordion.errors import UsageError
 from accordion.memory.in_backward import refuse_in_backward
+from accordion.memory.step import unit_of
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
@@ -156,18 +157,26 @@ def is_first_rank(engine: Engine) -> bool:
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows. It and `state_dict` wait."""
+    """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows.
+
+    It and `state_dict` wait for steps under way, also those of a part of the model, whatever part that is.
+    """
     model.register_load_state_dict_pre_hook(_cut_full_tensors)
-    for unit in sharded_engine(model, "state_dict").units:
-        module = unit.module()
-        if module is not None:
+    for module in model.modules():
+        if "_accordion" in module.__dict__ or any(unit_of(p) is not None for p in module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(_wait_for_shards)
+            module.register_load_state_dict_pre_hook(_wait_for_shards)
 
 
-def _wait_for_shards(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
+    """Called for each module of a state dict: a unit's waits for all, another one's for the steps of its own parameters."""
     unit = module.__dict__.get("_accordion")
     if unit is not None:
         unit.engine.synchronize()
+        return
+    units = {id(unit): unit for p in module.parameters(recurse=False) if (unit := unit_of(p)) is not None}
+    for group in [group for unit in units.values() for group in unit.groups]:
+        group.home.synchronize()
 
 
 def synchronize(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,13 @@ def test_whose_offload_is_measured(monkeypatch):
     assert list(left_out) == [offload.DEEPSPEED_DISK]
     with pytest.raises(UsageError, match="contender 'fsdp3' has no offload to compare; did you mean 'fsdp2'"):
         offload.kinds_of("fsdp3")
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available() or sys.platform != "linux", reason="of MKL, read off Linux")
+def test_what_the_matrix_library_keeps_for_itself_is_not_ours():
+    kept = torch.ones(512, 512), torch.ones(512, 2048)
+    before = offload.own_bytes()
+    products = threading.Thread(target=lambda: kept[0] @ kept[1])  # a new one has no work memory yet
+    products.start()
+    products.join()
+    assert offload.own_bytes() - before < 2**20

@@ -126,9 +126,15 @@ def said_before(mesh, path: Path) -> None:
         with torch.device("meta"):
             said = stated(models.wide(), offload, num_ranks, precision=precision)
         model = acc.shard(models.wide(), mesh=mesh, precision=precision, offload=offload)
-        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
+        with logged() as messages:
+            optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
         tiers = units_of(model)[0].engine.wiring.home
         states = list(tiers.states.values())
+        told = [m for m in messages if "states laid out" in m]
+        assert len(told) == len(states), name
+        for one, message in zip(states, told, strict=True):
+            there = f"{one.host_bytes} bytes of host memory, {sum(f.num_bytes for f in one.files)} bytes on disk"
+            assert f"{there}, buffers of {one.buffer_bytes} bytes on the host" in message, name
         on_disk = sum(f.num_bytes for f in [*(s.file for s in tiers.files), *(f for one in states for f in one.files)])
         assert tiers.arena.num_bytes == said.arena, name
         assert on_disk <= said.disk <= 1.1 * on_disk, name

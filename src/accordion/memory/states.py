@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from accordion.memory.entries import Entry, Recipe, local_of
 from accordion.memory.host import Offloaded
 from accordion.memory.pieces import Area, Memory, Piece, Place, Todo, piece_numel, show
 from accordion.memory.stream import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DeviceStream, Passage, Stream
+
+log = logging.getLogger("accordion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,12 @@ class States:
             self._cover(place, planned)
         if by_place:
             self._size_buffers()
+            log.info(
+                "offload: optimizer states laid out: %d bytes of host memory, %d bytes on disk, buffers of %d bytes on the host "
+                "and %d on the device",
+                self.host_bytes, sum(file.num_bytes for file in self.files), self.buffer_bytes,
+                sum(buffer.numel() for buffer in self._device_buffers),
+            )  # fmt: skip
 
     def _cover(self, place: str, areas: Sequence[tuple[list[Wanted], dict[str, torch.dtype]]]) -> None:
         """Lay out the states that rest in one place."""
