@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from accordion.bench.contenders import mesh_of
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.page import Table, spread
 from accordion.bench.ranks import Seat, Team, World
-from accordion.bench.stats import quartiles
+from accordion.bench.stats import Spread, quartiles
 from accordion.memory.arena import Arena
 from accordion.memory.stated import Stated, stated
 from accordion.memory.tiers import Tiers
@@ -186,18 +186,12 @@ def offloaded(
                 times = team.ask("turn", 1, steps)[0]
                 held = team.ask("bytes")[0] | planned
             found[f"{shape} {kind}"] = {"times": times, "bytes": held}
-            step = quartiles([t["step"] for t in times if "step" in t])
-            last = times[-1]["optimizer"]
-            rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / slower:.2f}"
-            sizes_gib = [
-                f"{held[key] / GIB:.2f}" if key in held else ""
-                for key in ("peak", "planned", "said_device", "said_host")
-            ]
-            rows.append([shape, kind, spread(step, 1e3, 1), f"{1e3 * last:.1f}", rate, *sizes_gib])
+        rows += [_row(shape, kind, found, slower) for kind in kinds]
     columns = [
         "shape",
         "",
         "step ms",
+        f"over {PEER}",
         "optimizer ms",
         "copies of the link",
         "peak GiB",
@@ -207,3 +201,19 @@ def offloaded(
     ]
     title = f"(g) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
     return found, [Table(title=title, columns=columns, rows=rows)]
+
+
+def _row(shape: str, kind: str, found: Mapping[str, Any], link: float) -> list[str]:
+    """`link`: bytes a second of its slower way."""
+    times, held = found[f"{shape} {kind}"]["times"], found[f"{shape} {kind}"]["bytes"]
+    step, last, peer = _step_s(times), times[-1]["optimizer"], found.get(f"{shape} {PEER}")
+    over = "" if kind == PEER or peer is None else f"{step.median / _step_s(peer['times']).median:.2f}"
+    rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / link:.2f}"
+    sizes_gib = [
+        f"{held[key] / GIB:.2f}" if key in held else "" for key in ("peak", "planned", "said_device", "said_host")
+    ]
+    return [shape, kind, spread(step, 1e3, 1), over, f"{1e3 * last:.1f}", rate, *sizes_gib]
+
+
+def _step_s(times: Sequence[Mapping[str, float]]) -> Spread:
+    return quartiles([t["step"] for t in times if "step" in t])
