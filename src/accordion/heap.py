@@ -12,8 +12,9 @@ def keep_what_is_freed() -> None:
 
     Full parameters and gradients come and go with every unit. glibc hands what is free at the end of its heap back to the
     system, and large blocks at once; the system clears each page when it is touched anew, in the middle of a copy. With two
-    ranks of a 30 M-parameter GPT that was 16,416 pages a step and rank (64 MiB), and 0.86 of the step's time is left without
-    (docs/performance.md). `malloc_trim(0)` gives back what is free. Of the whole process; another C library is left as it is.
+    ranks of a 30 M-parameter GPT that was 16,416 pages a step and rank (64 MiB); without, 0.87 to 0.89 of a step's processor
+    time is left (docs/performance.md). `malloc_trim(0)` gives back what is free. Of the whole process; another C library is
+    left as it is.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         library = ctypes.CDLL(None)

@@ -27,7 +27,8 @@ th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right 
 th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }}
 li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
 h1, h2, li {{ overflow-wrap: anywhere }} td {{ overflow-wrap: break-word }}
-@media (max-width: 40em) {{ td {{ overflow-wrap: anywhere }} .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
+@media (max-width: 40em) {{ td {{ overflow-wrap: anywhere }}
+  .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
   .cards tr:first-child {{ display: none }} .cards td {{ display: block; border: 0; padding: .05em 0; text-align: left }}
   .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
   .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
