@@ -122,7 +122,8 @@ def _token_loss(where: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
     try:
         logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
     except Exception as error:  # of sizes that do not go together torch and transformers say so in many ways
-        ours = "/accordion/" in traceback.extract_tb(error.__traceback__)[-1].filename
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = raised_in.is_relative_to(Path(__file__).parents[1])
         if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
             raise
         raise UsageError(f"{where} can be built, but not run: {brief(error)}") from error
