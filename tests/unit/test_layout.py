@@ -14,6 +14,7 @@ from accordion.engine.layout import (
     PADDING_BYTES,
     PADDING_SHARE,
     Cut,
+    columns,
     cut,
     full_offsets,
     message,
@@ -97,3 +98,16 @@ def test_full_parameters_start_aligned_and_have_room_for_their_padding() -> None
     for c, start, end in zip(cuts, offsets, [*offsets[1:], total], strict=True):
         assert start * 2 % ALIGN_BYTES == 0
         assert end - start >= c.padded_numel
+
+
+@pytest.mark.parametrize("most", [1, 7, 64, 1000])
+def test_columns_cover_every_element_once_in_pieces_that_are_no_larger(most: int) -> None:
+    numels = [5, 64, 1, 130, 7, 0, 3]
+    pieces = columns(numels, most)
+    assert all(sum(stop - start for _, start, stop in piece) <= most for piece in pieces)
+    found = [(i, at) for piece in pieces for i, start, stop in piece for at in range(start, stop)]
+    assert found == [(i, at) for i, numel in enumerate(numels) for at in range(numel)]
+    small = [numel for numel in numels if numel <= most]
+    assert len(pieces) <= sum(-(-numel // most) for numel in numels if numel > most) + len(small)
+    if most == 1000:
+        assert len(pieces) == 1

@@ -214,13 +214,19 @@ def check_pieces(mesh) -> tuple[int, int]:
         return received_numels(mesh, patch)
 
 
-def received_numels(mesh, patch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Gradients that are exchanged in pieces are those exchanged at once, bit for bit; bytes that arrive at a time, both ways."""
+def check_cast_pieces(mesh) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "CAST_BYTES", PACK_LIMIT_BYTES)
+        return received_numels(mesh, patch, "reduce_scatter")
+
+
+def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -> tuple[int, int]:
+    """Gradients that are reduced in pieces are those reduced at once, bit for bit; elements that pass at a time, both ways."""
     found, arriving = [], []
     for in_pieces in (False, True):
         torch.manual_seed(0)
         precision = acc.Precision(params=torch.bfloat16)
-        strategy = dataclasses.replace(acc.FULL_SHARD, reduce="exchange")
+        strategy = dataclasses.replace(acc.FULL_SHARD, reduce=reduce)
         model = models.Tiny(width=256, hidden=2112, num_blocks=1)
         acc.shard(model, mesh=mesh, precision=precision, strategy=strategy, units={models.Block})
         unit = model.blocks[0].__dict__["_accordion"]
@@ -230,9 +236,10 @@ def received_numels(mesh, patch: pytest.MonkeyPatch) -> tuple[int, int]:
         tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
         models.loss_of(model(tokens), targets).backward()
         (plan,) = unit.groups[0].plans(unit.trained.indices, torch.bfloat16)
-        assert plan.exchange
-        assert len(plan.pieces) == (2 if in_pieces else 1), plan.pieces
-        arriving.append(plan.received_numel)
+        assert plan.exchange == (reduce == "exchange")
+        pieces = plan.pieces if plan.exchange else plan.casts
+        assert len(pieces) == ((2 if plan.exchange else 8) if in_pieces else 1), pieces
+        arriving.append(plan.received_numel if plan.exchange else plan.cast_numel)
         found.append([p.grad.to_local() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     return arriving[0], arriving[1]
@@ -241,3 +248,9 @@ def received_numels(mesh, patch: pytest.MonkeyPatch) -> tuple[int, int]:
 def test_an_exchange_in_pieces_receives_less_at_a_time(world) -> None:
     for at_once, in_pieces in world.run(2, check_pieces):
         assert in_pieces <= 0.6 * at_once
+
+
+def test_what_is_cast_for_a_reduce_scatter_passes_in_pieces(world) -> None:
+    """A head of 1.05 billion parameters took 4 GiB in float32 on its way."""
+    for at_once, in_pieces in world.run(2, check_cast_pieces):
+        assert in_pieces <= 0.13 * at_once

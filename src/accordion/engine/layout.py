@@ -162,3 +162,16 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
         offsets.append(at)
         at += aligned(c.padded_numel if c.dim == 0 else c.numel, itemsize)
     return tuple(offsets), at
+
+
+def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
+    """Ranges as (index, start, stop), in pieces of at most `most` elements; what fits beside others is not cut."""
+    pieces, left = list[list[tuple[int, int, int]]](), 0
+    for i, numel in enumerate(numels):
+        if pieces and numel <= left:
+            pieces[-1].append((i, 0, numel))
+            left -= numel
+            continue
+        pieces += [[(i, at, min(at + most, numel))] for at in range(0, numel, most)]
+        left = most - (numel - 1) % most - 1
+    return pieces

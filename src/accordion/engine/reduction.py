@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -12,10 +12,12 @@ from accordion import _torch
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Pending
 from accordion.engine.home import local_view
-from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, aligned, message
+from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, aligned, columns, message
 from accordion.engine.streams import Steps
 
 PIECE_BYTES = 32 * 1024 * KIB  # received at once, at least: a hundred microseconds, several times what a launch costs
+# What is cast for a reduce-scatter: 5 ms at 50 GB/s, where a ring of 512 ranks takes half of that to begin.
+CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 
 class Plan:
@@ -45,6 +47,8 @@ class Plan:
         packs = self.pack.stop > self.pack.start
         self.sends = self.exchange and axis.reduce.sends and self.wire == dtype and packs
         self.pieces, self.received_at, self.received_numel = self._in_pieces()
+        self.casts = self._casts() if num > 1 and not self.exchange and sent != dtype else []
+        self.cast_numel = max(map(self.numel_of, self.casts), default=0)
         self.sums_in_place = num == 1 and self.wire == dtype
         self.plain = not self.taken and all(msg.cuts[i].dim == 0 for i in msg.packed)
         self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
@@ -66,6 +70,19 @@ class Plan:
             offsets.append(at)
             at += numel
         return [*pieces, slice(begun, None)], offsets, max(at, least) if pieces else at
+
+    def _casts(self) -> list[list[tuple[int, int, int]]]:
+        """Which columns [start, stop) of which direct gradients, each (num_ranks, n), are cast together to be scattered.
+
+        Into one buffer, the same for all: at most an eighth of them where that is much. On gloo all are one piece, as above.
+        """
+        numels, itemsize = [part.stop - part.start for part in self.direct], self.dtype.itemsize
+        most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))
+        return columns(numels, sum(numels) if self.axis.reduce.is_gloo else aligned(most, itemsize))
+
+    def numel_of(self, piece: Sequence[tuple[int, int, int]]) -> int:
+        """Elements of the buffer that a piece takes."""
+        return sum(aligned(self.axis.num_ranks * (stop - start), self.dtype.itemsize) for _, start, stop in piece)
 
 
 class Reduction:
@@ -100,6 +117,8 @@ class Reduction:
                 numel = out_part.numel()
                 self._received.append(arrives[at : at + rows * numel].view(rows, numel))
             self._received.append(torch.empty_like(self._pack))
+        elif plan.casts:
+            self._received = [torch.empty(plan.cast_numel, dtype=plan.dtype, device=device)]
 
     def poison(self) -> None:
         """Before `load`: without a wait the memory may still have a gradient of an earlier step, its tag included."""
@@ -125,8 +144,10 @@ class Reduction:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
         if self._plan.taken:
             grads = [grads[i] for i in self._plan.others]
-        alone = self._axis.num_ranks == 1
-        self._direct = [grads[i] if alone else grads[i].to(wire).contiguous() for i in msg.direct]
+        self._direct = [grads[i] for i in msg.direct]
+        if self._axis.num_ranks > 1:
+            sent = self._direct if self._plan.casts else [g.to(wire) for g in self._direct]
+            self._direct = [g.contiguous() for g in sent]
         if self._whole:
             _torch.foreach_copy_(self._whole, [grads[i].reshape(-1) for i in msg.whole])
         if self._pack.numel():
@@ -160,12 +181,27 @@ class Reduction:
                 for received, out in zip(self._received[piece], outs[piece], strict=True):
                     sum_rows(received, out)
         else:
-            outs, inputs = list(self._direct_out), [g.view(-1) for g in self._direct]
-            if self._pack.numel():
-                outs.append(self._out_pack)
-                inputs.append(self._pack.view(-1))
-            scattered = link.scatter_sum(outs, inputs)
-            yield joined(scattered, link.sum(self._whole)) if self._whole else scattered
+            for outs, inputs in self._scattered():
+                yield link.scatter_sum(outs, inputs)
+            if self._whole:
+                yield link.sum(self._whole)
+
+    def _scattered(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """What is scattered together, as (outs, inputs). What is cast lies where the piece before it lay, and that was read."""
+        num, itemsize = self._axis.num_ranks, self.out.itemsize
+        packs = bool(self._pack.numel())
+        ends = [self._out_pack] * packs, [self._pack.view(-1)] * packs
+        if not self._plan.casts:
+            yield [*self._direct_out, *ends[0]], [*[g.view(-1) for g in self._direct], *ends[1]]
+        for piece in self._plan.casts:
+            outs, inputs, at = list[Tensor](), list[Tensor](), 0
+            for i, start, stop in piece:
+                inputs.append(self._received[0][at : at + num * (stop - start)])
+                inputs[-1].view(num, -1).copy_(self._direct[i].view(num, -1)[:, start:stop])
+                outs.append(self._direct_out[i][start:stop])
+                at += aligned(inputs[-1].numel(), itemsize)
+            is_last = piece is self._plan.casts[-1]
+            yield outs + ends[0] * is_last, inputs + ends[1] * is_last
 
     def _parts(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """For each direct gradient, by rank: where its part of this rank's rows comes to lie, and what goes to it."""
