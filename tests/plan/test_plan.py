@@ -325,7 +325,7 @@ def test_the_fewest_gpus_are_told_only_where_others_were_looked_at():
          "--checkpoint-activations full"),
         (1024, "--gpu-memory-gib 2.40 --micro-batch 1 --checkpoint-activations full --offload none", "--offload optimizer"),
         (1024, "--gpu-memory-gib 2.44 --micro-batch 1 --checkpoint-activations full --engine fsdp2 --nodes 2",
-         "--gpus 4 --nodes 4"),
+         "--gpus 8 --nodes 8"),
     ],
 )  # fmt: skip
 def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(tmp_path, capsys, width, asked, change):
