@@ -188,3 +188,12 @@ def test_what_draws_on_the_screen_is_not_imported_for_json():
 def test_cards_answer_to_the_names_that_people_write(written, name):
     assert gpu_named(written) is not None
     assert gpu_named(written).source == GPUS[name].source
+
+
+def test_no_second_goes_into_a_last_garbage_collection():
+    asked = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
+        "from accordion.cli import main; main(['plan', '--gpus-table'])"
+    )
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "True"

@@ -9,7 +9,7 @@ from torch import nn
 import accordion as acc
 from accordion.bench import report
 from accordion.bench.page import Chart, Page, Table
-from accordion.planner.html import as_html, lanes_chart
+from accordion.planner.html import PIECES, as_html, lanes_chart, memory_chart
 from accordion.planner.pages import of_plan
 from tests.plan import browser
 
@@ -60,6 +60,20 @@ def assert_fits(seen: browser.Browser) -> None:
         assert seen.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
     assert seen.errors == []
     assert [url for url in seen.asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_the_longest_operators_name_is_as_wide_as_a_phone():
+    name = "aten._scaled_dot_product_efficient_attention_backward.default"
+    pieces = PIECES.findall(name)
+    assert "".join(pieces) == name
+    assert max(map(len, pieces)) < 40
+    assert PIECES.findall("peak 13.4 GiB") == ["peak 13.4 GiB"]
+
+
+def test_the_label_of_the_peak_takes_no_width_from_the_curve(plan):
+    chart = memory_chart(plan)
+    assert list(chart.layout.xaxis.range) == [0, len(chart.data[0].y) - 1]
+    assert chart.layout.annotations[0].xref == "x domain"
 
 
 @pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")

@@ -18,7 +18,7 @@ from accordion.plan.allocator import Allocator, reserved_bytes
 from accordion.plan.cost import costs_of
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, Phase, Place
 from accordion.plan.extend import extend, num_traced
-from accordion.plan.hardware import GPUS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
+from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
 from accordion.plan.memory import curve_of, peak_of
 from accordion.plan.predict import log_of
 from accordion.plan.result import explanation
@@ -186,6 +186,16 @@ def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
     assert {s.stream for s in waited.lanes} == {"compute", "gather"}
 
 
+def test_no_kernel_starts_before_a_slow_host_has_asked_for_it():
+    low, middle = (costs_of(Cluster(gpu=GPUS["h100"]), REACHED[rate], 8, hybrid=False) for rate in ("low", "middle"))
+    small, begin = [Op("aten.add.Tensor", 0, 0, "bfloat16", "compute")] * 100, Enter(Place(Phase.FORWARD, -1))
+    assert simulate(log(begin, *small), low).seconds == pytest.approx(100 * 25e-6 + LAUNCH_S)
+    assert simulate(log(begin, *small), middle).seconds == pytest.approx(100 * LAUNCH_S)
+    large = Op("aten.mm.default", 989e12, 0, "bfloat16", "compute")  # meanwhile the host runs ahead
+    alone = simulate(log(begin, large), low).seconds
+    assert simulate(log(begin, large, *small), low).seconds == pytest.approx(alone + 100 * LAUNCH_S)
+
+
 def test_an_axis_that_leaves_the_node_pays_the_network():
     cluster = Cluster(gpu=GPUS["h100"], node=8)
     message = Collective("gather", 10**9, "shard", "gather")
@@ -307,27 +317,32 @@ def test_the_fewest_gpus_are_told_only_where_others_were_looked_at():
     assert looked.as_dict()["fewest_gpus"]["gpus"] == 1
 
 
-def test_where_nothing_fits_the_smallest_change_is_named(tmp_path, capsys):
-    config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 512}))
-    words = [
-        "plan",
-        "--model",
-        str(tmp_path),
-        "--gpus",
-        "2",
-        "--seq",
-        "512",
-        "--micro-batch",
-        "8",
-        "--gpu-memory-gib",
-        "2.25",
-    ]
-    words += ["--checkpoint-activations", "none", "--strategy", "full_shard", "--json"]
-    assert cli.main(words) == 1
+@pytest.mark.parametrize(
+    ("width", "asked", "change"),
+    [
+        (512, "--gpu-memory-gib 2.40 --micro-batch 8 --checkpoint-activations none --offload none", "--micro-batch 1"),
+        (512, "--gpu-memory-gib 2.23 --micro-batch 1 --checkpoint-activations none --offload none",
+         "--checkpoint-activations full"),
+        (1024, "--gpu-memory-gib 2.40 --micro-batch 1 --checkpoint-activations full --offload none", "--offload optimizer"),
+        (1024, "--gpu-memory-gib 2.44 --micro-batch 1 --checkpoint-activations full --engine fsdp2 --nodes 2",
+         "--gpus 8 --nodes 8"),
+    ],
+)  # fmt: skip
+def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(tmp_path, capsys, width, asked, change):
+    config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 2 * width}))
+    asked = f"plan --model {tmp_path} --seq 512 --strategy full_shard --units auto --gpus 2 --json {asked}"
+    assert cli.main(asked.split()) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
-    assert "--micro-batch 1" in found["smallest_change"]
+    named = found["smallest_change"].partition(" would:")[0]
+    assert named == change
+    words, flags = asked.split(), named.split()
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        words = [*words[: words.index(flag)], *words[words.index(flag) + 2 :]] if flag in words else words
+        words += [flag, value]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
 def test_the_textbooks_arithmetic():

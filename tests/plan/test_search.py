@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import accordion as acc
 from accordion.memory.stated import stated
@@ -93,6 +94,13 @@ def test_units_by_size_are_tried_beside_the_fastest():
 def test_units_that_make_no_sense_are_told_of(text, said):
     with pytest.raises(acc.UsageError, match=said):
         units_named(text)
+
+
+def test_units_that_the_model_lacks_are_told_of_before_a_trace():
+    heard: list[str] = []
+    with pytest.raises(acc.UsageError, match="Foo"):
+        acc.plan(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), gpus=2, units=["Foo"], say=heard.append)
+    assert heard == []
 
 
 # -- logs from other logs

@@ -35,7 +35,7 @@ from accordion.plan.space import (
     check_offload,
 )
 from accordion.plan.traces import moved_as, traced_as
-from accordion.units import AUTO
+from accordion.units import AUTO, choose_units
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
 """Engines that can be traced, each with the strategies that it has."""
@@ -183,6 +183,7 @@ def _calibrated(
 
 def _units(model: nn.Module, engine: str, sharding: Mapping[str, Any]) -> Sequence[str]:
     """Rules to try: those that are not given. For FSDP2 the blocks alone, as programs write it; it warns of parts of them."""
+    choose_units(model, sharding.get("units"))  # names of what the model lacks are told of at once
     return [AUTO] if "units" in sharding or engine == "fsdp2" else [AUTO, *unit_rules(model)]
 
 

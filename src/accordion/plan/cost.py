@@ -23,6 +23,11 @@ class Costs:
     on_machine: int = 1
     scale: float = 1.0
 
+    @property
+    def caller_s(self) -> float:
+        """Seconds of the host for one kernel."""
+        return self.rates.caller_s * self.scale
+
     def of(self, op: Op) -> float:
         """Seconds of an operator on the device, or of a copy, a kernel or files of the host."""
         if op.stream in (FETCH, STORE):  # half of what it reads and writes goes over the link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,12 @@ def without_collections() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
+
+
+def end_at_once() -> None:
+    """No last garbage collection as this process ends: over all of torch and transformers it takes a second."""
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
 
 
 def brief(error: Exception) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any
 
+from accordion.plan.language import end_at_once
 from accordion.plan.part import Job, Outcome, Part, Say
 from accordion.plan.space import Choice
 
@@ -18,7 +19,7 @@ class Second:
 
     def __init__(self, job: Job, say: Say) -> None:
         self._job, self._say = job, say
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_at_once)
 
     def __enter__(self) -> Second:
         return self

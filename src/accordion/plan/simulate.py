@@ -54,12 +54,12 @@ class Step:
 def simulate(log: Log, costs: Costs) -> Step:
     """Run a log on streams that work side by side. A flight starts behind the compute stream's work so far, ends in order on
     its stream, and the compute stream waits where it lands, as the engine has it. What the caller waits for holds up all that
-    it begins later; other than that it takes no time.
+    it begins later. Other than that it takes time for kernels alone, where the rates say so.
     """
     now: dict[str, float] = defaultdict(float)  # until when each stream is busy
     ends: dict[int, float] = {}  # of flights; of the one that runs on a stream, so far
     running: dict[str, int] = {}
-    exposed = flops = 0.0
+    exposed = flops = asked = 0.0  # `asked`: when the caller asked for the last kernel
     by_kind: dict[str, float] = defaultdict(float)
     lanes, place = _Lanes(), Place(Phase.FORWARD, -1)
     for event in log.events:
@@ -88,6 +88,9 @@ def simulate(log: Log, costs: Costs) -> Step:
             held_up = max(0.0, now[HOST] - now[event.stream])
             exposed += held_up if event.stream == COMPUTE else 0.0
             now[event.stream] += held_up
+            if event.stream == COMPUTE:
+                asked = max(asked, now[HOST]) + costs.caller_s
+                now[COMPUTE] = max(now[COMPUTE], asked)
             lanes.add(event.stream, label_of(event, place, log), now[event.stream], seconds)
             now[event.stream] += seconds
             by_kind[kind] += seconds

@@ -14,9 +14,9 @@ from accordion.bench.page import Page
 from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
 from accordion.plan.api import plan
-from accordion.plan.change import smallest_change
+from accordion.plan.change import NODE, smallest_change
 from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
-from accordion.plan.language import language_model
+from accordion.plan.language import end_at_once, language_model
 from accordion.plan.models import PRESETS, configuration, language_subject
 from accordion.plan.result import Plan
 from accordion.planner.options import read
@@ -110,6 +110,7 @@ def run(words: list[str]) -> int:
     o = read(Options, words, "accordion plan", ABOUT)
     if o is None:
         return 0
+    end_at_once()
     if o.gpus_table:
         show(of_table())
         return 0
@@ -203,10 +204,10 @@ def counts_of(o: Options) -> tuple[list[int], int]:
     for flag, value in (("--gpus", o.gpus), ("--nodes", o.nodes)):
         if value is not None and not 1 <= value <= LARGEST:
             raise UsageError(f"{flag} is {value}; it takes 1 to {LARGEST:,}.")
-    gpus = o.gpus or 8 * (o.nodes or 1)
+    gpus = o.gpus or NODE * (o.nodes or 1)
     if o.nodes and gpus % o.nodes:
         raise UsageError(f"{gpus} GPUs do not divide over {o.nodes} nodes; take a multiple of {o.nodes} for --gpus.")
-    node = gpus // o.nodes if o.nodes else min(gpus, 8)
+    node = gpus // o.nodes if o.nodes else min(gpus, NODE)
     counts = [gpus]
     while o.fewer and counts[0] > 1 and counts[0] % 2 == 0:
         counts.insert(0, counts[0] // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -22,6 +23,8 @@ LANES = (  # from below; sums and copies in of their own: FSDP2's; what is under
     *(DISK_LANE, STEPPER, HOST, STORE, FETCH),
     *("all-reduce", "reduce", "gather", "copy in", "compute"),
 )
+PIECES = re.compile(r".{1,38}(?:[._ ]|$)|.{1,38}")  # of a label, each as wide as a phone shows
+ROOM = 1.45  # above the curve, for the label
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -48,7 +51,8 @@ def peak_label(plan: Plan) -> str:
     assert memory is not None
     peak = memory.peak
     where = " ".join(part for part in (peak.phase, peak.unit) if part)
-    return "<br>".join(escape(line) for line in (f"peak {gib(peak.num_bytes)} GiB", where, peak.operator) if line)
+    lines = (f"peak {gib(peak.num_bytes)} GiB", where, peak.operator)
+    return "<br>".join(escape(piece) for line in lines for piece in PIECES.findall(line))
 
 
 def memory_chart(plan: Plan) -> go.Figure:
@@ -66,11 +70,15 @@ def memory_chart(plan: Plan) -> go.Figure:
     totals = [sum(live.values()) / GIB for _, live in curve]
     top = max(range(len(totals)), key=totals.__getitem__)
     side = "right" if top > len(totals) / 2 else "left"
-    chart.add_annotation(x=top, y=totals[top], text=peak_label(plan), showarrow=True, ay=-35, ax=0,
-                         xanchor=side, align=side, font={"size": 11})  # fmt: skip
+    # Of the frame, not of the axis: a label beside a point at the end would have the axis go on to keep it whole.
+    chart.add_annotation(x=1 if side == "right" else 0, xref="x domain", y=1, yref="y domain", yanchor="top", showarrow=False,
+                         text=peak_label(plan), xanchor=side, align=side, bgcolor="white", font={"size": 11})  # fmt: skip
+    highest = max(totals) * ROOM
+    chart.add_shape(type="line", x0=top, x1=top, y0=totals[top], y1=highest, line={"width": 1, "dash": "dot"})
     chart.update_layout(
-        hovermode="closest", xaxis_title="events of a step, in order", yaxis_range=[0, max(totals) * 1.45]
-    )
+        hovermode="closest", xaxis_title="events of a step, in order",
+        xaxis_range=[0, max(1, len(totals) - 1)], yaxis_range=[0, highest],
+    )  # fmt: skip
     return laid_out(chart, "allocated memory in a step", "GiB")
 
 
