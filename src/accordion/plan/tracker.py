@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
+from accordion.plan.operations import flops_of
 from accordion.plan.traffic import num_bytes, tensors_of, traffic_of
 from accordion.plan.unsure import unsure_bytes
 
@@ -210,10 +210,7 @@ class Tracker(_Mode):  # type: ignore[misc]
         given, made = tensors_of((args, kwargs)), tensors_of(out)
         if not given and not made:
             return
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
-        flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
-        if flops and "attention" in name and _torch.argument_of(func, "is_causal", args, kwargs):
-            flops /= 2  # torch counts it whole
+        flops = flops_of(func, args, kwargs, out)
         moved = traffic_of(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
         unsure, why = (0, "") if self.unsure is None else unsure_bytes(func, args, kwargs, out)

@@ -19,7 +19,7 @@ def unsure_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, str]
     if func.namespace not in KNOWN:
         return 2 * _all(
             args, kwargs, out
-        ), "a custom operator; its inside is not traced: twice what it is given and makes"
+        ), "a custom operator; its inside is not traced: twice what it is given and makes, and no arithmetic"
     if name in BOUNDS:
         bound, why = BOUNDS[name]
         return bound(args, out), why

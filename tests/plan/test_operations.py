@@ -1,0 +1,56 @@
+"""Operations of what torch's own counter leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accordion import _torch
+from accordion.plan.operations import flops_of
+
+ROWS, K, N, GROUPS = 24, 16, 32, 4
+ONE = 2 * ROWS * K * N  # each row meets one group
+
+
+class Count(_torch.DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, out)
+        return out
+
+
+def test_products_of_experts_count_forward_and_both_ways_back() -> None:
+    x = torch.randn(ROWS, K, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(GROUPS, K, N, dtype=torch.bfloat16, requires_grad=True)
+    offs = torch.tensor([3, 9, 20, ROWS], dtype=torch.int32)
+    with Count() as forward:
+        out = torch._grouped_mm(x, w, offs=offs)
+    with Count() as backward:
+        out.backward(torch.ones_like(out))
+    assert (forward.flops, backward.flops) == (ONE, 2 * ONE)
+
+
+def test_those_of_transformers_count_alike() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    x = torch.empty(ROWS, K, device="meta", requires_grad=True)
+    w = torch.empty(GROUPS, K, N, device="meta", requires_grad=True)
+    offs = torch.empty(GROUPS, dtype=torch.int32, device="meta")
+    with Count() as forward:
+        out = torch.ops.transformers.grouped_mm_fallback(x, w, offs)
+    with Count() as backward:
+        out.backward(torch.empty_like(out))
+    assert (forward.flops, backward.flops) == (ONE, 2 * ONE)
+
+
+def test_weights_whose_rows_are_dealt_out() -> None:
+    a, b = torch.randn(GROUPS, N, K, dtype=torch.bfloat16), torch.randn(K, ROWS, dtype=torch.bfloat16)
+    offs = torch.tensor([8, 8, 16, ROWS], dtype=torch.int32)
+    with Count() as count:
+        torch._grouped_mm(a, b, offs=offs)
+    assert count.flops == ONE
