@@ -43,7 +43,7 @@ def settings_of(precisions: Sequence[Precision], offloads: Sequence[Offload]) ->
     def facts(precision: Precision, offload: Offload) -> list[str]:
         dtypes = [str(d) for d in (precision.params, precision.reduce, precision.master)]
         has_budget = (offload.device_bytes, offload.host_bytes) != (None, None)
-        places = [offload.params, offload.rest_of_grads, offload.optimizer, offload.stepped_on]
+        places = [offload.params, offload.rest_of_grads, offload.optimizer, offload.activations, offload.stepped_on]
         return [*dtypes, *(place.partition(":")[0] for place in places), str(has_budget), str(offload.step_in_backward)]
 
     return [facts(*pair) for pair in zip(precisions, offloads, strict=True)]

@@ -152,7 +152,7 @@ class Offload:
     `params`: the rows that are gathered, in the dtype in which they are; off the device they are brought at each use.
     `optimizer`: its states. `grads`: gradients between their reduce and the step, and the parameters that are stepped (float32
     masters) beside them, unless `params` takes these to the disk; None: "host" where the step is there or `params` is off
-    the device. `activations`: "host" keeps the inputs of units that `checkpoint_activations` recomputes there meanwhile.
+    the device. `activations`: the inputs of units that `checkpoint_activations` recomputes, between their forward and that.
     `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it, piece by piece;
     None: "host" with the optimizer off the device. `step_in_backward`: each unit is stepped as soon as its gradients are
     there, which are then gone; a promise of one backward a step, no clipping and no scaler.
@@ -175,16 +175,12 @@ class Offload:
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("params", "grads", "optimizer"):
+        for key in ("params", "grads", "optimizer", "activations"):
             place = getattr(self, key)
             if place not in (DEVICE, HOST) and not _is_folder(place) and not (key == "grads" and place is None):
                 raise UsageError(
                     f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}"
                 )
-        if self.activations not in (DEVICE, HOST):
-            raise UsageError(
-                f"Offload(activations={self.activations!r}) is no place for them; {nearest(self.activations, [DEVICE, HOST])}"
-            )
         if self.step not in (None, DEVICE, HOST):
             raise UsageError(f"Offload(step={self.step!r}) is no place to step; {nearest(self.step, [DEVICE, HOST])}")
         for key in ("device_bytes", "host_bytes"):
@@ -192,7 +188,7 @@ class Offload:
             if num is not None and (num < 0 or not self.is_any):
                 raise UsageError(
                     f"Offload({key}={num!r}) says how much of what is offloaded may stay nearer; it takes bytes, 0 or more, "
-                    "beside something on 'host' or 'disk:/path'."
+                    "beside parameters, gradients or states on 'host' or 'disk:/path' (activations are no part of it)."
                 )
         if self.step == HOST and self.optimizer == DEVICE:
             raise UsageError(

@@ -196,7 +196,7 @@ VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losse
                 "--shard.offload_optimizer",
                 "disk:.",
             ),
-            *("--shard.offload_activations", "host", "--shard.checkpoint_activations", "full"),
+            *("--shard.offload_activations", "disk:.", "--shard.checkpoint_activations", "full"),
         ],
         0,
     ),

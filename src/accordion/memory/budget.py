@@ -170,7 +170,9 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
     """
     result = list(offloads)
     mine = [i for i, offload in enumerate(offloads) if offload is policy]
-    whole = Offload(step_in_backward=policy.step_in_backward, activations=policy.activations)
+    whole = Offload(
+        step_in_backward=policy.step_in_backward, activations=policy.activations, checksums=policy.checksums
+    )
 
     def on_device() -> int:
         return sum(map(device_bytes, result, shapes))
@@ -226,6 +228,6 @@ def check_activations(offloads: Sequence[Offload], checkpointing: str) -> None:
     """Raise `UsageError` where inputs of recomputed units are to rest elsewhere, and none is recomputed."""
     if checkpointing == "none" and any(offload.activations != DEVICE for offload in offloads):
         raise UsageError(
-            "Offload(activations='host') keeps the inputs of recomputed units on the host, and checkpoint_activations is 'none'; "
+            "Offload(activations=...) takes the inputs of recomputed units off the device, and checkpoint_activations is 'none'; "
             "pass 'full', 'selective' or 'every:K' too."
         )

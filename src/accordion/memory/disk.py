@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from accordion.memory.arena import ALIGN_BYTES, page_aligned
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 NEVER_NAMED: int = getattr(os, "O_TMPFILE", 0)
 PREFIX = ".accordion-swap-"
+_libc = ctypes.CDLL(None)
 
 
 class SwapFile:
@@ -35,6 +38,7 @@ class SwapFile:
         self.folder, self.num_bytes = folder, num_bytes
         self.traffic = {"read": 0, "written": 0}  # bytes
         pages = page_aligned(num_bytes) // ALIGN_BYTES if checksums else 0
+        self._is_summed, self._lock = checksums, Lock()  # of the sums, which `grow` replaces
         self._sums, self._known = torch.zeros(pages, dtype=torch.int64), torch.zeros(pages, dtype=torch.bool)
         self._plain, self._fast = _unnamed(folder, direct)
         self.is_direct = self._fast != self._plain
@@ -46,10 +50,7 @@ class SwapFile:
                 self._fast, self.is_direct = self._plain, False
         except OSError as error:
             self.close()
-            raise OffloadError(
-                f"{folder} has no room for {num_bytes} bytes of what is offloaded ({error.strerror}); free some, name another "
-                "folder, or use more ranks."
-            ) from error
+            raise no_room(folder, max(num_bytes, ALIGN_BYTES), error) from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _reads_direct(self) -> bool:
@@ -60,6 +61,19 @@ class SwapFile:
         except OSError:
             return False
 
+    def grow(self, num_bytes: int) -> None:
+        """Allocate so many bytes more, whole pages, behind the others; they are not mapped."""
+        try:
+            os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
+        except OSError as error:
+            raise no_room(self.folder, num_bytes, error) from error
+        self.num_bytes += num_bytes
+        if self._is_summed:
+            pages = self.num_bytes // ALIGN_BYTES - len(self._sums)
+            with self._lock:
+                self._sums = torch.cat([self._sums, self._sums.new_zeros(pages)])
+                self._known = torch.cat([self._known, self._known.new_zeros(pages)])
+
     def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """(numel,) of the file, shared with it."""
         return own_storage(self._bytes[offset : offset + numel * dtype.itemsize].view(dtype))
@@ -69,12 +83,26 @@ class SwapFile:
         self._map.flush()
         self._known.fill_(False)
 
+    def settle(self, offset: int, num_bytes: int) -> None:
+        """What was written through `mapped` there, whole pages, is in the file, and no other sum is expected.
+
+        Versions of tensors do not tell: foreach operators on DTensors count nowhere. But what was written past the cache and
+        not looked at since is not in the cache.
+        """
+        present = (ctypes.c_ubyte * (num_bytes // ALIGN_BYTES))()
+        address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
+        if _libc.mincore(address, ctypes.c_size_t(num_bytes), present) or any(page & 1 for page in present):
+            self._map.flush(offset, num_bytes)
+            with self._lock:
+                self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
+
     def read(self, offset: int, into: Tensor) -> None:
         """Fill the bytes `into`. Raises `OffloadError` where the disk fails, or gives other bytes than were written."""
         self._transfer(os.preadv, "read", offset, into)
-        if len(self._sums):
-            pages = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES)
-            wrong = (self._known[pages] & (self._sums[pages] != sums_of(into))).nonzero()
+        if self._is_summed:
+            pages, found = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)
+            with self._lock:
+                wrong = (self._known[pages] & (self._sums[pages] != found)).nonzero()
             if len(wrong):
                 raise OffloadError(
                     f"{ALIGN_BYTES} bytes at {offset + int(wrong[0]) * ALIGN_BYTES} of the swap file in {self.folder} are not "
@@ -82,9 +110,10 @@ class SwapFile:
                 )
 
     def write(self, offset: int, source: Tensor) -> None:
-        if len(self._sums):
-            pages = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES)
-            self._sums[pages], self._known[pages] = sums_of(source), True
+        if self._is_summed:
+            pages, sums = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES), sums_of(source)
+            with self._lock:
+                self._sums[pages], self._known[pages] = sums, True
         self._transfer(os.pwritev, "written", offset, source)
 
     def _transfer(self, call: Callable[[int, Any, int], int], what: str, offset: int, memory: Tensor) -> None:
@@ -109,6 +138,13 @@ class SwapFile:
     def __del__(self) -> None:
         if hasattr(self, "_bytes"):  # else the constructor has closed what it opened
             self.close()
+
+
+def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
+    return OffloadError(
+        f"{folder} has no room for {num_bytes} bytes of what is offloaded ({error.strerror}); free some, name another "
+        "folder, or use more ranks."
+    )
 
 
 def sums_of(memory: Tensor) -> Tensor:

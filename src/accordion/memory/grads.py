@@ -94,7 +94,6 @@ class Slot:
     def __init__(self, rest: Tensor, spot: Spot | None = None) -> None:
         self._rest, self.spot = own_storage(rest), spot
         self._alone = _torch.holders_of_memory(self._rest)
-        self._settled = self._rest._version  # of what the file has
 
     def take(self) -> Tensor:
         """A tensor over the slot; over new memory where a gradient that was given out before is still held."""
@@ -110,9 +109,8 @@ class Slot:
         self.spot.file.write(self.spot.offset, landed)
 
     def settle(self) -> None:
-        if self.spot is not None and self._rest._version != self._settled:
-            self.spot.file.flush()
-            self._settled = self._rest._version
+        if self.spot is not None and self._rest.numel():
+            self.spot.file.settle(self.spot.offset, page_aligned(self._rest.nbytes))
 
 
 class Written:

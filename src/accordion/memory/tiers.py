@@ -53,7 +53,7 @@ class Tiers:
         self.in_backward: InBackward | None = None  # where some unit is stepped there
         self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
-        for folder in {folder_of(offload.optimizer) for offload in offloads} - {None}:
+        for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
             assert folder is not None
             check_folder(folder)
         self._checksums = any(offload.checksums for offload in offloads)
@@ -93,8 +93,9 @@ class Tiers:
 
     @cached_property
     def parking(self) -> Parking:
-        """Where inputs of recomputed units wait on the host."""
-        return Parking(self._wiring.device, self._wiring.fetch_lane, self._store_lane)
+        """Where inputs of recomputed units wait off the device."""
+        lanes = self._wiring.fetch_lane, self._store_lane
+        return Parking(self._wiring.device, lanes, self._threads, self._checksums)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -183,11 +184,11 @@ def _read_ahead(tiers: weakref.ref[Tiers], unit: int) -> None:
 
 
 def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], Parked] | None:
-    """What takes the inputs of a recomputed unit to the host; None where they stay."""
+    """What takes the inputs of a recomputed unit off the device; None where they stay."""
     tiers = engine.wiring.home
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
-    return tiers.parking.park
+    return partial(tiers.parking.park, place=tiers.offloads[unit].activations)
 
 
 def _choose(device: torch.device) -> None:

@@ -63,7 +63,7 @@ class ShardConfig:
             latter two, behind the next forward
         offload_params: where the parameters rest that are gathered: `device`, `host` or `disk:/folder`
         offload_grads: where gradients rest, the same; `auto`: where the step or the parameters ask for it
-        offload_activations: `host`: inputs of recomputed units rest there
+        offload_activations: where the inputs of recomputed units rest: `device`, `host` or `disk:/folder`
         offload_step: `host` or `device`, where the optimizer steps; `auto`: on the host with its states off the device
         offload_device_gib: of what is offloaded this much of a rank stays on the device all the same, parameters first
         offload_host_gib: of what is on disk this much of a rank rests on the host instead, parameters first
@@ -77,7 +77,7 @@ class ShardConfig:
     offload_optimizer: str = "device"
     offload_params: str = "device"
     offload_grads: str = "auto"
-    offload_activations: Literal["device", "host"] = "device"
+    offload_activations: str = "device"
     offload_step: Literal["auto", "device", "host"] = "auto"
     offload_device_gib: float | None = None
     offload_host_gib: float | None = None

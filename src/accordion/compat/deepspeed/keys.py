@@ -232,10 +232,10 @@ ZERO: dict[str, Key] = {
 }
 OTHERS: dict[str, Key] = {
     "vocabulary_size": not_needed("the model knows its own"),
-    **{
-        f"activation_checkpointing.{name}": refused("recomputed activations stay whole, on the device")
-        for name in ("partition_activations", "cpu_checkpointing")
-    },
+    "activation_checkpointing.partition_activations": refused("recomputed activations stay whole"),
+    "activation_checkpointing.cpu_checkpointing": refused(
+        "of `shard`: `checkpoint_activations` with `Offload(activations='host')`"
+    ),
     **{
         f"activation_checkpointing.{name}": not_needed("says how, and not that, activations are recomputed")
         for name in ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile")
