@@ -4,8 +4,8 @@ Parts: (a) one rank, a Llama of 1 B in bf16, beside no sharding and FSDP2; (b) o
 time of 8 B and 70 B; (c) stream safety; (d) gathers and exchanges beside flat ones with copies; (e) compiled blocks; (f) what
 `accordion plan` says of three sizes beside what is measured, with and without one measured step given; (g) only where asked
 for (`--parts g`, 128 GiB of host memory): offload of 6.7 B beside FSDP2's, and 13 B. Writes
-`bench/results/<gpu>-<date>.json` after each part, and prints its tables. A part that fails, runs out of memory or does not
-answer is told of, and the others still run; a smaller GPU gets a smaller model in (a) and (e).
+`bench/results/<gpu>-<date>.json` as figures come, adding to one of the same day, and prints tables. What fails, runs out of
+memory or does not answer is told of, and the others still run; a smaller GPU gets a smaller model in (a) and (e).
 `--tiny --device cpu` runs every part with small shapes: it checks this script and measures nothing.
 """
 
@@ -31,15 +31,17 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import torch  # noqa: E402
+from gpu_found import Findings  # noqa: E402
 from gpu_offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, OffloadCase, offloaded  # noqa: E402
 from gpu_planned import planned  # noqa: E402
 from gpu_programs import Case, SafeRuns, Wires, shape_trainer  # noqa: E402
+from gpu_turns import compiled, one_rank, params_of  # noqa: E402
 
 from accordion.bench.contenders import OURS  # noqa: E402
-from accordion.bench.machine import describe, known_peak_flops  # noqa: E402
-from accordion.bench.page import Table, as_text, plain_data, spread  # noqa: E402
-from accordion.bench.ranks import BenchError, Team, World, interleaved  # noqa: E402
-from accordion.bench.stats import compare_losses, extremes, flat, quartiles, ratio  # noqa: E402
+from accordion.bench.machine import describe  # noqa: E402
+from accordion.bench.page import Table, as_text, spread  # noqa: E402
+from accordion.bench.ranks import BenchError, Team  # noqa: E402
+from accordion.bench.stats import compare_losses, quartiles, ratio  # noqa: E402
 from accordion.config import STRATEGIES  # noqa: E402
 from accordion.train.config import PRESETS, Preset  # noqa: E402
 
@@ -47,11 +49,11 @@ LLAMA_70B = Preset(vocab=128256, hidden=8192, layers=80, heads=64, kv_heads=8, m
 LLAMA_7B = Preset(vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=32, mlp=11008)
 LLAMA_13B = Preset(vocab=32000, hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824)
 SMALL = Preset(vocab=512, hidden=256, layers=4, heads=4, kv_heads=2, mlp=768)
-ENOUGH_S = 480  # no part begins after so long, and (b) begins nothing after three quarters of it
-PATIENCE_S = 110  # for one answer of a rank
+ENOUGH_S = 480  # on a GPU no part begins after so long, and (b) begins nothing after three quarters of it
+LAST_S = 570  # nor is an answer waited for
+PATIENCE_S = {"": 110, "g": 400}  # for one answer of a rank, by part; (g) pins most of the host's memory first
 ROOM_GIB = 70  # what (a) takes: three contenders between steps, and the peak of one
 STATE_BYTES = 12  # a parameter: 2 of itself, 2 of its gradient, 8 of the optimizer
-BF16_TOLERANCE = 2e-2  # of losses, relative
 GIB = 2**30
 
 
@@ -69,7 +71,6 @@ class Sizes:
     planned: tuple[Case, ...]
     offload: dict[str, tuple[OffloadCase, tuple[str, ...]]]
     link_bytes: int
-    until: float = math.inf  # of time.monotonic(): after it (b) begins nothing
 
 
 def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
@@ -121,101 +122,11 @@ def tiny_sizes() -> Sizes:
     )
 
 
-def params_of(p: Preset) -> int:
-    """Parameters of a Llama of that shape."""
-    head = p.hidden // p.heads
-    attention = 2 * p.hidden**2 + 2 * p.hidden * p.kv_heads * head
-    return p.layers * (attention + 3 * p.hidden * p.mlp + 2 * p.hidden) + 2 * p.vocab * p.hidden + p.hidden
+# -- the parts: each keeps its numbers and tables as they come
 
 
-def step_flops(case: Case) -> float:
-    """Of one step of one rank, as MFU counts: 6 a parameter and token (head included, embedding not), causal attention halved."""
-    p, tokens = case.preset, case.batch * case.seq
-    return 6 * tokens * (params_of(p) - p.vocab * p.hidden) + 6 * p.layers * tokens * case.seq * p.hidden
-
-
-def world_of(device: str, num_ranks: int = 1, threads: int = 8, **more: Any) -> World:
-    """Ranks that share the device; on a CPU each takes one thread."""
-    threads = 1 if device == "cpu" else threads
-    return World(num_ranks=num_ranks, device_type=device, threads=threads, patience_s=PATIENCE_S, **more)
-
-
-# -- the parts: each returns its numbers and its tables
-
-
-def one_rank(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
-    """(a) Step time, MFU and memory of one rank."""
-    found, tables = {}, []
-    # Masters take twice the memory, and three contenders are alive at once: half the layers.
-    halved = replace(sizes.one_rank.preset, layers=max(1, sizes.one_rank.preset.layers // 2))
-    cases = {"bf16": sizes.one_rank, "fp32 masters": replace(sizes.one_rank, preset=halved, masters=True)}
-    for name, case in cases.items():
-        found[name] = turns_of(dict.fromkeys(("plain", OURS, "fsdp2"), case), device, sizes)
-        peak = known_peak_flops(describe(device)["device"], bf16=True)
-        rows = []
-        wrong = compare_losses({contender: f["losses"] for contender, f in found[name].items()}, BF16_TOLERANCE).wrong
-        for contender, f in found[name].items():
-            step = quartiles(flat(f["steps"]))
-            mfu = f"{100 * step_flops(case) / step.median / peak:.1f}" if peak else "peak unknown"
-            over = spread(ratio(f["steps"], found[name]["plain"]["steps"]), 1, 4)
-            memory = f"{f['memory']['allocated'] / GIB:.2f}"
-            share = spread(extremes(added(found[name])), 1, 3) if contender == OURS else ""
-            loss = f"{f['losses'][-1]:.4f}{' WRONG' if contender in wrong else ''}"
-            rows.append([contender, spread(step, 1e3, 2), mfu, over, share, f"{f['host_ms']:.2f}", memory, loss])
-        columns = ["", "step ms", "MFU %", "over plain", "of what FSDP2 adds", "host ms", "peak GiB", "third loss"]
-        title = f"(a) one rank, {name}, {params_of(case.preset) / 1e9:.2f} B, batch {case.batch} x {case.seq}"
-        tables.append(Table(title=title, columns=columns, rows=rows))
-    return found, tables
-
-
-def added(found: dict[str, Any]) -> list[float]:
-    """What ours adds to plain over what FSDP2 adds, by round."""
-    by_round = {n: [quartiles(turn).median for turn in f["steps"]] for n, f in found.items()}
-    plain, ours, theirs = by_round["plain"], by_round[OURS], by_round["fsdp2"]
-    return [(a - p) / (b - p) if b != p else 0.0 for p, a, b in zip(plain, ours, theirs, strict=True)]
-
-
-def turns_of(cases: dict[str, Case], device: str, sizes: Sizes) -> dict[str, Any]:
-    """Interleaved turns; a key is a contender, or a contender, a blank and what is particular."""
-    found: dict[str, Any] = {}
-    world = world_of(device)
-    with ExitStack() as stack:
-        teams = []
-        for name, case in cases.items():
-            start = time.perf_counter()
-            teams.append(stack.enter_context(Team(name, world, shape_trainer, (name.split()[0], case))))
-            losses = teams[-1].ask("losses", 3)[0]
-            found[name] = {"losses": losses, "started_s": time.perf_counter() - start}
-        for team in teams:
-            found[team.name]["memory"] = team.ask("memory")[0]
-        asked = interleaved(teams, sizes.rounds, "turn", 2, sizes.steps)
-    for name, rounds in asked.items():
-        found[name]["steps"] = [[t["step"] for t in answers[0]] for answers in rounds]
-        found[name]["host_ms"] = 1e3 * quartiles([t["host"] for answers in rounds for t in answers[0]]).median
-    return found
-
-
-def simulated(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
+def simulated(sizes: Sizes, device: str, out: Findings) -> None:
     """(b) Peak memory and compute-side time as one of many ranks, one contender at a time on the device."""
-    found: dict[str, Any] = {}
-    rows = []
-    for shape, (case, counts) in sizes.simulated.items():
-        for num_ranks in counts:
-            if time.monotonic() > sizes.until:
-                rows.append([shape, str(num_ranks), "left out: no time", "", "", "", "", "", ""])
-                continue
-            here = {name: alone(name, case, num_ranks, device) for name in (OURS, "fsdp2")}
-            found[f"{shape} at {num_ranks}"] = here
-            state = STATE_BYTES * params_of(case.preset) / num_ranks / GIB
-            peaks = {name: f["memory"]["allocated"] for name, f in here.items() if "memory" in f}
-            over = f"{peaks[OURS] / peaks['fsdp2']:.3f}" if len(peaks) == 2 else ""
-            for name, f in here.items():
-                if "failed" in f:
-                    cells = ["does not run: " + f["failed"], "", "", ""]
-                else:
-                    sizes_gib = [f"{f['memory'][key] / GIB:.2f}" for key in ("rest", "allocated", "reserved")]
-                    cells = [*sizes_gib, spread(quartiles(f["steps"]), 1e3, 1)]
-                rows.append([shape, str(num_ranks), name, f"{state:.2f}", *cells, over if name == OURS else ""])
     columns = [
         "shape",
         "ranks",
@@ -228,95 +139,101 @@ def simulated(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
         "peak ratio",
     ]
     title = "(b) one of many simulated ranks, bf16, optimizer of 8 bytes a parameter, activations recomputed"
-    return found, [Table(title=title, columns=columns, rows=rows)]
+    rows: list[list[str]] = []
+    for shape, (case, counts) in sizes.simulated.items():
+        for num_ranks in counts:
+            if out.is_late:
+                rows.append([shape, str(num_ranks), "left out: no time", *[""] * 6])
+                continue
+            here = {name: alone(name, case, num_ranks, device, out) for name in (OURS, "fsdp2")}
+            out.data[f"{shape} at {num_ranks}"] = here
+            state = STATE_BYTES * params_of(case.preset) / num_ranks / GIB
+            peaks = {name: f["memory"]["allocated"] for name, f in here.items() if "memory" in f}
+            over = f"{peaks[OURS] / peaks['fsdp2']:.3f}" if len(peaks) == 2 and peaks["fsdp2"] else ""
+            for name, f in here.items():
+                if "failed" in f:
+                    cells = ["does not run: " + f["failed"][:90], "", "", ""]
+                else:
+                    sizes_gib = [f"{f['memory'][key] / GIB:.2f}" for key in ("rest", "allocated", "reserved")]
+                    cells = [*sizes_gib, spread(quartiles(f["steps"]), 1e3, 1)]
+                rows.append([shape, str(num_ranks), name, f"{state:.2f}", *cells, over if name == OURS else ""])
+            out.keep(Table(title=title, columns=columns, rows=list(rows)))
+    out.keep(Table(title=title, columns=columns, rows=rows))
 
 
-def alone(name: str, case: Case, num_ranks: int, device: str) -> dict[str, Any]:
-    world = world_of(device, num_ranks, group="fake")
+def alone(name: str, case: Case, num_ranks: int, device: str, out: Findings) -> dict[str, Any]:
     try:
-        with Team(name, world, shape_trainer, (name, case)) as team:
+        with Team(name, out.world(device, num_ranks, group="fake"), shape_trainer, (name, case)) as team:
             team.ask("losses", 2)
             memory, times = team.ask("memory")[0], team.ask("turn", 0, 3)[0]
-    except BenchError as error:  # out of memory is a result
-        return {"failed": str(error)[:200]}
+    except BenchError as error:
+        if "OutOfMemoryError" in str(error):  # a result
+            return {"failed": str(error)[:300]}
+        return out.fail(f"{name} at {num_ranks}", error)
     return {"memory": memory, "steps": [t["step"] for t in times]}
 
 
-def safety(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
+def safety(sizes: Sizes, device: str, out: Findings) -> None:
     """(c) Losses under the debug mode beside DistributedDataParallel's, and the stream of each collective."""
-    found: dict[str, Any] = {}
-    rows = []
+    columns = ["", "ranks", "last loss", "agrees"]
+    rows: list[list[str]] = []
     for num_ranks in (2, 4):
-        names = [n for n, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4]
-        world = world_of(device, num_ranks, threads=1, backend="gloo")
-        with Team(f"{num_ranks} ranks", world, SafeRuns, (sizes.safe,)) as team:
-            losses = {n: [mean(s) for s in zip(*team.ask("losses", n, 4), strict=True)] for n in ("ddp", *names)}
-        verdict = compare_losses(losses, 1e-3)
-        found[f"{num_ranks} ranks"] = verdict
-        rows += [[n, str(num_ranks), f"{v[-1]:.5f}", "NO" if n in verdict.wrong else "yes"] for n, v in losses.items()]
-    tables = [
-        Table(
-            title='(c) debug="streams", ranks sharing the device',
-            columns=["", "ranks", "last loss", "agrees"],
-            rows=rows,
-        )
-    ]
-    with Team("wires", world_of(device, threads=1), Wires) as team:
-        found["streams"] = team.ask("streams")[0]
-    rows = [[n, ", ".join(f["work"])[:90] or "none", str(f["on_lane"])] for n, f in found["streams"].items()]
-    tables.append(
-        Table(title="(c) work of each collective, world size 1", columns=["", "work", "on our stream"], rows=rows)
-    )
-    return found, tables
+        losses, failed = safe_losses(sizes.safe, num_ranks, device, out)
+        wrong = compare_losses(losses, 1e-3).wrong if losses else []
+        out.failures += [f"{n}, {num_ranks} ranks: losses are not those of the others" for n in wrong]
+        out.data[f"{num_ranks} ranks"] = {"losses": losses, "wrong": wrong, "failed": failed}
+        rows += [[n, str(num_ranks), f"{v[-1]:.5f}", "NO" if n in wrong else "yes"] for n, v in losses.items()]
+        rows += [[n, str(num_ranks), f"does not run: {f['failed']}"[:90], "NO"] for n, f in failed.items()]
+        out.keep(Table(title='(c) debug="streams", ranks sharing the device', columns=columns, rows=list(rows)))
+    with Team("wires", out.world(device, threads=1), Wires) as team:
+        out.data["streams"] = found = team.ask("streams")[0]
+    rows = [[n, ", ".join(f["work"])[:90] or "none", str(f["on_lane"])] for n, f in found.items()]
+    columns = ["", "work", "on our stream"]
+    out.keep(Table(title="(c) work of each collective, world size 1", columns=columns, rows=rows))
 
 
-def wires(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
+def safe_losses(
+    preset: Preset, num_ranks: int, device: str, out: Findings
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """The losses under each strategy, the mean over ranks, and what each one that failed said; ranks begin anew after it."""
+    losses, failed = dict[str, list[float]](), dict[str, Any]()
+    with ExitStack() as stack:
+        team = None
+        for name in ("ddp", *(n for n, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4)):
+            try:
+                if team is None:
+                    world = out.world(device, num_ranks, threads=1, backend="gloo")
+                    team = stack.enter_context(Team(f"{num_ranks} ranks", world, SafeRuns, (preset,)))
+                losses[name] = [mean(step) for step in zip(*team.ask("losses", name, 4), strict=True)]
+            except BenchError as error:
+                team, failed[name] = None, out.fail(f"{name}, {num_ranks} ranks", error)
+    return losses, failed
+
+
+def wires(sizes: Sizes, device: str, out: Findings) -> None:
     """(d) Device time of a unit's gather and reduce."""
-    found = {}
-    rows = []
-    with Team("wires", world_of(device, threads=1), Wires) as team:
-        for num_bytes in sizes.unit_bytes:
-            times = found[str(num_bytes)] = team.ask("unit", num_bytes, 5 * sizes.steps)[0]
-            ms = {name: spread(quartiles(values), 1e3, 3) for name, values in times.items()}
-            ratios = [ratio([times[n]], [times[f"flat {n}"]]).median for n in ("gather", "reduce")]
-            cells = [
-                ms["gather"],
-                ms["flat gather"],
-                f"{ratios[0]:.3f}",
-                ms["reduce"],
-                ms["flat reduce"],
-                f"{ratios[1]:.3f}",
-            ]
-            rows.append([f"{num_bytes / 1e6:g} MB", *cells])
     columns = ["unit", "gather ms", "flat ms", "ratio", "exchange ms", "flat ms", "ratio"]
-    return found, [Table(title="(d) a unit in bf16 on one rank, device time", columns=columns, rows=rows)]
+    rows: list[list[str]] = []
+    with Team("wires", out.world(device, threads=1), Wires) as team:
+        for num_bytes in sizes.unit_bytes:
+            times = out.data[str(num_bytes)] = team.ask("unit", num_bytes, 5 * sizes.steps)[0]
+            row = [f"{num_bytes / 1e6:g} MB"]
+            for name in ("gather", "reduce"):
+                mine, flat = times[name], times[f"flat {name}"]
+                row += [spread(quartiles(one), 1e3, 3) for one in (mine, flat)]
+                row.append(f"{ratio([mine], [flat]).median:.3f}")
+            rows.append(row)
+            out.keep(Table(title="(d) a unit in bf16 on one rank, device time", columns=columns, rows=list(rows)))
 
 
-def compiled(sizes: Sizes, device: str) -> tuple[Any, list[Table]]:
-    """(e) Blocks compiled and not."""
-    preset = replace(sizes.one_rank.preset, layers=max(1, sizes.one_rank.preset.layers // 4))
-    case = replace(sizes.one_rank, preset=preset)
-    names = ("plain", OURS, "fsdp2")
-    cases = dict.fromkeys(names, case) | {f"{n} compiled": replace(case, compiled=sizes.compiler) for n in names}
-    found = turns_of(cases, device, sizes)
-    rows = []
-    for name, f in found.items():
-        base = "plain" + name.removeprefix(name.split()[0])
-        step, over = quartiles(flat(f["steps"])), ratio(f["steps"], found[base]["steps"])
-        rows.append([name, spread(step, 1e3, 2), spread(over, 1, 4), f"{f['started_s']:.1f}", f"{f['losses'][-1]:.4f}"])
-    columns = ["", "step ms", "over plain", "start and 3 steps, s", "third loss"]
-    title = f"(e) blocks compiled ({sizes.compiler}) and not, {params_of(preset) / 1e9:.2f} B"
-    return found, [Table(title=title, columns=columns, rows=rows)]
-
-
-PARTS: dict[str, Callable[[Sizes, str], tuple[Any, list[Table]]]] = {
-    "a": one_rank,
+PARTS: dict[str, Callable[[Sizes, str, Findings], None]] = {
+    "a": lambda sizes, device, out: one_rank(sizes.one_rank, device, sizes.rounds, sizes.steps, out),
     "b": simulated,
     "c": safety,
     "d": wires,
-    "e": compiled,
-    "f": lambda sizes, device: planned(sizes.planned, device, sizes.steps),
-    "g": lambda sizes, device: offloaded(sizes.offload, sizes.link_bytes, sizes.steps, world_of(device, threads=16)),
+    "e": lambda sizes, device, out: compiled(sizes.one_rank, sizes.compiler, device, sizes.rounds, sizes.steps, out),
+    "f": lambda sizes, device, out: planned(sizes.planned, device, sizes.steps, out),
+    "g": lambda sizes, device, out: offloaded(sizes.offload, sizes.link_bytes, sizes.steps, device, out),
 }
 
 
@@ -325,9 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, which check this script")
     parser.add_argument(
-        "--parts", default="acdebf", help="letters of the parts to run; g asks for much memory of the host"
+        "--parts", default="abdcef", help="letters of the parts to run; g asks for much memory of the host"
     )
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder; a file of today's is added to")
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"parts {''.join(sorted(unknown))!r} do not exist; take letters of {''.join(PARTS)}")
@@ -336,12 +253,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB if options.device == "cuda" else ROOM_GIB
     machine, today = describe(options.device), datetime.date.today().isoformat()
     name = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {str(options.out)!r}, where nothing can be written: {error.strerror}")
     path = options.out / f"{name}-{today}{'-tiny' if options.tiny else ''}.json"
+    head = {"machine": machine, "date": today, "tiny": options.tiny}
+    before = earlier(path, head)
 
     def write(results: dict[str, Any]) -> None:
-        head = {"machine": machine, "date": today, "tiny": options.tiny}
-        path.write_text(json.dumps({**head, "parts": results}, indent=1) + "\n")
+        new = {letter: part for letter, part in results.items() if "skipped" not in part or letter not in before}
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps({**head, "parts": {**before, **new}}, indent=1) + "\n")
+        beside.replace(path)  # whatever ends the run, the file is whole
 
     start = time.monotonic()
     failed = run(options.parts, tiny_sizes() if options.tiny else full_sizes(memory_gib), options.device, write)
@@ -349,31 +273,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def earlier(path: Path, head: dict[str, Any]) -> dict[str, Any]:
+    """The parts that a run of the same day on the same machine has left in the file."""
+    try:
+        found = json.loads(path.read_text())
+        return dict(found["parts"]) if all(found[key] == value for key, value in head.items()) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def run(letters: str, sizes: Sizes, device: str, write: Callable[[dict[str, Any]], None]) -> list[str]:
-    """One part after the other; `write` gets all results after each. Returns the letters of those that failed."""
+    """One part after the other; `write` gets all results as they come. Returns the letters of those that failed."""
     start, results, failed = time.monotonic(), dict[str, Any](), []
-    sizes = replace(sizes, until=start + 0.75 * ENOUGH_S)
-    for letter in letters:
-        began = time.monotonic()
-        if began - start > ENOUGH_S:
+    limited = device != "cpu"  # there nothing is measured
+    for letter in dict.fromkeys(letters):
+        if limited and time.monotonic() - start > ENOUGH_S:
             results[letter] = {"skipped": f"{ENOUGH_S} s had passed"}
-            print(f"({letter}) left out: {ENOUGH_S} s have passed")
+            print(f"({letter}) left out: {ENOUGH_S} s have passed; take --parts {letter}, which adds to the file")
+            write(results)
             continue
-        try:
-            data, tables = PARTS[letter](sizes, device)
-        except Exception as error:  # whatever it is, the other parts' figures are worth having
-            if not isinstance(error, BenchError):
-                traceback.print_exc()
+        patience_s = PATIENCE_S.get(letter, PATIENCE_S[""])
+        limits = {"until": start + 0.75 * ENOUGH_S, "end": start + LAST_S, "patience_s": patience_s}
+        if not one_part(letter, sizes, device, results, write, limits if limited else {}):
             failed.append(letter)
-            results[letter] = {"failed": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
-            print(f"({letter}) failed: {error}", flush=True)
-        else:
-            seconds = time.monotonic() - began
-            results[letter] = {"seconds": seconds, "data": plain_data(data), "tables": plain_data(tables)}
-            print("\n\n".join(map(as_text, tables)), end="\n\n", flush=True)
-        write(results)
-    write(results)
     return failed
+
+
+def one_part(
+    letter: str,
+    sizes: Sizes,
+    device: str,
+    results: dict[str, Any],
+    write: Callable[[dict[str, Any]], None],
+    limits: dict[str, float],
+) -> bool:
+    """Run and print one part, `results` of which are written as they come. Whether all of it ran."""
+    began = time.monotonic()
+
+    def keep() -> None:
+        results[letter] = out.plain(seconds=time.monotonic() - began)
+        write(results)
+
+    out = Findings(keep, **limits)
+    try:
+        PARTS[letter](sizes, device, out)
+    except Exception as error:  # whatever it is, the other parts' figures are worth having
+        if not isinstance(error, BenchError):
+            traceback.print_exc()
+        out.fail("the part", error)
+    keep()
+    print("\n\n".join(map(as_text, out.tables)), end="\n\n", flush=True)
+    if out.failures:
+        print(f"({letter}) failed: {'; '.join(out.failures)}", flush=True)
+    return not out.failures
 
 
 if __name__ == "__main__":  # rank processes import this module again under another name

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_found import Findings
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ import accordion as acc
 from accordion.bench.contenders import mesh_of
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.page import Table, spread
-from accordion.bench.ranks import Seat, Team, World
+from accordion.bench.ranks import BenchError, Seat, Team
 from accordion.bench.stats import Spread, quartiles
 from accordion.memory.arena import Arena
 from accordion.memory.stated import Stated, stated
@@ -172,21 +173,25 @@ class Links:
 
 
 def offloaded(
-    cases: Mapping[str, tuple[OffloadCase, tuple[str, ...]]], link_bytes: int, steps: int, world: World
-) -> tuple[Any, list[Table]]:
-    """(g) States on the host, one kind at a time on the device and in the host's memory."""
-    with Team("link", world, Links) as team:
-        found: dict[str, Any] = {"link": team.ask("measure", link_bytes)[0]}
-    slower = min(found["link"].values())
-    rows = []
-    for shape, (case, kinds) in cases.items():
-        for kind in kinds:
-            planned = {} if kind == PEER else {"planned": planned_peak(kind, case, world.device_type)}
-            with Team(kind, world, OffloadTrainer, (kind, case)) as team:
+    cases: Mapping[str, tuple[OffloadCase, tuple[str, ...]]], link_bytes: int, steps: int, device: str, out: Findings
+) -> None:
+    """(g) States on the host, one kind at a time on the device and in the host's memory; the peer, which takes most, last."""
+    with Team("link", out.world(device, threads=16), Links) as team:
+        out.data["link"] = team.ask("measure", link_bytes)[0]
+    todo = [(shape, case, kind) for shape, (case, kinds) in cases.items() for kind in kinds]
+    for shape, case, kind in sorted(todo, key=lambda one: one[2] == PEER):
+        try:
+            planned = {} if kind == PEER else {"planned": planned_peak(kind, case, device)}
+            with Team(kind, out.world(device, threads=16), OffloadTrainer, (kind, case)) as team:
                 times = team.ask("turn", 1, steps)[0]
                 held = team.ask("bytes")[0] | planned
-            found[f"{shape} {kind}"] = {"times": times, "bytes": held}
-        rows += [_row(shape, kind, found, slower) for kind in kinds]
+            out.data[f"{shape} {kind}"] = {"times": times, "bytes": held}
+        except BenchError as error:
+            out.data[f"{shape} {kind}"] = out.fail(f"{shape} {kind}", error)
+        out.keep(_table([(shape, kind) for shape, _, kind in todo if f"{shape} {kind}" in out.data], out.data))
+
+
+def _table(ran: Sequence[tuple[str, str]], found: Mapping[str, Any]) -> Table:
     columns = [
         "shape",
         "",
@@ -199,15 +204,20 @@ def offloaded(
         "said, device GiB",
         "said, host GiB",
     ]
+    slower = min(found["link"].values())
     title = f"(g) bf16 over float32 masters, states on the host; the link's slower way {slower / 1e9:.1f} GB/s"
-    return found, [Table(title=title, columns=columns, rows=rows)]
+    return Table(title=title, columns=columns, rows=[_row(shape, kind, found, slower) for shape, kind in ran])
 
 
 def _row(shape: str, kind: str, found: Mapping[str, Any], link: float) -> list[str]:
     """`link`: bytes a second of its slower way."""
+    if "failed" in found[f"{shape} {kind}"]:
+        return [shape, kind, f"does not run: {found[f'{shape} {kind}']['failed']}"[:90], *[""] * 7]
     times, held = found[f"{shape} {kind}"]["times"], found[f"{shape} {kind}"]["bytes"]
     step, last, peer = _step_s(times), times[-1]["optimizer"], found.get(f"{shape} {PEER}")
-    over = "" if kind == PEER or peer is None else f"{step.median / _step_s(peer['times']).median:.2f}"
+    over = (
+        "" if kind == PEER or peer is None or "failed" in peer else f"{step.median / _step_s(peer['times']).median:.2f}"
+    )
     rate = "" if not held.get("copied") else f"{held['copied'] / 2 / last / link:.2f}"
     sizes_gib = [
         f"{held[key] / GIB:.2f}" if key in held else "" for key in ("peak", "planned", "said_device", "said_host")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from gpu_found import Findings
 from gpu_programs import BF16, Case, shape_trainer
 from torch import nn
 
@@ -14,7 +15,7 @@ import accordion as acc
 from accordion.bench.contenders import OURS
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.page import Table
-from accordion.bench.ranks import Team, World
+from accordion.bench.ranks import BenchError, Team
 from accordion.bench.stats import quartiles
 from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster, Gpu
 from accordion.plan.predict import Memory, memory_of, step_of
@@ -50,28 +51,32 @@ def card_of(device: str) -> Gpu:
     return Gpu(**measured(device, 1, None if device == "cuda" else TINY)["card"])
 
 
-def planned(cases: Sequence[Case], device: str, steps: int) -> tuple[Any, list[Table]]:
+def planned(cases: Sequence[Case], device: str, steps: int, out: Findings) -> None:
     """Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others."""
     run = Run(ranks=1, node=1, sharding={"precision": acc.Precision(params=BF16)}, device=device)  # type: ignore[arg-type]
-    cluster, rows = Cluster(gpu=card_of(device), node=1), []
+    cluster, rows = Cluster(gpu=card_of(device), node=1), list[list[str]]()
+    columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
+    title = f"(f) planned and measured, one rank, {cluster.gpu.name} ({cluster.gpu.source})"
     found: list[dict[str, Any]] = []
-    world = World(num_ranks=1, device_type=device, threads=1 if device == "cpu" else 8)
+    out.data |= {"card": cluster.gpu.name, "sizes": found}
     for case in cases:
         log = trace(subject_of(case), run)
         memory, times = memory_of(log), {name: step_of(log, run, cluster, name).seconds for name in REACHED}
-        with Team(OURS, world, shape_trainer, (OURS, case)) as team:
-            team.ask("losses", 3)
-            turns = team.ask("turn", 2, steps)[0]
-            seen = team.ask("memory")[0]
+        try:
+            with Team(OURS, out.world(device), shape_trainer, (OURS, case)) as team:
+                team.ask("losses", 3)
+                turns = team.ask("turn", 2, steps)[0]
+                seen = team.ask("memory")[0]
+        except BenchError as error:
+            out.fail(f"{case.preset.layers} layers", error)
+            continue
         seconds = quartiles([t["step"] for t in turns]).median
         scale = found[0]["seconds"] / found[0]["planned_s"]["middle"] if found else 0.0
         one = {"memory": seen, "seconds": seconds, "planned_s": times, "calibrated_s": scale * times["middle"]}
         one |= {"planned_allocated": memory.peak.num_bytes, "planned_reserved": dict(memory.reserved_bytes)}
         found.append(one)
         rows.append(_row(case, memory, one))
-    columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
-    title = f"(f) planned and measured, one rank, {cluster.gpu.name} ({cluster.gpu.source})"
-    return {"card": cluster.gpu.name, "sizes": found}, [Table(title=title, columns=columns, rows=rows)]
+        out.keep(Table(title=title, columns=columns, rows=list(rows)))
 
 
 def _row(case: Case, memory: Memory, one: dict[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from accordion.engine.watch import Watch
 from accordion.train.config import Preset
 
 BF16 = torch.bfloat16
+AHEAD = 4  # milliseconds that the device sleeps while the host launches what is timed there, so that no launch is
 
 
 # -- training a large shape
@@ -75,23 +76,47 @@ class WideAdam(torch.optim.Optimizer):
                 p.add_(change.to(p.dtype), alpha=-group["lr"])
 
 
+class MasterLoop(Loop):
+    """Plain training of a bf16 model with masters in float32, by hand: the least that masters cost anyone.
+
+    Autocast would keep activations in float32, which none of the others does.
+    """
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self._params = list(model.parameters())
+        self._masters = [nn.Parameter(p.detach().float()) for p in self._params]
+        super().__init__(model, torch.optim.AdamW(self._masters, lr=1e-5, fused=True), False, device)
+
+    def step(self) -> None:
+        grads = [torch.empty_like(p) for p in self._masters]
+        _torch.foreach_copy_(grads, [p.grad for p in self._params])
+        for master, p, grad in zip(self._masters, self._params, grads, strict=True):
+            master.grad, p.grad = grad, None
+        super().step()
+        with torch.no_grad():
+            _torch.foreach_copy_(self._params, self._masters)
+
+
 def shape_trainer(seat: Seat, contender: str, case: Case) -> Trainer:
     """A trainer of `case` under plain, fsdp2 or accordion."""
 
     def build() -> Loop:
         torch.manual_seed(0)
-        dtype = torch.float32 if case.masters else BF16
+        by_hand = case.masters and contender == "plain"
+        dtype = torch.float32 if case.masters and not by_hand else BF16
         with torch.device("meta" if case.meta else seat.device):
             model = Llama(case.preset, recompute=case.recompute).to(dtype)
         wrapped = _wrapped(contender, model, seat, case)
         if case.compiled:
             for block in model.blocks:
                 block.compile(backend=case.compiled)
+        if by_hand:
+            return MasterLoop(wrapped, seat.device.type)
         params = list(wrapped.parameters())
         optimizer = WideAdam(params) if case.wide else torch.optim.AdamW(params, lr=1e-5, fused=True)
         if contender == OURS:
             optimizer = acc.wrap_optimizer(optimizer, elementwise=True)
-        return Loop(wrapped, optimizer, case.masters and contender == "plain", seat.device.type)
+        return Loop(wrapped, optimizer, False, seat.device.type)
 
     return Trainer(seat, build, (case.batch, case.seq), case.preset.vocab, bf16=True)
 
@@ -218,6 +243,8 @@ class Wires:
             way()
             return time.perf_counter() - start
         begin, end = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
+        for _ in range(AHEAD):
+            _torch.sleep_on_device()
         begin.record()
         way()
         end.record()
@@ -242,7 +269,8 @@ def device_work(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, i
     done = [e for e in events if e.get("ph") == "X" and "ts" in e]
     prefix = "accordion::"
     ranges = [e for e in done if str(e.get("name", "")).startswith(prefix) and e.get("cat") == "user_annotation"]
-    launched = {e["args"]["correlation"]: e["ts"] for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    launches = (e for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver"))
+    launched = {e["args"]["correlation"]: e["ts"] for e in launches if "correlation" in e.get("args", {})}
     found: dict[str, list[tuple[str, int]]] = {e["name"].removeprefix(prefix): [] for e in ranges}
     for e in done:
         if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):

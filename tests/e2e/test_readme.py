@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
@@ -10,11 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import Store
 
 from accordion import cli
+from accordion.checkpoint import save
 from accordion.train import launch
 from tests import forked
+from tests.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
@@ -59,10 +63,80 @@ SAID = {"plan": "--json", "checkpoint": "--json", "bench": "--rounds"}
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(tuple(f"accordion {name}" for name in SAID))])
 def test_other_commands_know_their_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They parse; what they do is tested beside what they run."""
+    """They parse."""
     words = shlex.split(command)[1:]
     assert exit_code([*words, "--help"]) == 0
     assert SAID[words[0]] in capsys.readouterr().out
+
+
+# -- what they do, with the words of the README and small sizes behind them
+
+SMALL_RUN = (
+    "--model.preset llama-tiny --data.seq_len 16 --train.micro_batch 1 --train.warmup 0 --launch.device cpu "
+    "--run.dir runs/mine"
+)
+SMALL = {
+    "accordion train": f"{SMALL_RUN} --data.path notes.txt --train.steps 2",
+    "accordion train --print_config": "",
+    "accordion train --data.path notes.txt --train.steps 50": f"{SMALL_RUN} --launch.nproc 1",
+    "accordion plan": "",
+    "accordion checkpoint": "",
+    "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1 --steps 1",
+    "accordion bench host": "--ranks 2 --steps 1",
+    "accordion bench memory": "--model gpt-tiny --device cpu --rounds 1",
+    "accordion bench checkpoint": "--mib 16 --device cpu --rounds 1",
+    "accordion bench offload": "--model gpt-tiny --rounds 1 --steps 1",
+    "accordion bench scale": "--sizes 2,4 --rounds 1 --steps 1",
+}
+SHOWS = {
+    "accordion train": "runs/mine",
+    "accordion train --print_config": "strategy",
+    "accordion plan": "llama3-8b",
+    "accordion plan --explain": "by hand",
+    "accordion checkpoint verify": "is as it was written, every byte",
+    "accordion checkpoint inspect": "model/weight",
+    "accordion bench": "written: ",
+}
+QUICK = (
+    "--print_config",
+    "--shard.strategy",
+    "accordion checkpoint",
+    "accordion bench memory",
+)  # about half a minute in all
+WHOLE = [command for command in COMMANDS if command.startswith("accordion")]
+
+
+def longest(table: dict[str, str], command: str) -> str:
+    """What stands in the table for the longest beginning of `command`."""
+    return table[max((key for key in table if command.startswith(key)), key=len)]
+
+
+@pytest.mark.parametrize("command", sampled(WHOLE, lambda command: any(words in command for words in QUICK)))
+def test_commands_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All that the README says to type after `accordion`, word for word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
+    if "runs/mine/checkpoints" in command:
+        save("runs/mine/checkpoints/step-000100", torch.nn.Linear(4, 4), extra={"step": 100})
+    assert exit_code([*shlex.split(command)[1:], *longest(SMALL, command).split()]) == 0
+    assert longest(SHOWS, command) in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_make_train_trains(tmp_path: Path) -> None:
+    """In the environment that is there: nothing is installed."""
+    (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
+    flags = longest(SMALL, "accordion train").replace("notes.txt", f"{tmp_path}/notes.txt")
+    words = [f"VENV={sys.prefix}", f"ARGS={flags.replace('runs/mine', f'{tmp_path}/mine')}"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(tmp_path)}
+    made = ["make", "train", "-o", f"{sys.prefix}/.installed", *words]
+    done = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600, env=environ)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "pip" not in done.stdout
+    assert f"{tmp_path}/mine" in done.stdout
 
 
 FEWER = [command.replace("--nproc-per-node 8", "--nproc-per-node 2") for command in INLINE]

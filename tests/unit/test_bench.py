@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
-from gpu_programs import device_work
+import gpu_turns
+from gpu_found import Findings
+from gpu_programs import MasterLoop, device_work
 
 import gpu
 
@@ -46,10 +49,34 @@ def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
     one = object.__new__(Trainer)
     one._device, one._allocations = torch.device("cuda"), None
     one._step = lambda: (torch.tensor(1.0), NoTimes())  # type: ignore[assignment,method-assign,return-value]
-    for ask in (lambda: one.losses(2), lambda: one.turn(0, 1), one.wire):
+    for ask in (lambda: one.losses(2), one.wire):
         ask()
         assert done == ["through", "let go"], "the next contender starts while this one lives"
         done.clear()
+
+
+def test_steps_of_a_turn_are_queued_on_the_device_and_host_time_is_of_one_that_is_not(monkeypatch):
+    class Timed:
+        def __init__(self, at: float) -> None:
+            self.at = at
+
+        def times(self) -> dict[str, float]:
+            return {"step": self.at, "host": self.at, "cpu": self.at}
+
+    done: list[str] = []
+
+    def step(batch: str = "") -> tuple[torch.Tensor, Timed]:
+        done.append(f"step {batch}".strip())
+        return torch.tensor(1.0), Timed(float(len(done)))
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: done.append("through"))
+    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: done.append("let go"))
+    one: Any = object.__new__(Trainer)
+    one._device, one._step = torch.device("cuda"), step
+    one._batch = lambda: done.append("copied") or "b"
+    found = one.turn(1, 2)
+    assert done == ["copied"] * 3 + ["step b"] * 3 + ["through", "step", "through", "let go"]
+    assert found == [{"step": 5.0, "host": 8.0, "cpu": 8.0}, {"step": 6.0, "host": 8.0, "cpu": 8.0}]
 
 
 def test_spreads_and_ratios():
@@ -254,35 +281,154 @@ def test_the_shapes_of_the_gpu_script_are_those_of_the_textbook():
     with torch.device("meta"):
         built = sum(p.numel() for p in SHAPES["llama-1b"].make().parameters())
     assert gpu.params_of(case.preset) == built
-    assert gpu.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
+    assert gpu_turns.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
 
 
-def test_a_part_of_the_gpu_script_that_fails_leaves_the_others(monkeypatch, capsys):
-    def stops(sizes: gpu.Sizes, device: str) -> Any:
+def test_a_part_of_the_gpu_script_that_fails_leaves_the_others_and_what_it_has(monkeypatch, capsys):
+    table, written = Table(title="t", columns=["", "ms"], rows=[["a", "1.0"]]), list[dict[str, Any]]()
+
+    def stops(sizes: gpu.Sizes, device: str, out: Findings) -> None:
         raise KeyboardInterrupt
 
-    def out_of_memory(sizes: gpu.Sizes, device: str) -> Any:
+    def out_of_memory(sizes: gpu.Sizes, device: str, out: Findings) -> None:
+        out.data["y"] = 2
+        out.keep(table)
+        assert written[-1]["a"]["tables"][0]["title"] == "t", "on disk before anything else may fail"
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    table, written = Table(title="t", columns=["", "ms"], rows=[["a", "1.0"]]), []
-    monkeypatch.setattr(gpu, "PARTS", {"a": out_of_memory, "b": lambda sizes, device: ({"x": 1}, [table]), "c": stops})
+    def runs(sizes: gpu.Sizes, device: str, out: Findings) -> None:
+        out.data["x"] = 1
+
+    monkeypatch.setattr(gpu, "PARTS", {"a": out_of_memory, "b": runs, "c": stops})
     with pytest.raises(KeyboardInterrupt):
         gpu.run("abc", gpu.tiny_sizes(), "cpu", lambda found: written.append(dict(found)))
-    assert written[-1]["a"]["failed"] == "OutOfMemoryError: CUDA out of memory."
+    assert written[-1]["a"]["failed"] == "the part: OutOfMemoryError: CUDA out of memory."
+    assert written[-1]["a"]["data"] == {"y": 2}
     assert written[-1]["b"]["data"] == {"x": 1}
     assert gpu.run("ab", gpu.tiny_sizes(), "cpu", written.append) == ["a"]
     monkeypatch.setattr(gpu, "ENOUGH_S", -1)
-    assert gpu.run("ab", gpu.tiny_sizes(), "cpu", written.append) == []
+    assert gpu.run("b", gpu.tiny_sizes(), "cpu", written.append) == []
+    assert written[-1]["b"]["data"] == {"x": 1}, "no time is up on a CPU, where nothing is measured"
+    assert gpu.run("ab", gpu.tiny_sizes(), "cuda", written.append) == []
     assert written[-1]["b"] == {"skipped": "-1 s had passed"}
     assert "(b) left out" in capsys.readouterr().out
 
 
+def test_a_second_run_of_the_gpu_script_adds_to_the_first(monkeypatch, tmp_path):
+    def ran(found: dict[str, Any]) -> Any:
+        def run(letters: str, sizes: gpu.Sizes, device: str, write: Any) -> list[str]:
+            write(found)
+            return []
+
+        return run
+
+    words = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
+    for found in (
+        {"a": {"data": 1}, "b": {"data": 2}},
+        {"b": {"data": 3}, "a": {"skipped": "no time"}, "c": {"skipped": ""}},
+    ):
+        monkeypatch.setattr(gpu, "run", ran(found))
+        assert gpu.main(words) == 0
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["parts"] == {"a": {"data": 1}, "b": {"data": 3}, "c": {"skipped": ""}}
+    monkeypatch.setattr(gpu, "describe", lambda device: {"device": "cpu", "memory_bytes": 1})
+    assert gpu.main(words) == 0
+    assert list(json.loads(path.read_text())["parts"]) == ["b", "a", "c"], "another machine's figures are not kept"
+    path.write_text('{"machine": ')
+    assert gpu.main(words) == 0
+
+
+class Stage:
+    """Stands for a team of `gpu`, some of which fail: what is in `fails` is (team, method, how often it works before)."""
+
+    def __init__(self, fails: tuple[str, str, int]) -> None:
+        self.fails, self.begun, self.asked = fails, list[str](), list[str]()
+
+    def team(self, name: str, world: Any, make: Any, args: Any = ()) -> Any:
+        self.begun.append(name)
+        return _Team(self, name)
+
+
+class _Team:
+    def __init__(self, stage: Stage, name: str) -> None:
+        self.stage, self.name, self.count = stage, name, 0
+
+    def __enter__(self) -> _Team:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        self.stage.asked.append(f"{self.name} {method}")
+        name, fatal, works = self.stage.fails
+        key = str(args[0]) if method == "losses" and len(args) == 2 else self.name
+        if (key, method) == (name, fatal):
+            self.count += 1
+            if self.count > works:
+                raise BenchError("contender failed on rank 0: OutOfMemoryError: none left")
+        turn = [{"step": 0.1, "host": 0.01}] * 2
+        return {"losses": [[2.0, 1.0]], "memory": [{"allocated": 2**30}], "turn": [turn]}[method]
+
+
+@pytest.mark.parametrize("fails", [("fsdp2", "losses", 0), ("fsdp2", "turn", 1), ("plain", "memory", 0)])
+def test_a_contender_of_the_gpu_script_that_fails_is_told_of_and_the_others_are_measured(monkeypatch, fails):
+    monkeypatch.setattr(gpu_turns, "Team", Stage(fails).team)
+    out = Findings()
+    gpu_turns.one_rank(gpu.tiny_sizes().one_rank, "cpu", 2, 2, out)
+    assert [len(table.rows) for table in out.tables] == [3, 3]
+    for table in out.tables:
+        said = {row[0]: row[1] for row in table.rows}
+        assert "none left" in said.pop(fails[0])
+        assert all("100.00" in step for step in said.values())
+        assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert [text.partition(":")[0] for text in out.failures] == [fails[0]] * 2
+    assert out.plain()["failed"]
+
+
+def test_a_strategy_of_the_gpu_script_that_fails_is_told_of_and_ranks_begin_anew(monkeypatch):
+    stage, out = Stage(("full_shard", "losses", 0)), Findings()
+    monkeypatch.setattr(gpu, "Team", stage.team)
+    losses, failed = gpu.safe_losses(gpu.SMALL, 2, "cpu", out)
+    assert list(failed) == ["full_shard"]
+    assert {"ddp", "shard_grad_op", "no_shard"} <= set(losses)
+    assert stage.begun == ["2 ranks", "2 ranks"]
+    assert out.failures
+
+
 def test_where_time_is_up_the_gpu_script_begins_no_simulated_ranks():
-    sizes = dataclasses.replace(gpu.full_sizes(), until=0.0)
-    found, (table,) = gpu.simulated(sizes, "cpu")
-    assert found == {}
+    out = Findings(until=0.0)
+    gpu.simulated(gpu.full_sizes(), "cpu", out)
+    (table,) = out.tables
+    assert out.data == {}
     assert [row[:3] for row in table.rows][-1] == ["70B", "64", "left out: no time"]
     assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_no_answer_is_waited_for_beyond_the_end():
+    assert Findings(end=time.monotonic() + 50, patience_s=110).world("cuda").patience_s == pytest.approx(50, abs=1)
+    assert Findings(end=time.monotonic() + 500, patience_s=110).world("cuda").patience_s == 110
+    assert Findings(end=0.0, patience_s=110).world("cuda").patience_s == 1.0
+
+
+def test_plain_training_with_masters_by_hand_is_that_of_the_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4).to(torch.bfloat16)
+    before = [p.detach().float() for p in model.parameters()]
+    loop = MasterLoop(model, "cpu")
+    x = torch.randn(8, 4, dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+    masters = [torch.nn.Parameter(p.clone()) for p in before]
+    for master, p in zip(masters, model.parameters(), strict=True):
+        assert p.grad is not None
+        master.grad = p.grad.float()
+    torch.optim.AdamW(masters, lr=1e-5, fused=True).step()
+    loop.step()
+    assert all(torch.equal(a, b) for a, b in zip(loop._masters, masters, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(loop._masters, before, strict=True))
+    for p, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(p, master.to(torch.bfloat16))
+        assert p.grad is None
 
 
 def test_a_smaller_gpu_gets_a_smaller_model():

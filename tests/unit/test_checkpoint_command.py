@@ -113,6 +113,14 @@ def test_no_checkpoint_is_an_error_of_one_line(tmp_path, capsys):
     assert cli.main(["checkpoint", "--help"]) == 0
 
 
+@pytest.mark.parametrize("words", [["verify"], ["prune", "--keep", "1"], ["inspect"]])
+def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys, words):
+    assert cli.main(["checkpoint", words[0], str(tmp_path / "nowhere"), *words[1:]]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "there is no such folder" in said.err
+
+
 def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
     model, optimizer = stepped(1)
     weights, state = get_state_dict(model, optimizer)

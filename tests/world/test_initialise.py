@@ -33,6 +33,20 @@ LAYOUTS = {
 Init = Callable[[nn.Module], object]
 
 
+def layout_of_kernels() -> torch.memory_format:
+    """torch 2.11 draws a channels_last tensor in the order of its memory; later ones, as `initialise` does, by index."""
+    drawn = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        state = torch.Generator().manual_seed(0)
+        drawn.append(
+            nn.init.kaiming_uniform_(torch.empty(5, 3, 3, 3, device="cpu").to(memory_format=layout), generator=state)
+        )
+    return torch.channels_last if torch.equal(*drawn) else torch.contiguous_format
+
+
+KERNELS = layout_of_kernels()
+
+
 class Layered(nn.Module):
     """What torch's own modules have: buffers, attention whose init is private, a recurrent network, a shared module."""
 
@@ -42,7 +56,7 @@ class Layered(nn.Module):
         self.norm = nn.BatchNorm1d(7)
         self.block = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
         self.rnn = nn.GRU(8, 6)
-        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=KERNELS)
         self.again = self.block.linear1
 
 

@@ -66,10 +66,14 @@ class Trainer:
     def _metered(self) -> Any:
         return self._allocations or nullcontext()
 
-    def _step(self) -> tuple[torch.Tensor, Clock]:
-        batch = batch_of(self._num_steps, self._seat.rank, self._shape, self._vocab)
-        tokens, targets = (t.to(self._device) for t in batch)
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets of the next step; waits for the device, which copies them."""
+        tokens, targets = batch_of(self._num_steps, self._seat.rank, self._shape, self._vocab)
         self._num_steps += 1
+        return tokens.to(self._device), targets.to(self._device)
+
+    def _step(self, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, Clock]:
+        tokens, targets = batch or self._batch()
         clock = Clock(self._device)
         clock.mark()
         loss = self._loop.forward(tokens, targets)
@@ -88,10 +92,19 @@ class Trainer:
         return found
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """`warm` steps that are not counted, then the times of `count` steps."""
-        clocks = [self._step()[1] for _ in range(warm + count)][warm:]
+        """`warm` steps that are not counted, then the times of `count` steps.
+
+        An accelerator is not waited for between them, as in a job that runs; host times are those of one more step, which it is.
+        """
+        batches = [self._batch() for _ in range(warm + count)]
+        clocks = [self._step(batch)[1] for batch in batches][warm:]
+        if self._device.type == "cpu":
+            return [clock.times() for clock in clocks]
+        self._synchronise()
+        last = self._step()[1]
         self._let_go()
-        return [clock.times() for clock in clocks]
+        host = {key: last.times()[key] for key in ("host", "cpu")}
+        return [clock.times() | host for clock in clocks]
 
     def memory(self) -> dict[str, int]:
         """Bytes between steps, and the peaks in a step, of tensors and of what the process takes for them.

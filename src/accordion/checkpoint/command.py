@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accordion.checkpoint.convert import FORMATS, convert, export
+from accordion.checkpoint.folders import Folder, checkpoint_at, folder_at
 from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.look import diff, inspect, verify
 from accordion.checkpoint.prune import prune
@@ -94,7 +95,16 @@ def _inspect(options: argparse.Namespace) -> Found:
     return Found(words=found, lines=[*lines, *(f"  {a} is {b}" for a, b in found["aliases"].items())])
 
 
+def _there(folder: Folder, what: str) -> None:
+    """Raises `CheckpointError` where there is no such folder: a name mistyped, and nothing that was found out."""
+    try:
+        folder.sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder} is {what}: there is no such folder.") from None
+
+
 def _verify(options: argparse.Namespace) -> Found:
+    _there(checkpoint_at(options.path), "no checkpoint")
     faults = verify(options.path)
     lines = faults or [f"{options.path} is as it was written, every byte"]
     return Found(
@@ -140,6 +150,8 @@ def _convert(options: argparse.Namespace) -> Found:
 
 def _prune(options: argparse.Namespace) -> Found:
     gone = prune(options.folder, options.keep, dry=options.dry_run)
+    if not gone:
+        _there(folder_at(options.folder), "no folder of checkpoints")
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
     return Found(words={"removed": gone, "dry_run": options.dry_run}, lines=lines)

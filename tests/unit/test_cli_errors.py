@@ -1,0 +1,50 @@
+"""Every subcommand tells what is wrong with its input in one line on stderr, which begins with the program's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from accordion import cli
+from accordion.bench.command import JOBS as BENCHES
+from accordion.checkpoint.command import JOBS as LOOKS
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+NOWHERE = "nowhere/at/all"
+MORE = {"diff": [NOWHERE], "export": ["written"], "convert": ["written"], "prune": ["--keep", "1"]}
+MODELS = ("", "optimizer", "memory", "offload")  # subcommands of bench that take one
+INPUTS = [
+    ["nonsense"],
+    ["--nonsense"],
+    ["train", "--nonsense", "1"],
+    ["train", "extra"],
+    ["train", "--data.path", NOWHERE],
+    ["train", "--config", NOWHERE],
+    ["train", "--model.path", NOWHERE],
+    ["train", "--train.steps", "many"],
+    ["train", "--deepspeed", NOWHERE],
+    ["plan", "--nonsense"],
+    ["plan", "extra"],
+    ["plan", "--model", NOWHERE],
+    ["plan", "--gpus", "many"],
+    ["plan", "--gpu", "nothing"],
+    ["checkpoint", "nonsense"],
+    *(["checkpoint", name, NOWHERE, *MORE.get(name, [])] for name in LOOKS),
+    *(["checkpoint", name, NOWHERE, *MORE.get(name, []), "--nonsense"] for name in LOOKS),
+    *(["checkpoint", name] for name in LOOKS),
+    ["bench", "nonsense"],
+    *(["bench", *name.split(), "--nonsense"] for name in BENCHES),
+    *(["bench", *name.split(), "--dir", "/dev/null/x"] for name in BENCHES),
+    *(["bench", *name.split(), "--rounds", "many"] for name in BENCHES),
+    *(["bench", name, "extra"] for name in BENCHES if name),
+    *(["bench", *name.split(), "--model", NOWHERE] for name in MODELS),
+]
+
+
+@pytest.mark.parametrize("words", INPUTS, ids=" ".join)
+def test_bad_input_is_told_in_one_line(words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) in (1, cli.BAD_INPUT)
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("accordion: ")
+    assert said.err.count("\n") == 1
