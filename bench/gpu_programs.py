@@ -83,13 +83,13 @@ class MasterLoop(Loop):
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
-        self._params = list(model.parameters())
-        self._masters = [nn.Parameter(p.detach().float()) for p in self._params]
+        self._params: list[Tensor] = list(model.parameters())
+        self._masters: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._params]
         super().__init__(model, torch.optim.AdamW(self._masters, lr=1e-5, fused=True), False, device)
 
     def step(self) -> None:
         grads = [torch.empty_like(p) for p in self._masters]
-        _torch.foreach_copy_(grads, [p.grad for p in self._params])
+        _torch.foreach_copy_(grads, [p.grad for p in self._params if p.grad is not None])
         for master, p, grad in zip(self._masters, self._params, grads, strict=True):
             master.grad, p.grad = grad, None
         super().step()

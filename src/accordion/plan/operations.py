@@ -1,4 +1,4 @@
-"""How many operations of floating point an operator takes: torch's counts, and those of matrix products that torch counts as none."""
+"""How many floating point operations an operator takes: torch's counts, and matrix products that torch counts as none."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 def _grouped(left: Any, right: Any) -> float:
     """Of experts: where one side is 2-D its rows, or columns, are dealt out to the groups of the other, and so each is used once.
 
-    (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n) summed by group, (groups, m, k) x (groups, k, n).
+    (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n), (groups, m, k) x (groups, k, n).
     """
     if left.dim() == 3 and right.dim() == 2:
-        return 2.0 * right.numel() * left.shape[-2]
-    return 2.0 * left.numel() * right.shape[-1]
+        return float(2 * right.numel() * left.shape[-2])
+    return float(2 * left.numel() * right.shape[-1])
