@@ -23,7 +23,6 @@ from accordion.memory.arena import ALIGN_BYTES, page_aligned
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 NEVER_NAMED: int = getattr(os, "O_TMPFILE", 0)
 PREFIX = ".accordion-swap-"
-_libc = ctypes.CDLL(None)
 
 
 class SwapFile:
@@ -89,9 +88,10 @@ class SwapFile:
         Versions of tensors do not tell: foreach operators on DTensors count nowhere. But what was written past the cache and
         not looked at since is not in the cache.
         """
+        ask = ctypes.CDLL(None).mincore
         present = (ctypes.c_ubyte * (num_bytes // ALIGN_BYTES))()
         address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
-        if _libc.mincore(address, ctypes.c_size_t(num_bytes), present) or any(page & 1 for page in present):
+        if ask(address, ctypes.c_size_t(num_bytes), present) or any(page & 1 for page in present):
             self._map.flush(offset, num_bytes)
             with self._lock:
                 self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
