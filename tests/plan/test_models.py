@@ -12,9 +12,11 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion import cli
 from accordion.plan.change import _attempts
+from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.models import PRESETS, Shape
 from accordion.plan.space import Space
 
+FOUR = Cluster(gpu=GPUS["h100"], node=4)
 PUBLISHED = {  # parameters, by the makers' model cards and indices of weights
     "llama3-405b": 405_853_388_800,
     "llama3-70b": 70_553_706_496,
@@ -39,24 +41,27 @@ def test_presets_are_as_large_as_their_makers_say():
 
 def test_changes_grow_from_what_costs_least():
     space = Space(strategies=["no_shard"], checkpointing=["none"], micro_batches=[8], offloads=["none"], gpus=[4])
-    flags = [text for text, _ in _attempts(space)]
+    flags = [text for text, _, _ in _attempts(space, FOUR)]
     first = "--micro-batch 1"
     second = f"{first} --checkpoint-activations full"
     third = f"{second} --strategy full_shard"
     tiers = [f"{third} --offload {tier}" for tier in ("optimizer", "all", "disk")]
     assert flags[:7] == [first, second, third, *tiers, f"{third} --gpus 8"]
-    assert flags[-1] == f"{third} --gpus 512"
+    assert flags[-1] == f"{third} --gpus 512 --nodes 64"
 
 
 def test_changes_are_such_that_the_command_takes_them():
     """FSDP2 is planned without offload; replicas go with the hybrid; what was fixed and is not named stays."""
     space = Space(strategies=["full_shard"], checkpointing=["full"], micro_batches=[1], offloads=["none"], gpus=[4])
-    attempts = list(_attempts(replace(space, engine="fsdp2", global_batch=8)))
-    assert [text for text, _ in attempts[:2]] == ["--gpus 8 --global-batch 16", "--gpus 16 --global-batch 32"]
+    attempts = list(_attempts(replace(space, engine="fsdp2", global_batch=8), FOUR))
+    assert [(text, on.node) for text, _, on in attempts[:2]] == [
+        ("--gpus 8 --global-batch 16", 8),
+        ("--gpus 16 --nodes 2 --global-batch 32", 8),
+    ]
     hybrid = replace(space, strategies=["hybrid_shard"], replicas=2)
-    assert next(_attempts(hybrid))[0] == "--strategy full_shard without --replicas"
-    attempts = list(_attempts(replace(space, offloads=["all"])))
-    assert [(text, list(tried.offloads)) for text, tried in attempts[:2]] == [
+    assert next(_attempts(hybrid, FOUR))[0] == "--strategy full_shard without --replicas"
+    attempts = list(_attempts(replace(space, offloads=["all"]), FOUR))
+    assert [(text, list(tried.offloads)) for text, tried, _ in attempts[:2]] == [
         ("--offload disk", ["disk"]),
         ("--gpus 8", ["all"]),
     ]

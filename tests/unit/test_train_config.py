@@ -67,7 +67,7 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
 MISTAKES = [
     (["--shard.offload_optimizer", "hots"], "did you mean 'host'?"),
     (["--shard.offload_step", "host"], "pass optimizer='host' too"),
-    (["--shard.offload_host_gib", "1"], "beside something on 'host' or 'disk:/path'"),
+    (["--shard.offload_host_gib", "1"], "beside parameters, gradients or states on 'host' or 'disk:/path'"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),
     (["--train.steps", "many"], "a whole number"),
