@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import accordion as acc
 from accordion import cli
 from accordion.plan.change import _attempts
 from accordion.plan.hardware import GPUS, Cluster
-from accordion.plan.models import PRESETS, Shape
+from accordion.plan.models import PRESETS, Built, Shape
 from accordion.plan.space import Space
 
 FOUR = Cluster(gpu=GPUS["h100"], node=4)
@@ -37,6 +39,16 @@ def elements(s: Shape) -> int:
 
 def test_presets_are_as_large_as_their_makers_say():
     assert {name: elements(shape) for name, shape in PRESETS.items()} == PUBLISHED
+
+
+def test_a_model_that_is_there_is_taken_once_and_not_told_to_another_process():
+    first, make = nn.Linear(2, 2), partial(nn.Linear, 2, 2)
+    built = Built(first, make)
+    there = pickle.loads(pickle.dumps(built))
+    assert built() is first
+    assert built() is not first
+    assert isinstance(there(), nn.Linear)
+    assert first.weight.numel() == 4
 
 
 def test_changes_grow_from_what_costs_least():

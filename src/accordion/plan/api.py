@@ -19,7 +19,7 @@ from accordion.plan.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.events import Log
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
 from accordion.plan.language import language_model
-from accordion.plan.models import configuration, language_subject, unit_rules
+from accordion.plan.models import Built, configuration, language_subject, unit_rules
 from accordion.plan.offload import offloaded
 from accordion.plan.result import Plan
 from accordion.plan.rig import OPTIMIZERS, Subject
@@ -123,10 +123,9 @@ def plan(
         tokens=task.tokens,
         sharding=sharding,
     )
-    measured = ""
+    num_params, measured = sum(p.numel() for p in task.model.parameters()), ""
     if measured_step_s is not None or measured_at:
         cluster, measured = _calibrated(cluster, task, space, measured_step_s, measured_at)
-    num_params = sum(p.numel() for p in task.model.parameters())
     found = search(task.subject_for, space, cluster, num_params, say, processes, fewest=True)
     made = Plan(
         model=task.name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
@@ -136,7 +135,9 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained. `model`: on the meta device. `subject_for`: its training with a micro-batch. `tokens`: of one sample."""
+    """What is trained. `model`: on the meta device, until the first trace, which may cut it. `subject_for`: its training with a
+    micro-batch. `tokens`: of one sample.
+    """
 
     name: str
     model: nn.Module
@@ -148,10 +149,12 @@ class Task:
 def _named(model: str, seq: int, micro_batch: int | None) -> Task:
     """A language model by preset, folder or file. Raises `UsageError`."""
     config, where = configuration(model, seq), f"model {model!r}"
+    made = language_model(config, where)
+    built = Built(made, partial(language_model, config, where))  # 80 blocks take a third of a second
     return Task(
         name=model,
-        model=language_model(config, where),
-        subject_for=partial(language_subject, config, where, seq=seq),
+        model=made,
+        subject_for=partial(language_subject, config, where, seq=seq, make=built),
         micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
         tokens=seq,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -101,11 +101,27 @@ def _llama(shape: Shape, seq: int) -> Any:
     )
 
 
-def language_subject(config: Any, where: str, micro_batch: int, seq: int) -> Subject:
+class Built:
+    """Gives a model that is there already, once, since who has it may cut it; then makes others, in another process at once."""
+
+    def __init__(self, model: nn.Module | None, make: Callable[[], nn.Module]) -> None:
+        self._model, self._make = model, make
+
+    def __call__(self) -> nn.Module:
+        model, self._model = self._model, None
+        return self._make() if model is None else model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Built, (None, self._make)
+
+
+def language_subject(
+    config: Any, where: str, micro_batch: int, seq: int, make: Callable[[], nn.Module] | None = None
+) -> Subject:
     """Training on text as `accordion train` does it: logits in float32 in the loss, no cache of keys."""
     vocab = int(config.get_text_config().vocab_size)
     return Subject(
-        make=partial(language_model, config, where),
+        make=make or partial(language_model, config, where),
         batch=partial(_tokens, micro_batch, seq, vocab),
         loss=partial(_token_loss, where),
     )
