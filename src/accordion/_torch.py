@@ -497,6 +497,13 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return given + list(kwargs.items())
 
 
+def hooks_before_any_step() -> list[Any]:
+    """What torch calls before the step of every optimizer; `register_optimizer_step_pre_hook` is public, the list is not."""
+    from torch.optim import optimizer
+
+    return list(optimizer._global_optimizer_pre_hooks.values())
+
+
 def mutated_arguments(func: Any) -> list[str]:
     """Names of the arguments into which an operator writes."""
     return [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

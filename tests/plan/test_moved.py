@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,15 @@ def test_one_rank_is_planned_as_the_engine_holds_it():
     assert made.memory.peak.highest["gathered"] > 0
     lanes = {s.stream for s in made.steps["middle"].lanes}
     assert {"compute", "fetch", "store", "host step", "host", "disk"} <= lanes
+
+
+@pytest.mark.parametrize("step", ["host", "device"])
+def test_a_plan_runs_on_one_thread(step, monkeypatch):
+    """Fake tensors bear no second one: a state that a thread filled while this one ran an operator ended a plan now and then."""
+    begun: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
+    offload = acc.Offload(optimizer="host", step=step)
+    log = trace(gpt(), Run(ranks=1, node=1, sharding={"offload": offload}))
+    assert peak_of(log).num_bytes > 0
+    assert not [name for name in begun if name.startswith("accordion")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accordion as acc
 from tests.world import models
@@ -91,3 +93,29 @@ def test_no_bit_differs_in_every_combination_and_what_has_no_meaning_is_refused(
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_no_bit_differs_in_every_combination_on_several_ranks(world, kind, tmp_path):
     world.run(3, in_every_combination, tmp_path, (kind,), timeout_s=600)
+
+
+def collected_in_a_step(mesh) -> None:
+    """A model may be collected at any moment; whenever that is, the step of another optimizer goes on."""
+    model = models.Tiny(width=16, hidden=32, num_blocks=1)
+    acc.shard(model, mesh=mesh, offload=acc.Offload(optimizer="host", step="device"), units={models.Block})
+    gone = [model]
+    del model
+
+    def collect(*_: Any) -> None:
+        gone.clear()
+        gc.collect()
+
+    first, last = (register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None))
+    try:
+        other = torch.nn.Parameter(torch.ones(2))
+        other.grad = torch.ones(2)
+        torch.optim.SGD([other], lr=1.0).step()
+        assert other.tolist() == [0.0, 0.0]
+    finally:
+        first.remove()
+        last.remove()
+
+
+def test_a_model_that_goes_while_an_optimizer_steps_leaves_that_step_alone(world):
+    world.run(1, collected_in_a_step)

@@ -49,7 +49,6 @@ class Tiers:
         self.late = wiring.gather_lane.late
         self._store_lane = Lane(wiring.device, wiring.watch, self.late)
         self._units: dict[int, weakref.ref[Unit]] = {}
-        self._is_guarded = False
         self.in_backward: InBackward | None = None  # where some unit is stepped there
         self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
@@ -112,10 +111,12 @@ class Tiers:
         return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._wiring.device))
 
     def guard(self, before_step: Callable[[Optimizer, Any, Any], None]) -> None:
-        """Have torch call this before the step of any optimizer, as long as the model lives."""
-        if not self._is_guarded:
-            self._is_guarded = True
-            weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        """Have torch call this before the step of any optimizer, once for all models and for good.
+
+        Taken out with its model, whenever that is collected, it would change what some step is walking through.
+        """
+        if before_step not in _torch.hooks_before_any_step():
+            register_optimizer_step_pre_hook(before_step)
 
     def follow(self, unit: Unit) -> None:
         """Know a unit by its index, for what is read ahead."""

@@ -38,7 +38,9 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
         engine.wiring.replicate.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.get("offload") is not None:
-        vars(tiers_of(engine))["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
+        tiers = tiers_of(engine)
+        vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
+        vars(tiers)["pool"] = AtOnce(tracker.paused)
         for group in [group for unit in engine.units for group in unit.groups]:
             if isinstance(group.home, Offloaded):
                 group.home.grads.comes_from_device = run.device == "cuda"
@@ -53,15 +55,17 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
 
 
 class AtOnce:
-    """In place of the thread that steps what rests on the host: the mode that sees memory is one of this thread."""
+    """In place of threads that step, read and write what rests elsewhere: modes that see memory are those of one thread, and fake
+    tensors bear no second one.
+    """
 
     def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
         self._around = around
 
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+    def submit(self, work: Callable[..., Any], *about: Any) -> Future[Any]:
         future: Future[Any] = Future()
         with self._around():
-            future.set_result(work())
+            future.set_result(work(*about))
         return future
 
 
