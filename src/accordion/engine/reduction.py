@@ -197,9 +197,10 @@ class Reduction:
             outs, inputs, at = list[Tensor](), list[Tensor](), 0
             for i, start, stop in piece:
                 inputs.append(self._received[0][at : at + num * (stop - start)])
-                inputs[-1].view(num, -1).copy_(self._direct[i].view(num, -1)[:, start:stop])
                 outs.append(self._direct_out[i][start:stop])
                 at += aligned(inputs[-1].numel(), itemsize)
+            columns_of = [self._direct[i].view(num, -1)[:, start:stop] for i, start, stop in piece]
+            _torch.foreach_copy_([part.view(num, -1) for part in inputs], columns_of)
             is_last = piece is self._plan.casts[-1]
             yield outs + ends[0] * is_last, inputs + ends[1] * is_last
 

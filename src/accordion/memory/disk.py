@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,6 +24,12 @@ from accordion.memory.arena import ALIGN_BYTES, page_aligned
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 NEVER_NAMED: int = getattr(os, "O_TMPFILE", 0)
 PREFIX = ".accordion-swap-"
+
+
+@cache
+def _mincore() -> Any:
+    """The system's: which pages of a mapping are in memory; looked up once, since a step asks for each gradient."""
+    return ctypes.CDLL(None).mincore
 
 
 class SwapFile:
@@ -88,10 +95,10 @@ class SwapFile:
         Versions of tensors do not tell: foreach operators on DTensors count nowhere. But what was written past the cache and
         not looked at since is not in the cache.
         """
-        ask = ctypes.CDLL(None).mincore
-        present = (ctypes.c_ubyte * (num_bytes // ALIGN_BYTES))()
-        address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
-        if ask(address, ctypes.c_size_t(num_bytes), present) or any(page & 1 for page in present):
+        present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8)
+        where = ctypes.c_void_p(self._bytes.data_ptr() + offset)
+        failed = _mincore()(where, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
+        if failed or (present & 1).any():
             self._map.flush(offset, num_bytes)
             with self._lock:
                 self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
