@@ -247,3 +247,12 @@ def test_a_program_that_ends_ends_its_save_first(tmp_path):
     model.a = nn.Parameter(torch.zeros(2**20))
     load(tmp_path / "c", model)
     assert (model.a == 3).all()
+
+
+def test_a_save_that_fails_when_the_program_has_ended_is_told(tmp_path):
+    fails = ENDS.replace("return real(*words)", 'raise OSError(28, "No space left on device")')
+    ended = subprocess.run(
+        [sys.executable, "-c", fails, tmp_path / "c"], check=True, timeout=300, capture_output=True, text=True
+    )
+    assert ended.stderr.count("the checkpoint in the background was not written") == 1
+    assert "No space left" in ended.stderr and "Traceback" not in ended.stderr

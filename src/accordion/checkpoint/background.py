@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -16,6 +18,8 @@ from accordion import _torch
 from accordion.checkpoint.team import Team, agreed, told
 from accordion.checkpoint.writing import HostBuffer, Layout
 from accordion.errors import CheckpointError
+
+log = logging.getLogger("accordion")
 
 T = TypeVar("T")
 PATIENCE_S = 1800.0  # for the slowest rank, as torch's process groups have
@@ -69,6 +73,7 @@ class Saver:
         self._buffer = HostBuffer()
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._ends_with_program = False
 
     def __deepcopy__(self, memo: object) -> Saver:
         return Saver()
@@ -92,16 +97,48 @@ class Saver:
     ) -> Saving:
         """Copy what `plan` lays out, then call `run(agree, host)` in a thread."""
         host = team.agree(lambda: self._buffer.copy(plan))
+        if not self._ends_with_program:
+            self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
         self._saving = saving = Saving(lambda: run(agree, host)).start()
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
             optimizer.register_step_post_hook(self._look)
         return saving
 
+    def end(self) -> None:
+        """Wait for the save that is under way when the program ends, and tell if it failed: nobody else will."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            log.error("%s", error)
+
     def _look(self, *_: object) -> None:
         """Raise what became of a save behind a step: the step is done, so ranks may hear of it at different ones."""
         if self._saving is not None and self._saving.is_done:
             self.wait()
+
+
+def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
+    """Have Python call a method of a living object when the program ends, while thread pools still take work. True: it will.
+
+    Python closes the pools of `concurrent.futures` first, then waits for threads, then runs what `atexit` knows. Libraries of
+    remote storage look up addresses in such pools, so a save that is merely waited for as a thread fails. Python has no public
+    name for that moment; 3.11 to 3.13 (and the newest in 2026) have this one, which `concurrent.futures` itself uses.
+    """
+
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        return False
+    try:
+        register(call)
+    except RuntimeError:  # the program is ending already
+        return False
+    return True
 
 
 def saver_of(model: nn.Module) -> Saver:
