@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
 from accordion.engine.collectives import Link, broadcast, extremes, reduced
@@ -83,10 +84,10 @@ def same_structure(
         also = f", also named {', '.join(o.names[1:])}" if o.names[1:] else ""
         trained = "trained" if o.original.requires_grad else "frozen"
         facts[f"parameter {o.names[0]!r}"] = (
-            f"{_form(o.original, sync)}, {trained}, in unit {chosen[o.owner][0]!r}{also}"
+            f"{form_of(o.original, sync)}, {trained}, in unit {chosen[o.owner][0]!r}{also}"
         )
     if arguments is not None:
-        facts |= {f"buffer {name!r}": _form(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
+        facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
     unlike = differences(facts, wiring.watch, "compares its model and settings")
     if unlike:
         raise DivergenceError(
@@ -94,10 +95,13 @@ def same_structure(
         )
 
 
-def _form(tensor: Tensor, sync: bool) -> str:
-    """With `sync` a rank may have on the meta device what the first one has."""
+def form_of(tensor: object, sync: bool = False) -> str:
+    """Dtype and shape. With `sync` a rank may have on the meta device what the first one has."""
+    if not isinstance(tensor, Tensor):
+        return f"of type {type(tensor).__name__}"
     place = " on meta" if tensor.is_meta and not sync else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{place}"
+    lies = f" as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{lies}{place}"
 
 
 def arguments_of(
@@ -197,7 +201,7 @@ def same_values(model: nn.Module, owned: list[Owned], wiring: Wiring, sync: bool
                 "or pass sync=True to take the first rank's. A buffer that is meant to be each rank's own is one with "
                 "persistent=False: of others the first rank's is saved for all."
             )
-        forms = {f"buffer {name!r}": _form(b, sync=False) for name, b in others.items()}
+        forms = {f"buffer {name!r}": form_of(b, sync=False) for name, b in others.items()}
         sums = checksums({f"buffer {name!r}": b for name, b in others.items()})
         held = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
         apart = differences(held, wiring.watch, "compares its buffers")

@@ -70,10 +70,11 @@ def shard(
 ) -> nn.Module:
     """Shard `model` in place over the ranks of `mesh` and return it; call it on every rank, before making an optimizer.
 
-    `model`: real, equal on all ranks (a checksum tells, of buffers in the state dict too), or on the meta device, then its shards
-    are zeros until they are loaded. `sync=True` takes the first rank's values; others may be on meta. `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default
-    all ranks. `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable
-    (name, module) -> bool, `only_blocks()`; by default the repeated blocks, and embeddings and heads about as large as one.
+    `model`: real, equal on all ranks (a checksum tells, of buffers in the state dict too), or on the meta device, then its
+    shards are zeros until they are loaded. `sync=True` takes the first rank's values; the others may be on meta.
+    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `units`: what is gathered together:
+    module classes or their names, `min_params(n)`, a callable (name, module) -> bool, `only_blocks()`; by default the
+    repeated blocks, and embeddings and heads about as large as one.
     `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
@@ -98,10 +99,17 @@ def shard(
         _check_hooks(owned)
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
+        each = [(name, *own) for (name, _), *own in zip(chosen, precisions, offloads, strict=True)]
+        over = f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}"
         given = arguments_of(
-            mesh=f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}", reduce_op=reduce_op, sync=sync, debug=modes, prefetch=prefetch, checkpointing=checkpointing,
-            units=[(name, *own) for (name, _), own in zip(chosen, zip(precisions, offloads, strict=True), strict=True)],
-        )  # fmt: skip
+            mesh=over,
+            reduce_op=reduce_op,
+            sync=sync,
+            debug=modes,
+            prefetch=prefetch,
+            checkpointing=checkpointing,
+            units=each,
+        )
         same_structure(owned, chosen, strategy, wiring, given)
         value_of = same_values(model, owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]

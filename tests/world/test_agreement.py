@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from accordion.agreement import checksum
 from accordion.config import STRATEGIES
 from tests.world import models
 from tests.world.checks import logged, mesh_of, one_loss
-from tests.world.reference import params_of
+from tests.world.reference import local_of, params_of
 from tests.world.test_divergence import impatient
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -72,7 +74,8 @@ def test_arguments_that_differ_are_named_with_both_values(world):
     assert all(other == first for other in others)
     for name, (_, _, words) in ARGUMENTS.items():
         assert words in first[name], first[name]
-        assert "rank 1 has " in first[name] and "rank 2" not in first[name], first[name]
+        assert "rank 1 has " in first[name], first[name]
+        assert "rank 2" not in first[name], first[name]
 
 
 def wider() -> nn.Module:
@@ -129,7 +132,8 @@ def valued(mesh: Any) -> str:
 def test_values_that_differ_name_the_rank_and_the_parameter(world):
     for text in world.run(3, valued):
         assert "rank 2 has parameter 'blocks.0.up.weight' with checksum " in text, text
-        assert "rank 1" not in text and "and " not in text.partition(";")[0], text
+        assert "rank 1" not in text, text
+        assert "and " not in text.partition(";")[0], text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
@@ -162,14 +166,16 @@ def buffered(mesh: Any, strategy: acc.Strategy) -> None:
         acc.DivergenceError, match=r"rank \d has buffer 'shared' with checksum .*persistent=False"
     ) as caught:
         acc.shard(Counts(shared=rank), mesh=mesh, strategy=strategy)
-    assert "parameter" not in str(caught.value).partition(";")[0] and "'own'" not in str(caught.value)
+    assert "parameter" not in str(caught.value).partition(";")[0]
+    assert "'own'" not in str(caught.value)
     with logged() as messages:
         model = acc.shard(Counts(own=rank), mesh=mesh, strategy=strategy)
     assert [m for m in messages if "buffer 'own' float32 (2,) with checksum" in m][int(rank == 0) :] == []
     assert any("buffer 'own'" in m for m in messages) == (rank == 0)
     assert model.own.tolist() == [rank, rank]
     model = acc.shard(Counts(shared=rank + 1, own=rank + 1), mesh=mesh, strategy=strategy, sync=True)
-    assert model.own.tolist() == [1, 1] and model.shared.tolist() == [1, 1, 1]
+    assert model.own.tolist() == [1, 1]
+    assert model.shared.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
@@ -229,11 +235,11 @@ def test_the_first_rank_loads_and_the_others_are_on_meta(world, strategy):
 def loaded_elsewhere(mesh: Any) -> None:
     model = nn.Linear(8, 8, device="cpu" if mesh.get_rank() else "meta")
     with pytest.raises(
-        acc.DivergenceError, match="2 tensors are on the meta device there .* the first is parameter 'weight'"
+        acc.DivergenceError, match=r"2 tensors are on the meta device there .* the first is parameter 'weight'"
     ):
         acc.shard(model, mesh=mesh, sync=True)
     model = nn.BatchNorm1d(8, affine=False, device="cpu" if mesh.get_rank() else "meta")
-    with pytest.raises(acc.DivergenceError, match="2 tensors|3 tensors"):
+    with pytest.raises(acc.DivergenceError, match=r"2 tensors|3 tensors"):
         acc.shard(nn.Sequential(nn.Linear(2, 2), model), mesh=mesh, sync=True)
     nowhere = acc.shard(nn.Linear(8, 8, device="meta"), mesh=mesh, sync=True)
     assert all(not p.to_local().any() for p in nowhere.parameters())
@@ -241,3 +247,92 @@ def loaded_elsewhere(mesh: Any) -> None:
 
 def test_the_first_rank_has_what_all_shall_take(world):
     world.run(2, loaded_elsewhere)
+
+
+# -- full tensors loaded after `shard`
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(local_of(tensor), before[name]) for name, tensor in model.state_dict().items())
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
+
+
+def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
+    rank = dist.get_rank()
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+    before, right = held(model), models.seeded(9).state_dict()
+    other = {**right, "blocks.1.up.weight": right["blocks.1.up.weight"] + rank}
+    mixed = {**model.state_dict(), "embed.weight": right["embed.weight"]}  # some rows, some full
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (other, right, r"rank 1 has 'blocks.1.up.weight' float32 \(\d+, \d+\) with checksum .* \(rank 0: float32"),
+        ({}, right, "rank 1 has 'embed.weight' not at all .rank 0: float32"),
+        ({**right, "embed.weight": right["embed.weight"].double()}, right, "rank 1 has 'embed.weight' float64"),
+        (mixed, right, r"rank 1 has 'blocks.0\.\S+' float32 .* as \(.* \(rank 0: float32"),
+    ]
+    for mine, others, message in wrong:
+        with pytest.raises(acc.DivergenceError, match="nothing was loaded") as caught:
+            model.load_state_dict(mine if rank == 1 else others, strict=False)
+        assert re.search(message, str(caught.value)), str(caught.value)
+        assert unchanged(model, before)
+    model.load_state_dict(right)
+    assert not unchanged(model, before)
+    one_loss(model).backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard_optim"])
+def test_full_tensors_that_differ_are_refused_before_anything_changes(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_apart, STRATEGIES[strategy])
+
+
+def own_rows_alone(mesh: Any) -> None:
+    """A state dict of rows needs nobody else."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = held(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            local_of(param).zero_()
+    if mesh.get_rank() == 1:
+        model.load_state_dict(kept)
+        assert unchanged(model, before)
+    dist.barrier(mesh.get_group())
+
+
+def test_rows_are_loaded_by_one_rank_alone(world):
+    world.run(2, own_rows_alone)
+
+
+def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
+    model = acc.shard(models.plain(), mesh=mesh)
+    for step in range(num_steps):
+        one_loss(model, step).backward()
+    state = models.plain().state_dict()
+    if mesh.get_rank() and not comes:
+        time.sleep(4.0)
+        return "rank 1 did something else"
+    with impatient(lost_s=2.5), pytest.raises(acc.DivergenceError) as caught:
+        one_loss(model).backward() if mesh.get_rank() else model.load_state_dict(state)
+    return str(caught.value)
+
+
+@pytest.fixture
+def alone(world: Any) -> Any:
+    """The pool, started anew afterwards: ranks have drifted apart."""
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_load_on_the_first_rank_alone_is_named_where_the_others_train(alone, num_steps):
+    for text in alone.run(2, loads_alone, num_steps, True):
+        assert "rank 0 loads full tensors (load_state_dict)" in text, text
+        assert "rank 1 " in text, text
+
+
+def test_a_load_on_the_first_rank_alone_names_who_never_comes(alone):
+    text, _ = alone.run(2, loads_alone, 2, False)
+    assert "this rank loads full tensors (load_state_dict)" in text
+    assert "nothing is heard of rank 1" in text, text
