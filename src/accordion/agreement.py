@@ -11,8 +11,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from accordion import _torch
 from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
 from accordion.engine.collectives import Link, broadcast, extremes, reduced
 from accordion.engine.group import Wiring
@@ -105,20 +107,29 @@ def form_of(tensor: object, sync: bool = False) -> str:
 
 
 def arguments_of(
-    *,
-    mesh: str,
+    mesh: DeviceMesh,
     reduce_op: str,
     sync: bool,
     debug: Collection[str],
     prefetch: Prefetch,
     checkpointing: ActivationCheckpointing,
-    units: Sequence[tuple[str, Precision, Offload]],
 ) -> Facts:
-    """What ranks must agree on of the arguments of `shard`, as text. `units`: name and settings of each, the root's first."""
-    facts = {"mesh": mesh, "reduce_op": repr(reduce_op), "sync": str(sync), "debug": str(sorted(debug))}
-    facts |= {"prefetch.budget_bytes": str(prefetch.budget_bytes), "checkpoint_activations": _asked(checkpointing)}
+    """What ranks must agree on of the arguments of `shard` that hold for the whole model."""
+    return {
+        "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
+        "reduce_op": repr(reduce_op),
+        "sync": str(sync),
+        "debug": str(sorted(debug)),
+        "prefetch.budget_bytes": str(prefetch.budget_bytes),
+        "checkpoint_activations": _asked(checkpointing),
+    }
+
+
+def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
+    """What ranks must agree on of each unit's settings, the root's first; of another unit only what is not the root's."""
+    facts: Facts = {}
     root: Facts = {}
-    for name, precision, offload in units:
+    for name, precision, offload in zip(names, precisions, offloads, strict=True):
         own = _settings(precision, offload)
         facts |= {f"{key} of unit {name!r}" if name else key: v for key, v in own.items() if v != root.get(key)}
         root = root or own
@@ -192,7 +203,7 @@ def same_values(model: nn.Module, owned: list[Owned], wiring: Wiring, sync: bool
     if links:
         kept = dict(buffers_of(model))
         others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
-        facts = {f"parameter {o.names[0]!r}": o.original for o in owned}
+        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned}
         facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}
         unlike = differences(checksums(facts), wiring.watch, "compares its values")
         if unlike:

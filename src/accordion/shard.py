@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.activations import checkpoint_forward
 from accordion.additions import refuse_additions
-from accordion.agreement import arguments_of, on_every_rank, place_buffers, same_structure, same_values
+from accordion.agreement import arguments_of, on_every_rank, place_buffers, same_structure, same_values, settings_of
 from accordion.config import (
     FULL_SHARD,
     Offload,
@@ -49,7 +49,16 @@ from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, other_units_read, owned_parameters
+from accordion.units import (
+    Owned,
+    UnitChoice,
+    by_unit,
+    check_hooks,
+    choose_units,
+    gathered_dtype,
+    other_units_read,
+    owned_parameters,
+)
 
 log = logging.getLogger("accordion")
 
@@ -96,20 +105,11 @@ def shard(
         wiring = wire(mesh, strategy, scale, late="streams" in modes)
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
-        _check_hooks(owned)
+        check_hooks(owned)
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
-        each = [(name, *own) for (name, _), *own in zip(chosen, precisions, offloads, strict=True)]
-        over = f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}"
-        given = arguments_of(
-            mesh=over,
-            reduce_op=reduce_op,
-            sync=sync,
-            debug=modes,
-            prefetch=prefetch,
-            checkpointing=checkpointing,
-            units=each,
-        )
+        given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing)
+        given |= settings_of([name for name, _ in chosen], precisions, offloads)
         same_structure(owned, chosen, strategy, wiring, given)
         value_of = same_values(model, owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
@@ -129,6 +129,8 @@ def shard(
                     if value is not None:
                         local.copy_(own_rows(value, param.cut, wiring))
                     param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
+                    if value is None:
+                        engine.unfilled.add(id(param.sharded))
             inputs = own.params if own.cast_inputs else None
             outputs = own.output if i == 0 or own is not precision else None
             unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
@@ -187,16 +189,6 @@ def _check(model: nn.Module, reduce_op: str) -> None:
         if not param.dtype.is_floating_point and param.requires_grad:
             raise UsageError(
                 f"parameter {name!r} is {param.dtype} and requires gradients; only floating ones are trained."
-            )
-
-
-def _check_hooks(owned: list[Owned]) -> None:
-    """Two objects over one memory have a gradient each, and so hooks; of the one sharded parameter they would see the sum."""
-    for o in owned:
-        if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
-            raise UsageError(
-                f"{', '.join(o.names)} are parameters over one memory, and one of them has a hook on its gradient, which would "
-                "become a hook on the sum; make them one object before shard(), or register the hook after it."
             )
 
 

@@ -59,6 +59,7 @@ ORDER = [
     "additions",
     "pretrained",
     "initialise",
+    "adapters",
     "checkpoint",
     "state",
     "agreement",
