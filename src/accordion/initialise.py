@@ -225,9 +225,9 @@ def _reset(
     if only is not None and module not in only:
         return
     if is_of_transformers(module):
-        known = {"torch", "transformers", _package_of(module)}
-        if families:
+        if families and not known:  # the outermost initialises those inside
             _init_as_transformers(module)
+        known = {*known, "torch", "transformers", _package_of(module)}
     inside = list(added_by(module)) if is_adapter(module) else ()
     for child in module.children():
         _reset(child, adapters, only, families=families, known=() if child in inside else known)
