@@ -23,12 +23,18 @@ from accordion.checkpoint.team import Team
 from accordion.engine.engine import Engine
 from accordion.engine.group import own_rows
 from accordion.errors import CheckpointError, UsageError
-from accordion.initialise import is_of_transformers, materialised_buffers
+from accordion.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
 from accordion.rows import Rows, as_rows, stored
 from accordion.state import settle, sharded_engine
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PREFIXES = ("model.", "transformer.", "module.")  # of models inside models and of DistributedDataParallel
+PREFIXES = (
+    "model.",
+    "transformer.",
+    "module.",
+    "base_model.model.",
+)  # of models inside models, DistributedDataParallel, PEFT
+INSIDE = (*WRAPPERS, "base_layer.")  # an adapter of PEFT has this beside its own
 # Saved by old versions of transformers, recomputed now.
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -44,7 +50,9 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
     Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
     transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
-    parameters keep what they hold.
+    parameters keep what they hold, and those that `shard` found on the meta device and nothing has filled since are
+    initialised by the modules' own code, as `initialise` does, with random numbers of the first rank's seed. Layers inside
+    PEFT's adapters are found under the names that they had without.
 
     Raises `CheckpointError` on every rank before any weight changes, naming every missing, extra or misshapen tensor.
     """
@@ -55,16 +63,33 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     team = Team.of(model.parameters())
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))
-        found, own = team.agree(lambda: _fitting(model, engine, source, list(ignore), stack))
+        patterns = list(ignore)
+        found, own = team.agree(lambda: _fitting(model, engine, source, patterns, stack))
+        never_filled = set(_unfilled(model, engine, patterns))
+        left_out = never_filled - {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        seed = int(team.shared(str(torch.initial_seed()))[0])
         filled = {id(tensor) for name, tensor in names_of(model).items() if name in found}
         with materialised_buffers(model, engine) as buffers:
-            left = team.agree(lambda: buffers.compute_left(but=filled, params=own))
+            check_adapters(model, left_out)
+            left = team.agree(lambda: buffers.compute_left(but=filled, params=own | left_out, seed=seed))
             if left:
+                kinds = "buffers and parameters" if left_out else "buffers"
                 raise UsageError(
-                    f"{len(left)} buffers of the meta device are not in {source} and no module computes them: {', '.join(left)}; "
-                    "compute them in the `reset_parameters` of their modules, or build these modules off the meta device."
+                    f"{len(left)} {kinds} of the meta device are not in {source} and no module computes them: "
+                    f"{', '.join(left)}; compute them in the `reset_parameters` of their modules, or build these modules off the "
+                    "meta device."
                 )
             team.agree(lambda: _read(model, engine, found))
+            if left_out:
+                follow_loaded(model, left_out)
+
+
+def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> list[int]:
+    """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
+    ignored = {id(tensor) for name, tensor in names_of(model).items() if _matches(name, ignore)}
+    params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
+    empty = set(blank(params, engine.wiring))
+    return [id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored]
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -182,7 +207,7 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
             )
-        for wrapper in WRAPPERS:
+        for wrapper in INSIDE:
             key = key.replace(wrapper, "")
         result[key] = tensor
     return result
@@ -244,7 +269,7 @@ def _named(
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
     """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
     names = [key]
-    for wrapper in WRAPPERS:
+    for wrapper in INSIDE:
         key = key.replace(wrapper, "")
     while True:
         names.append(key)

@@ -59,6 +59,7 @@ class Engine:
         self.after_backward: Callable[[], None] | None = None
         self.after_unit: Callable[[Unit], None] | None = None  # its gradients come; those of the one before are there
         self.sync = True
+        self.unfilled: set[int] = set()  # ids of the sharded parameters that `shard` found on the meta device
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
         self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
