@@ -205,3 +205,44 @@ def test_the_size_of_the_engine_is_printed() -> None:
     print(f"engine/ and shard.py: {sum(counted.values())} lines", counted)
     assert max(counted.values()) <= 400, counted
     assert sum(counted.values()) <= 4550, "growth needs a reason in docs/design.md"
+
+
+FACTORIES = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+}
+TAKES_ANY_DEVICE = (
+    "bench",
+    "plan",
+    "planner",
+    "compat",
+)  # models of their own, and traces: there the caller's device is meant
+
+
+def test_memory_names_its_device():
+    """Under `torch.set_default_device` a factory that names none allocates on the accelerator, also where the host is meant."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.relative_to(SOURCE).parts[0] in TAKES_ANY_DEVICE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "torch"
+                and node.func.attr in FACTORIES
+                and not {"device", None} & {word.arg for word in node.keywords}
+            ):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno} torch.{node.func.attr}")
+    assert not found
