@@ -72,8 +72,8 @@ def scaled(mesh, offload, wrapped):
 @pytest.mark.parametrize("place", ["host", "disk:{}"])
 def test_a_scaler_reads_its_scale_after_it_has_come(world, tmp_path, place):
     offload = acc.Offload(optimizer="host", grads=place.format(tmp_path))
-    (device_grads, *others), *_ = world.run(2, scaled, acc.Offload(), True)
+    on_device = world.run(2, scaled, acc.Offload(), True)[0][0]
     for found in world.run(2, scaled, offload, True):
         for grads in found:
-            for grad, expected in zip(grads, device_grads, strict=True):
+            for grad, expected in zip(grads, on_device, strict=True):
                 assert torch.equal(grad, expected)
