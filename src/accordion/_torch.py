@@ -223,6 +223,26 @@ def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return torch.ops.aten.any.default(args[0])  # type: ignore[no-any-return]
 
 
+def settle_before_unscale() -> None:
+    """Let `torch.amp.GradScaler.unscale_` be right where sharded gradients lie on the host of an accelerator; set once.
+
+    It copies its scale to the host without waiting, into pinned memory, and the kernel of the host reads that at once (2.11 to
+    2.15): gradients times anything. So the host waits for the copy here, after it and before the kernel.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    known = handlers[operator]
+    if getattr(known, "func", None) is not _unscale_settled:
+        handlers[operator] = partial(_unscale_settled, known)
+
+
+def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`args`: DTensors, and where an overflow is told and the scale, both beside the gradients' own rows."""
+    if args[2].device.type == "cpu" and torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+    return unscale(operator, args, kwargs)
+
+
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Hooks of `register_post_accumulate_grad_hook`, for gradients that do not come through autograd's accumulation."""
     return list((param._post_accumulate_grad_hooks or {}).values())
@@ -265,7 +285,8 @@ def _alone() -> list[tuple[int, ...]]:
             return grads
 
     with torch.enable_grad():
-        plain, viewed = Asks.apply(*[torch.ones(1, 1, requires_grad=True) for _ in range(2)])  # type: ignore[no-untyped-call]
+        both = [torch.ones(1, 1, requires_grad=True, device="cpu") for _ in range(2)]
+        plain, viewed = Asks.apply(*both)  # type: ignore[no-untyped-call]
         (plain * 2 + viewed.t() * 2).backward()
     return found
 

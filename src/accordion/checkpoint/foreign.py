@@ -99,7 +99,11 @@ def _mapped(folder: Path, name: str) -> Iterator[tuple[str, Tensor]]:
             stored, num_bytes = list(stored_in(read_head(reader))), reader.num_bytes
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / name} is no safetensors file: {type(error).__name__}: {error}.") from error
-    data = torch.from_numpy(np.memmap(folder / name, mode="c", dtype=np.uint8)) if num_bytes else torch.empty(0)
+    data = (
+        torch.from_numpy(np.memmap(folder / name, mode="c", dtype=np.uint8))
+        if num_bytes
+        else torch.empty(0, device="cpu")
+    )
     for held in stored:
         if not _lies_in(held, num_bytes):
             raise CheckpointError(

@@ -208,7 +208,7 @@ def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
 def whole(files: Files, name: str) -> Tensor:
     """A tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
     entry = files.manifest.tensors[name]
-    into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
     for read in _reads(name, entry, into):
         files.fill(read)
     return into

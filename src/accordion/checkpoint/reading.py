@@ -180,7 +180,7 @@ class Files:
         row_bytes = max(1, math.prod(row_shape) * dtype.itemsize)
         step = max(1, STAGE_BYTES // row_bytes) * row_bytes
         for a, b in pieces(start, end, step):
-            stage = torch.empty(b - a, dtype=torch.uint8)
+            stage = torch.empty(b - a, dtype=torch.uint8, device="cpu")
             reader.read_into(bytes_of(stage), read.chunk.at + a)
             if not read.box.shape:
                 into.copy_(stage.view(dtype).view(()))
