@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.devices import device
 from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
 from tests.world.checks import PlantedError, batch, units_of
@@ -184,7 +185,7 @@ def deleted(mesh, when: str) -> None:
             "after backward failed",
             "after recomputation failed",
         ):  # unsharded too: autograd's queue holds nodes
-            torch.ones((), requires_grad=True).backward()
+            torch.ones((), requires_grad=True, device=device()).backward()
         if when == "after recomputation failed":  # unsharded too: frames of checkpoint() lie in cycles
             gc.collect()
         left = [r() for r in references if r() is not None]
@@ -267,7 +268,7 @@ def something_new(mesh, how: str) -> None:
     if how == "a module":
         model.blocks[1].new = nn.Linear(4, 4)
     elif how == "a parameter":
-        model.blocks[1].new = nn.Parameter(torch.zeros(4))
+        model.blocks[1].new = nn.Parameter(torch.zeros(4, device=device()))
     elif how == "a list that grows":
         model.blocks.append(models.Block(32, 64))
     elif how == "a frozen one":
@@ -280,7 +281,7 @@ def something_new(mesh, how: str) -> None:
     with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' came into the model after shard\(\)"):
         model(tokens)
     with acc.full_params(model):
-        model.blocks[0](torch.zeros(1, 2, 32))  # full parameters in the registry are no additions
+        model.blocks[0](torch.zeros(1, 2, 32, device=device()))  # full parameters in the registry are no additions
     with pytest.raises(acc.UsageError, match="freeze it with"):
         model(tokens)
 
