@@ -346,7 +346,7 @@ ASSERT_BYTES = 250
 
 
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Stop the device with the first `ASSERT_BYTES` of `text` where `condition` is false; the host does not wait. No public name."""
+    """Stop the device where `condition` is false, with the first `ASSERT_BYTES` of `text`; the host goes on. No public name."""
     torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 
