@@ -8,7 +8,9 @@ UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all lint format clean
+SIMULATED := tests/sim tests/world tests/gpu
+
+.PHONY: train test test-all test-sim lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +26,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/sim/README.md
+	$(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check src tests bench

@@ -10,16 +10,41 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import pool
+from tests import devices, pool
 
 settings.register_profile("shared machine", deadline=None)  # rank processes may take the cores for a while
 settings.load_profile("shared machine")
 
+GLOO_TAKES = ("cuda",)  # beside the CPU
+UNAVAILABLE = pytest.StashKey[str | None]()  # why the device that was asked for is not to be had
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        choices=["cpu", "sim"],
+        help="where the ranks of `world` compute: the CPU or a simulated accelerator, which is built first (tests/sim)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[UNAVAILABLE] = devices.load_sim() if config.getoption("device") == "sim" else None
+
+
+def backends(device_type: str) -> str:
+    """Gloo for what lies on the CPU, and what torch takes for the device itself."""
+    return f"cpu:gloo,{device_type}:{torch.distributed.get_default_backend_for_device(device_type)}"
+
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[pool.Pool]:
-    """Four ranks on CPU: `world.run(num_ranks, fn, *args)` calls `fn(mesh, *args)` on each, returns their results."""
-    ranks = pool.Pool()
+def world(pytestconfig: pytest.Config) -> Iterator[pool.Pool]:
+    """Four ranks on the CPU, or where `--device` says: `world.run(num_ranks, fn, *args)` calls `fn(mesh, *args)` on each.
+
+    It returns their results. `fn` makes its tensors on `tests.devices.device()`.
+    """
+    device = pytestconfig.getoption("device")
+    ranks = pool.Pool() if device == "cpu" else pool.Pool(pool.RANKS, device, backends(device))
     yield ranks
     ranks.close()
 
@@ -29,9 +54,8 @@ def device_world() -> Iterator[pool.Pool]:
     """As `world`, with one rank for each accelerator of this machine, up to four; for tests marked `accelerator`."""
     device = torch.accelerator.current_accelerator()
     assert device is not None, "a test that uses device_world needs the marker `accelerator`"
-    backend = torch.distributed.get_default_backend_for_device(device)
     count = min(pool.RANKS, torch.accelerator.device_count())
-    ranks = pool.Pool(count, device.type, f"cpu:gloo,{device.type}:{backend}")
+    ranks = pool.Pool(count, device.type, backends(device.type))
     yield ranks
     ranks.close()
 
@@ -41,7 +65,7 @@ def crowded_world() -> Iterator[pool.Pool]:
     """As `world`, four ranks that share the accelerators of this machine over gloo; NCCL takes one rank an accelerator."""
     device = torch.accelerator.current_accelerator()
     assert device is not None, "a test that uses crowded_world needs the marker `accelerator`"
-    ranks = pool.Pool(pool.RANKS, device.type, "gloo")
+    ranks = pool.Pool(pool.RANKS, device.type, "gloo" if device.type in GLOO_TAKES else backends(device.type))
     yield ranks
     ranks.close()
 
@@ -63,10 +87,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # collections look only at what tests made, and not at all that was imported
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.accelerator.is_available():
-        return
-    skip = pytest.mark.skip(reason="no accelerator on this machine")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    device, unavailable = config.getoption("device"), config.stash[UNAVAILABLE]
     for item in items:
-        if item.get_closest_marker("accelerator"):
-            item.add_marker(skip)
+        if reason := unavailable or why_not_here(item, device):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_not_here(item: pytest.Item, device: str) -> str | None:
+    if item.get_closest_marker("accelerator") and not torch.accelerator.is_available():
+        return "no accelerator on this machine"
+    if item.get_closest_marker("sim") and device != "sim":
+        return "needs the simulated accelerator: --device sim, as `make test-sim` says"
+    if device != "cpu" and (marker := item.get_closest_marker("cpu")):
+        return f"on the CPU only: {marker.args[0]}"
+    return None

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
+from tests import devices
 
 RANKS = 4
 TIMEOUT_S = 60.0
@@ -246,6 +247,7 @@ def _begin(dump: str) -> None:
 def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: str, port: int, num_ranks: int) -> None:
     """A rank's whole life: join the process group, then answer jobs until the parent hangs up."""
     _begin(dump)
+    devices.compute_on(device_type)
     if device_type != "cpu":
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

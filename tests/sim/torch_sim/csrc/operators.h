@@ -1,0 +1,221 @@
+// The operators that torch asks of a device, and those whose way on an accelerator is another than on the CPU.
+#pragma once
+
+#include <ATen/native/Resize.h>
+
+#include "kernels.h"
+
+namespace sim {
+
+Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "only dense CPU tensors can be pinned");
+  const c10::DeviceGuard guard(device.value_or(c10::Device(KIND)));
+  return at::detail::empty_generic(size, &memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(dtype), format);
+}
+Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool> pin) {
+  TORCH_CHECK(!pin.value_or(false), "only dense CPU tensors can be pinned");
+  const c10::DeviceGuard guard(device.value_or(c10::Device(KIND)));
+  return at::detail::empty_strided_generic(size, stride, &memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+Tensor as_strided(const Tensor& t, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+  return at::native::as_strided_tensorimpl(t, size, stride, offset);
+}
+void grow(const Tensor& t) {
+  const size_t n = (t.storage_offset() + extent(t.sizes(), t.strides())) * t.itemsize();
+  if (t.numel() && n > t.storage().nbytes()) resize_storage(t.storage(), n);
+}
+const Tensor& resize_(const Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  if (t.sizes() == size) return t;
+  t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  if (format && *format != at::MemoryFormat::Preserve) t.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  grow(t);
+  return t;
+}
+Tensor& set_storage_offset(Tensor& t, at::Storage s, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  auto* impl = t.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(s));
+  if (stride.size() == size.size()) {
+    impl->set_sizes_and_strides(size, stride, offset);
+  } else {
+    impl->set_storage_offset(offset);
+    impl->set_sizes_contiguous(size);
+  }
+  grow(t);
+  return t;
+}
+Tensor& set_storage(Tensor& t, at::Storage s) {
+  const int64_t n = s.nbytes() / t.itemsize();
+  return set_storage_offset(t, s, 0, {n}, {1});
+}
+Tensor& set_tensor(Tensor& t, const Tensor& from) {
+  return set_storage_offset(t, from.storage(), from.storage_offset(), from.sizes(), from.strides());
+}
+Tensor& set_nothing(Tensor& t) {
+  c10::Storage s(c10::Storage::use_byte_size_t(), 0, &memory(), true);
+  return set_storage_offset(t, s, 0, {0}, {1});
+}
+
+bool one_piece(const Tensor& a, const Tensor& b) {  // what a single copy of bytes does
+  return a.is_non_overlapping_and_dense() && a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (!to.numel()) return to;
+  TORCH_CHECK(from.sizes() == to.sizes(), "sim: copy of other sizes");
+  if (is_sim(from) && is_sim(to)) {
+    run_later("copy_", {from}, {to}, [](auto& in, auto& out) { out[0].copy_(in[0]); });
+    return to;
+  }
+  const bool up = is_sim(to);
+  const Tensor &host = up ? from : to, &here = up ? to : from;
+  TORCH_CHECK(host.device().is_cpu(), "sim: no copy between ", from.device(), " and ", to.device());
+  auto& l = current(here.device().index());
+  const bool free = non_blocking && is_pinned(host.data_ptr(), host.nbytes()) && host.is_non_overlapping_and_dense() &&
+                    (up ? host.is_contiguous() || one_piece(host, here)
+                        : host.is_contiguous() || (one_piece(host, here) && host.dtype() == here.dtype()));
+  Desc h{static_cast<char*>(host.data_ptr()), host.sizes().vec(), host.strides().vec(), host.scalar_type(), false},
+      d = describe(here, "copy_");
+  if (free) {  // the host's memory is read or written later: whoever changes it meanwhile is seen
+    launch(
+        l, up ? "copy_h2d" : "copy_d2h",
+        [h, d, up] {
+          at::AutoDispatchBelowAutograd b;
+          if (up)
+            alias_of(d).copy_(alias_of(h));
+          else
+            alias_of(h).copy_(alias_of(d));
+        },
+        host.nbytes());
+    host_memory().use(host.data_ptr(), record(l));
+    return to;
+  }
+  if (up) {
+    auto staged = host.detach().clone();
+    launch(
+        l, "copy_h2d_pageable",
+        [staged, d] {
+          at::AutoDispatchBelowAutograd b;
+          alias_of(d).copy_(staged);
+        },
+        host.nbytes());
+    if (!non_blocking) synchronize(l, "copy host to device");
+  } else {
+    synchronize(l, non_blocking ? "copy device to pageable host" : "copy device to host");
+    at::AutoDispatchBelowAutograd b;
+    alias_of(h).copy_(alias_of(d));
+  }
+  return to;
+}
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+at::Scalar local_scalar(const Tensor& t) {
+  synchronize(current(t.device().index()), "item");
+  return alias_of(describe(t, "item")).item();
+}
+void assert_msg(const Tensor& t, c10::string_view text) {
+  TORCH_CHECK(text.size() < 255, "Message length must be smaller than 255");  // CUDA's kernel takes the text by value
+  run_later("_assert_async", {t}, {}, [text = std::string(text)](auto& in, auto&) {
+    TORCH_CHECK(in[0].item().toBool(), "device-side assert triggered: ", text);
+  });
+}
+void assert_plain(const Tensor& t) { assert_msg(t, ""); }
+std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, std::optional<bool> train) {
+  if (x.numel() == 0 || (train && !*train)) return {x.clone(), at::ones_like(x, x.options().dtype(at::kBool))};
+  auto mask = at::empty_like(x, x.options().dtype(at::kBool));
+  if (p == 1)
+    mask.zero_();
+  else
+    mask.bernoulli_(1 - p);
+  return {at::mul(x, mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
+}
+int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                   std::optional<double>, bool) {
+  return 0;
+}  // plain products
+bool same_kind(const Tensor& a, const Tensor& b) {
+  auto plain = [](const Tensor& t) {
+    return (t.device().is_cpu() || is_sim(t)) && t.layout() == at::kStrided &&
+           !t.key_set().has(c10::DispatchKey::Python);
+  };
+  return a.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(b.key_set()) || (plain(a) && plain(b));
+}
+void record_stream(Tensor& t, c10::Stream s) { memory().recordStream(t.storage().data_ptr(), s); }
+Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, at::IntArrayRef stride,
+                   at::IntArrayRef pad, at::IntArrayRef dilation, bool transposed, at::IntArrayRef out_pad,
+                   int64_t groups) {
+  auto opt = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(meta_of(t)) : std::nullopt; };
+  auto bias = b.value_or(Tensor());
+  auto out =
+      fresh_like(at::convolution(meta_of(x), meta_of(w), opt(bias), stride, pad, dilation, transposed, out_pad, groups),
+                 x.device().index());
+  run_later("convolution", {x, w, bias}, {out},
+            [=, s = stride.vec(), p = pad.vec(), d = dilation.vec(), o = out_pad.vec(), has = bias.defined()](
+                auto& in, auto& to) {
+              to[0].copy_(at::convolution(in[0], in[1], has ? std::optional<Tensor>(in[2]) : std::nullopt, s, p, d,
+                                          transposed, o, groups));
+            });
+  return out;
+}
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const Tensor& x, const Tensor& w,
+                                                        at::IntArrayRef stride, at::IntArrayRef pad,
+                                                        at::IntArrayRef dilation, bool transposed,
+                                                        at::IntArrayRef out_pad, int64_t groups,
+                                                        std::array<bool, 3> mask) {
+  Tensor gx, gw, gb;
+  const int64_t channels = transposed ? w.size(1) * groups : w.size(0);
+  if (mask[0]) gx = at::empty_like(x);
+  if (mask[1]) gw = at::empty_like(w);
+  if (mask[2]) gb = at::empty({channels}, w.options());
+  run_later("convolution_backward", {g, x, w}, {gx, gw, gb},
+            [=, s = stride.vec(), p = pad.vec(), d = dilation.vec(), o = out_pad.vec()](auto& in, auto& to) {
+              auto r =
+                  at::convolution_backward(in[0], in[1], in[2], at::OptionalIntArrayRef(c10::IntArrayRef(channels)), s,
+                                           p, d, transposed, o, groups, mask);
+              if (mask[0]) to[0].copy_(std::get<0>(r));
+              if (mask[1]) to[1].copy_(std::get<1>(r));
+              if (mask[2]) to[2].copy_(std::get<2>(r));
+            });
+  return {gx, gw, gb};
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", as_strided);
+  m.impl("view", [](const Tensor& t, at::IntArrayRef s) { return at::native::view(t, s); });
+  m.impl("_reshape_alias",
+         [](const Tensor& t, at::IntArrayRef s, at::IntArrayRef st) { return at::native::_reshape_alias(t, s, st); });
+  m.impl("unfold", [](const Tensor& t, int64_t d, int64_t s, int64_t st) { return at::native::unfold(t, d, s, st); });
+  m.impl("view_as_real", [](const Tensor& t) { return at::native::view_as_real(t); });
+  m.impl("view_as_complex", [](const Tensor& t) { return at::native::view_as_complex(t); });
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Storage_storage_offset", set_storage_offset);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_", set_nothing);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar);
+  m.impl("_assert_async", assert_plain);
+  m.impl("_assert_async.msg", assert_msg);
+  m.impl("native_dropout", dropout);
+  m.impl("_fused_sdp_choice", sdp_choice);
+  m.impl("_has_compatible_shallow_copy_type", same_kind);
+  m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  // CPU has kernels of its own for these: take them, and not what torch puts together from others.
+  for (auto* name : {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "silu_backward",
+                     "embedding_dense_backward"})
+    if (c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""}))
+      m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+}  // namespace sim

@@ -1,0 +1,194 @@
+"""What Python asks of the device: the module `torch.sim`, as `torch.cuda` is, and the process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def index_of(device: Any = None) -> int:
+    """Of a device, a string, a number or None: the current one."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if kwargs:
+            return super().__new__(cls, priority=priority, **kwargs)
+        return super().__new__(cls, torch.device("sim", index_of(device)), priority=priority)
+
+
+class Event(torch.Event):
+    def __new__(
+        cls, device: Any = None, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
+        place = torch.device("sim", index_of(device))
+        return super().__new__(cls, place, enable_timing=enable_timing, blocking=blocking)
+
+
+class StreamContext(contextlib.ContextDecorator):
+    """The stream is current inside; None changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+        self._before: list[torch.Stream] = []
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before.append(torch.accelerator.current_stream(self.stream.device))
+            torch.accelerator.set_stream(self.stream)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            torch.accelerator.set_stream(self._before.pop())
+
+
+class Device:
+    """The device is current inside; None and negative numbers change nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self._index, self._before = -1 if device is None else index_of(device), -1
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_device_index()
+        if self._index >= 0:
+            torch.accelerator.set_device_index(self._index)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.accelerator.set_device_index(self._before)
+
+
+def module(extension: Any) -> ModuleType:
+    """`torch.sim`: the names of `torch.cuda` that libraries use, and those that only a simulator has."""
+    found = ModuleType("torch.sim")
+    for part in (_devices(extension), _streams(), _random(extension), _memory(extension), _simulator(extension)):
+        vars(found).update(part)
+    found.memory = found  # type: ignore[attr-defined]
+    return found
+
+
+def _devices(extension: Any) -> dict[str, Any]:
+    acc = torch.accelerator
+    properties = {"name": "sim", "major": 9, "minor": 0, "multi_processor_count": 1}
+    return {
+        "is_available": lambda: extension.device_count() > 0,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: extension.device_count(),
+        "current_device": acc.current_device_index,
+        "set_device": lambda device: acc.set_device_index(index_of(device)),
+        "device": Device,
+        "get_device_name": lambda device=None: "sim",
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            total_memory=acc.get_memory_info(index_of(device))[1], **properties
+        ),
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
+    }
+
+
+def _streams() -> dict[str, Any]:
+    acc = torch.accelerator
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "set_stream": acc.set_stream,
+        "current_stream": lambda device=None: acc.current_stream(index_of(device)),
+        "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=index_of(device), device_type=20),
+        "synchronize": lambda device=None: acc.synchronize(index_of(device)),
+    }
+
+
+def _random(extension: Any) -> dict[str, Any]:
+    def generator(device: Any = None) -> torch.Generator:
+        return extension.default_generator(index_of(device))
+
+    def everywhere() -> list[torch.Generator]:
+        return [generator(i) for i in range(extension.device_count())]
+
+    def manual_seed_all(seed: int) -> None:
+        for one in everywhere():
+            one.manual_seed(int(seed))
+
+    def set_rng_state_all(states: list[torch.Tensor]) -> None:
+        for one, state in zip(everywhere(), states, strict=True):
+            one.set_state(state)
+
+    return {
+        "get_rng_state": lambda device="sim": generator(device).get_state(),
+        "set_rng_state": lambda state, device="sim": generator(device).set_state(state),
+        "get_rng_state_all": lambda: [one.get_state() for one in everywhere()],
+        "set_rng_state_all": set_rng_state_all,
+        "manual_seed": lambda seed: generator().manual_seed(int(seed)),
+        "manual_seed_all": manual_seed_all,
+        "initial_seed": lambda: generator().initial_seed(),
+        "seed": lambda: generator().seed(),
+        "default_generators": tuple(everywhere()),
+    }
+
+
+def _memory(extension: Any) -> dict[str, Any]:
+    memory = torch.accelerator.memory
+
+    def told(key: str) -> Callable[[Any], int]:
+        return lambda device=None: memory.memory_stats(index_of(device)).get(key, 0)
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return torch.accelerator.get_memory_info(index_of(device))
+
+    runtime = SimpleNamespace(  # what `torch.cuda.cudart()` is asked for
+        cudaHostRegister=lambda at, size, flags=0: extension.pin(at, size),
+        cudaHostUnregister=lambda at: extension.unpin(at),
+        cudaGetErrorString=lambda code: f"sim error {code}",
+        cudaMemGetInfo=mem_get_info,
+    )
+    return {
+        "memory_allocated": told("allocated_bytes.all.current"),
+        "max_memory_allocated": told("allocated_bytes.all.peak"),
+        "memory_reserved": told("reserved_bytes.all.current"),
+        "max_memory_reserved": told("reserved_bytes.all.peak"),
+        "reset_peak_memory_stats": lambda device=None: memory.reset_peak_memory_stats(index_of(device)),
+        "memory_stats": lambda device=None: memory.memory_stats(index_of(device)),
+        "mem_get_info": mem_get_info,
+        "empty_cache": lambda: extension.empty_cache(),
+        "cudart": lambda: runtime,
+    }
+
+
+def _simulator(extension: Any) -> dict[str, Any]:
+    """What no other device has: README.md tells of each."""
+    return {
+        "_sleep": lambda cycles: extension.sleep(int(cycles) // 1000),  # at 1 GHz, as `torch.cuda._sleep`
+        "num_waits": lambda: extension.num_waits(),
+        "tell_waits": lambda listener: extension.tell_waits(listener),
+        "trace": lambda on: extension.trace(on),
+        "error": lambda: extension.error(),
+        "clear_error": lambda: extension.clear_error(),
+        "set_option": lambda key, value: extension.set(key, value),
+    }
+
+
+def process_group(extension: Any) -> Callable[..., Any]:
+    """Makes a group of `init_process_group("cpu:gloo,sim:simccl")`: gloo's, on streams of the device."""
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        from torch.distributed import ProcessGroupGloo
+
+        gloo = ProcessGroupGloo(store, rank, size, timeout=timeout)
+        said = os.environ.get("SIM_CCL_NAME", "nccl")  # what libraries ask for: it is treated as NCCL is
+        return extension.Ccl(gloo, said, rank, size, int(timeout.total_seconds() * 1000))
+
+    return make
