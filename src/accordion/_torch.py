@@ -341,9 +341,13 @@ def sleep_on_device() -> None:
         torch.cuda._sleep(2_000_000)
 
 
+ASSERT_BYTES = 250
+"""CUDA's kernel is given the text by value and refuses 255 bytes (all versions)."""
+
+
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Stop the device with `text` where `condition` is false, without the host waiting for it. No public name."""
-    torch._assert_async(condition, text)
+    """Stop the device where `condition` is false, with the first `ASSERT_BYTES` of `text`; the host goes on. No public name."""
+    torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 
 # -- for initialise.py

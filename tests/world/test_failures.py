@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import io
+import itertools
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device
+from accordion.engine.streams import Lane
 from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
 from tests.world.checks import PlantedError, batch, units_of
@@ -289,3 +293,47 @@ def something_new(mesh, how: str) -> None:
 @pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
 def test_what_comes_in_after_shard_is_refused(world, how):
     world.run(2, something_new, how)
+
+
+# -- communications that do not begin
+
+
+def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
+    """The lanes have no memory for the start of communication number `at`."""
+    plain, count = Lane.start, itertools.count()
+
+    def start(lane: Lane, *args: Any) -> Any:
+        if next(count) == at:
+            raise torch.OutOfMemoryError("planted")
+        return plain(lane, *args)
+
+    return mock.patch.object(Lane, "start", start)
+
+
+def two_dtypes() -> nn.Module:
+    """Units that are gathered in two dtypes: batch norms stay in float32."""
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*parts, nn.Linear(16, 16))
+
+
+def smaller_batch_after_a_refusal(mesh) -> None:
+    """As a loop does that catches the error and goes on with what fits."""
+    x, found = torch.randn(4, 16), []
+    for at in (-1, *range(8)):
+        torch.manual_seed(0)
+        options = {"strategy": acc.HYBRID_SHARD_OPTIM, "precision": acc.Precision(params=torch.bfloat16)}
+        model = acc.shard(two_dtypes(), mesh, units={nn.Sequential}, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with starts_refused(at), contextlib.suppress(torch.OutOfMemoryError):
+            model.eval()(x)  # statistics are left alone
+        for _ in range(2):
+            model.train()(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().to_local().clone() for p in model.parameters()])
+    for at, other in enumerate(found[1:]):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), f"communication {at}"
+
+
+def test_a_gather_that_could_not_begin_is_begun_anew(world):
+    world.run_mesh((2, 2), ("replicate", "shard"), smaller_batch_after_a_refusal)

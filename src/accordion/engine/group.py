@@ -316,5 +316,6 @@ class Group:
         if absent:
             flags[:, list(absent)] = 0
         elif flags.nbytes <= KEPT_FLAG_BYTES:
+            self.wiring.reduce_lane.settle()
             self._ones[key] = flags
         return flags
