@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from tests.devices import device
 from accordion.engine.streams import Lane
+from tests.devices import device
 from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
 from tests.world.checks import PlantedError, batch, units_of

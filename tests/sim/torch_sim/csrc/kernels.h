@@ -127,14 +127,10 @@ const std::unordered_set<std::string> READS = {
     "aten::unique",   "aten::_unique2",          "aten::unique_dim",    "aten::unique_consecutive",
     "aten::bincount", "aten::repeat_interleave", "aten::allclose"};
 // What the CPU's kernels of these return is of another shape or dtype than Meta says: the CPU is asked, with zeros.
-const std::unordered_set<std::string> SHAPES_OF_CPU = {"aten::native_layer_norm",
-                                                       "aten::native_group_norm",
-                                                       "aten::native_batch_norm",
-                                                       "aten::mse_loss",
-                                                       "aten::smooth_l1_loss",
-                                                       "aten::_embedding_bag",
-                                                       "aten::_embedding_bag_forward_only",
-                                                       "aten::_native_batch_norm_legit"};
+const std::unordered_set<std::string> SHAPES_OF_CPU = {"aten::native_layer_norm", "aten::native_group_norm",
+                                                       "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+                                                       "aten::_embedding_bag",    "aten::_embedding_bag_forward_only",
+                                                       "aten::mse_loss",          "aten::smooth_l1_loss"};
 
 struct Shapes {  // of an operator with such arguments
   bool known;

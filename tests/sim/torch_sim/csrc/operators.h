@@ -64,7 +64,7 @@ bool one_piece(const Tensor& a, const Tensor& b) {  // what a single copy of byt
 }
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (!to.numel()) return to;
-  TORCH_CHECK(from.sizes() == to.sizes(), "sim: copy of other sizes");
+  if (from.sizes() != to.sizes()) return copy_from(from.expand(to.sizes()), to, non_blocking);
   if (is_sim(from) && is_sim(to)) {  // between two devices on the stream of the source, as CUDA does
     auto &source = current(from.device().index()), &target = current(to.device().index());
     if (&source != &target) wait_for(source, record(target));
