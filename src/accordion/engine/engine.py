@@ -100,6 +100,7 @@ class Engine:
             self.to_reach, self._marks_of = [], _torch.current_graph_task()
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.root_call += 1
+            self.wiring.watch.num_calm += 1
             self.wiring.watch.check()
             self.recover()
             self.wiring.watch.forget()
