@@ -1,4 +1,4 @@
-"""Train a small model sharded over two CPU ranks: torchrun --nproc-per-node 2 examples/train_tiny.py"""
+"""Train a small model sharded over two ranks, on GPUs if there are some: torchrun --nproc-per-node 2 examples/train_tiny.py"""
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,12 @@ model = nn.Sequential(
 )
 
 model = acc.shard(model)  # each rank keeps its rows of every parameter, as DTensors
+device = next(model.parameters()).device
 optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 for step in range(20):
-    text = torch.randint(
-        0, 256, (8, 32), generator=torch.Generator().manual_seed(dist.get_rank())
-    )  # a batch of its own
+    own = torch.Generator().manual_seed(dist.get_rank())  # each rank has a batch of its own
+    text = torch.randint(0, 256, (8, 32), generator=own).to(device)
     loss = nn.functional.cross_entropy(model(text).flatten(0, 1), text.flatten())
     loss.backward()  # the reduce of each unit runs under the backward of the one before
     acc.clip_grad_norm_(model, 1.0)

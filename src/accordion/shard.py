@@ -34,7 +34,7 @@ from accordion.config import (
 )
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
-from accordion.engine.collectives import Link, alone, broadcast, gathered_rows, own_communicator
+from accordion.engine.collectives import Link, alone, broadcast, device_type_of_job, gathered_rows, own_communicator
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group, Param, Planned, Wiring, messages, own_rows
 from accordion.engine.home import on_device
@@ -213,9 +213,7 @@ def default_mesh() -> DeviceMesh:
     """One axis over all ranks, of accelerators where the job has them."""
     if not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    return init_device_mesh(device_type_of_job(), (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from accordion.engine.collectives import device_type_of_job
 from accordion.errors import CheckpointError
 
 T = TypeVar("T")
@@ -44,7 +45,9 @@ class Team:
             group = dist.group.WORLD
             assert group is not None
             everyone = tuple(range(dist.get_world_size()))
-            return cls(ranks=everyone, index=dist.get_rank(), groups=(group,), device=_default_device())
+            return cls(
+                ranks=everyone, index=dist.get_rank(), groups=(group,), device=torch.device(device_type_of_job())
+            )
         over = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes]
         if any(set(ranks) != set(over[0]) for ranks in over):
             raise CheckpointError(
@@ -94,14 +97,6 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: i
     if any(heard):
         raise CheckpointError(joined(heard, index, text)) from failure
     return result
-
-
-def _default_device() -> torch.device:
-    """Where tensors must lie for the default group's collectives."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator and dist.get_backend() == dist.get_default_backend_for_device(accelerator.type):
-        return accelerator
-    return torch.device("cpu")
 
 
 def told(error: Exception) -> str:

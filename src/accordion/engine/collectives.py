@@ -23,6 +23,21 @@ CARRIED = frozenset(
 """The dtypes that every backend knows; others travel as bytes."""
 
 
+def device_type_of_job() -> str:
+    """The kind of device on which the default group's ranks compute: the accelerator's, if the group has a backend for it alone.
+
+    The group is asked and not the name of its backend: `init_process_group()` without a backend leaves "undefined" there (torch
+    2.11 to 2.13), and not every accelerator's library is called something with "nccl". A backend that serves the CPU as well
+    (gloo, MPI, fake) says nothing of accelerators; who computes on one through it passes a mesh.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu"
+    backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+    here = backends.get(accelerator.type)
+    return accelerator.type if here is not None and here != backends.get("cpu") else "cpu"
+
+
 class Pending(NamedTuple):
     """What the host must wait for; no works where the backend orders by streams.
 

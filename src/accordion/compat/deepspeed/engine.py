@@ -19,6 +19,7 @@ from accordion import checkpoint
 from accordion.compat.deepspeed.reading import read
 from accordion.compat.deepspeed.settings import Settings
 from accordion.config import Place
+from accordion.engine.collectives import device_type_of_job
 from accordion.errors import UsageError
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.shard import shard
@@ -75,8 +76,7 @@ def initialize(
         )
     settings = read(source)
     init_distributed()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = accelerator.type if accelerator is not None and "nccl" in dist.get_backend() else "cpu"
+    device_type = device_type_of_job()
     groups = list(model_parameters) if model_parameters is not None else None
     shard(model, settings.mesh(device_type), sync=True, **settings.shard)
     made = _optimizer(model, optimizer, groups, settings)

@@ -23,6 +23,7 @@ from accordion.config import (
     Precision,
     Strategy,
 )
+from accordion.engine.collectives import device_type_of_job
 from accordion.errors import UsageError
 
 HYBRID_SHARD_GRAD_OP = Strategy(
@@ -122,9 +123,7 @@ class Arguments:
         if isinstance(self.device_id, torch.device):
             return self.device_id.type
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None or (self.device_id is None and dist.get_backend() == "gloo"):
-            return "cpu"
-        return accelerator.type
+        return device_type_of_job() if accelerator is None or self.device_id is None else accelerator.type
 
     def use_device(self) -> None:
         """Make `device_id` the device of this rank."""

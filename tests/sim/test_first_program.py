@@ -1,0 +1,59 @@
+"""The README's first program starts where there is an accelerator, whatever its library is called and whoever is asked for a backend."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sim
+
+ROOT = Path(__file__).parents[2]
+
+WHERE = """
+import sys, torch, torch.distributed as dist, torch.nn as nn
+import accordion as acc
+from accordion.compat.fsdp2 import fully_shard
+
+for count, backend in enumerate([None, "simccl", "cpu:gloo,sim:simccl", "gloo"]):
+    for shard in acc.shard, fully_shard:
+        dist.init_process_group(backend)
+        torch.manual_seed(0)
+        model = shard(nn.Linear(4, 4))
+        kind = next(model.parameters()).device.type
+        model(torch.ones(2, 4, device=kind)).sum().backward()
+        acc.save(f"{sys.argv[1]}/{count}-{shard.__name__}", model)
+        if dist.get_rank() == 0:
+            print("with", backend, shard.__name__, "on", kind, flush=True)
+        dist.destroy_process_group()
+"""
+
+
+def ranks(program, *args, num_ranks=2, **environ):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        program,
+    ]
+    run = subprocess.run([*command, *args], capture_output=True, text=True, timeout=300, env={**os.environ, **environ})
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_example_trains_on_the_accelerator():
+    out = ranks(ROOT / "examples" / "train_tiny.py")
+    losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+
+
+def test_the_group_says_where_ranks_compute(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(WHERE)
+    said = [line for line in ranks(program, tmp_path).splitlines() if line.startswith("with")]
+    kinds = {None: "sim", "simccl": "sim", "cpu:gloo,sim:simccl": "sim", "gloo": "cpu"}
+    assert said == [f"with {b} {f} on {kind}" for b, kind in kinds.items() for f in ("shard", "fully_shard")]
