@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,11 @@ def device() -> torch.device:
     if _type == "cpu":
         return torch.device("cpu")
     return torch.device(_type, torch.accelerator.current_device_index())
+
+
+def here(module: Any) -> Any:
+    """`module` moved to `device()`; of the meta device, left there."""
+    return module if any(p.is_meta for p in module.parameters()) else module.to(device())
 
 
 def compute_on(device_type: str) -> None:

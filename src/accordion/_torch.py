@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -325,7 +326,29 @@ def reduce_scatter_coalesced(group: Any) -> Callable[..., Any]:
     return getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced  # type: ignore[no-any-return]
 
 
-def named_group(name: str, ranks: list[int], device: torch.device | None) -> Any:
+def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
+    """Of the backend that serves `device` in a group: its time-out, and new options with all else that a caller may set.
+
+    None where it has no such thing. No public names: `options` of a backend is one for NCCL's and gloo's alone (2.11 to 2.13).
+    """
+    backend = group._get_backend(device)
+    try:
+        options = getattr(backend, "wrapped_pg", backend).options
+    except (AttributeError, RuntimeError):  # the latter from C++
+        return None, None
+    fresh, nccl = None, getattr(torch.distributed, "ProcessGroupNCCL", None)
+    if nccl is not None and isinstance(options, nccl.Options):
+        fresh = nccl.Options()  # not a copy: it would say of which communicator it was split off
+        for name in ("is_high_priority_stream", "config"):
+            if hasattr(options, name):
+                setattr(fresh, name, getattr(options, name))
+        fresh._timeout = options._timeout
+    return getattr(options, "_timeout", None), fresh
+
+
+def named_group(
+    name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
+) -> Any:
     """A process group that its own ranks make, under a name on which they have agreed. No public way (2.11 to 2.13).
 
     `new_group(use_local_synchronization=True)` names it after the number of groups that a rank knows. Where ranks know
@@ -338,7 +361,9 @@ def named_group(name: str, ranks: list[int], device: torch.device | None) -> Any
     c10d._process_group_name = lambda ranks, use_hashed_name: name
     c10d._get_split_source = lambda group: None
     try:
-        return torch.distributed.new_group(ranks, use_local_synchronization=True, device_id=device)
+        return torch.distributed.new_group(
+            ranks, timeout, pg_options=options, use_local_synchronization=True, device_id=device
+        )
     finally:
         c10d._process_group_name, c10d._get_split_source = plain
 
@@ -362,9 +387,13 @@ def sleep_on_device() -> None:
         torch.cuda._sleep(2_000_000)
 
 
+ASSERT_BYTES = 250
+"""CUDA's kernel is given the text by value and refuses 255 bytes (all versions)."""
+
+
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Stop the device with `text` where `condition` is false, without the host waiting for it. No public name."""
-    torch._assert_async(condition, text)
+    """Stop the device where `condition` is false, with the first `ASSERT_BYTES` of `text`; the host goes on. No public name."""
+    torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 
 # -- for initialise.py

@@ -371,6 +371,10 @@ def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Mod
         "%s over %d ranks: %d parameters in %d units (%s), %d bytes of padding",
         engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
     )  # fmt: skip
+    axes = engine.wiring.shard, engine.wiring.replicate
+    links = {id(link.group) for axis in axes for link in (axis.gather, axis.reduce) if link.num_ranks > 1}
+    if len(links) > 1:
+        log.info("%d communicators; what each takes of a device's memory is not in torch's count", len(links))
     for o in owned:
         if len(o.names) > 1:
             log.info("tied: %s are one parameter, owned by unit %s", ", ".join(o.names), chosen[o.owner][0] or "(root)")

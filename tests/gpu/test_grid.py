@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from accordion.config import STRATEGIES
 from tests.world import test_grid as grid
@@ -16,18 +15,12 @@ pytestmark = [
 ]
 
 
-def on_device(recipe: grid.Recipe, **changes: object) -> grid.Recipe:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    return dataclasses.replace(recipe, device=device.type, **changes)
-
-
 @pytest.mark.parametrize("precision", grid.PRECISIONS)
 @pytest.mark.parametrize("debug", [(), "streams"])
 def test_ranks_that_share_a_device(crowded_world, strategy, precision, debug):
     for num_ranks, recipe in grid.CASES.values():
         shape, names = grid.mesh_of(STRATEGIES[strategy], num_ranks)
-        recipe = on_device(recipe, **grid.PRECISIONS[precision])
+        recipe = dataclasses.replace(recipe, **grid.PRECISIONS[precision])
         options = {"wrapped": precision == "bf16", "debug": debug}
         crowded_world.run_mesh(shape, names, grid.match, recipe, STRATEGIES[strategy], **options)
 
@@ -39,7 +32,7 @@ def test_a_rank_a_device(device_world, strategy, precision, debug):
     pairs = (2, count // 2) if count % 2 == 0 else (1, count)
     shape, names = (pairs, grid.HYBRID) if policy.hybrid else ((count,), grid.FLAT)
     for _, recipe in grid.CASES.values():
-        recipe = on_device(recipe, **grid.PRECISIONS[precision])
+        recipe = dataclasses.replace(recipe, **grid.PRECISIONS[precision])
         options = {"wrapped": precision == "bf16", "debug": debug}
         device_world.run_mesh(shape, names, grid.match, recipe, policy, **options)
 
@@ -47,5 +40,5 @@ def test_a_rank_a_device(device_world, strategy, precision, debug):
 @pytest.mark.parametrize("option", grid.OPTIONS)
 def test_no_option_changes_the_training(crowded_world, strategy, option):
     policy = STRATEGIES[strategy]
-    recipe = on_device(grid.Recipe(micros=2))
+    recipe = grid.Recipe(micros=2)
     crowded_world.run_mesh(*grid.mesh_of(policy, 2), grid.match, recipe, policy, **grid.OPTIONS[option])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from accordion import _torch
 from accordion.engine import watch
 from accordion.engine.collectives import Pending, alone
 from accordion.engine.watch import Watch
@@ -61,3 +62,13 @@ def test_who_waits_for_a_rank_that_says_nothing_names_it(
     ):
         alone_here.meet({"what": "begins a forward"})
     assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model."]
+
+
+def test_what_a_device_asserts_has_fewer_bytes_than_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's kernel refuses a text of 255 bytes when it is launched, whether the condition holds or not."""
+    texts: list[bytes] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda condition, text: texts.append(text.encode()))
+    for name in ("blocks.1", "base_model.model." + "layers." * 40, "\u00e9" * 300):
+        _torch.assert_on_device(torch.tensor(True), f"ranks are in different units: this rank gathers unit 1 ({name})")
+    assert [len(text) < 255 for text in texts] == [True] * 3
+    assert texts[0].endswith(b"(blocks.1)")

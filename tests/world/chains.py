@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.devices import device
 from tests.world.compare import (
     Case,
     Pair,
@@ -22,7 +23,7 @@ FEW = (2, 3)  # where more ranks can add nothing but time
 
 
 def numbers(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*(shape or (3, WIDTH)), requires_grad=grad)
+    return torch.randn(*(shape or (3, WIDTH)), requires_grad=grad, device=device())
 
 
 def mean_square(out: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ def train(
 ) -> reference.Trace:
     """The steps of a recipe by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
     precision = acc.Precision(params=recipe.compute)
-    model = acc.shard(recipe.model(), mesh=mesh, strategy=strategy, precision=precision, **options)
+    model = recipe.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
+    model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, **options)
     return reference.sharded(
         model,
         recipe,

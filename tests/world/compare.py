@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.devices import here
 from tests.world.checks import assert_at_rest, units_of
 from tests.world.gathered import gathered
 from tests.world.reference import params_of
@@ -49,7 +50,7 @@ class Case:
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build()
+        return here(build())
 
 
 def seed_of(step: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from tests.devices import here
 from tests.world.family_inputs import (
     VOCAB,
     Inputs,
@@ -54,7 +55,7 @@ class Family:
         """The same weights on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
-            return self.make()
+            return here(self.make())
 
     def batch(self, step: int, rank: int) -> Inputs:
         return self.inputs(torch.Generator().manual_seed(100 * step + rank))

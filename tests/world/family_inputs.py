@@ -7,6 +7,8 @@ import random
 import torch
 from torch import Tensor, nn
 
+from tests.devices import device
+
 VOCAB = 61  # a prime: no number of ranks cuts it evenly
 Inputs = dict[str, Tensor]
 
@@ -23,11 +25,11 @@ def loss_of(model: nn.Module, inputs: Inputs, seed: int) -> Tensor:
     if loss is not None:
         return loss
     first = out[0].float()
-    return (first * torch.arange(first.numel()).view_as(first).cos()).sum() / first.shape[0]
+    return (first * torch.arange(first.numel(), device=device()).view_as(first).cos()).sum() / first.shape[0]
 
 
 def draw_ids(g: torch.Generator, *shape: int, low: int = 3, high: int = VOCAB) -> Tensor:
-    return torch.randint(low, high, shape, generator=g)
+    return torch.randint(low, high, shape, generator=g).to(device())
 
 
 def causal(g: torch.Generator, length: int = 12) -> Inputs:
@@ -39,7 +41,7 @@ def masked(g: torch.Generator, length: int = 12) -> Inputs:
     """A batch whose second row is shorter, and labels on some places only."""
     labels = draw_ids(g, 2, length)
     labels[:, ::2] = -100
-    mask = torch.ones(2, length, dtype=torch.long)
+    mask = torch.ones(2, length, dtype=torch.long, device=device())
     mask[1, -3:] = 0
     return {"input_ids": draw_ids(g, 2, length), "attention_mask": mask, "labels": labels}
 
@@ -50,7 +52,7 @@ def translated(g: torch.Generator) -> Inputs:
 
 
 def image(g: torch.Generator, size: int = 16, channels: int = 3) -> Tensor:
-    return torch.randn(2, channels, size, size, generator=g)
+    return torch.randn(2, channels, size, size, generator=g).to(device())
 
 
 def pixels(g: torch.Generator, size: int = 16) -> Inputs:
@@ -58,7 +60,7 @@ def pixels(g: torch.Generator, size: int = 16) -> Inputs:
 
 
 def classified(g: torch.Generator, size: int = 16) -> Inputs:
-    return {"pixel_values": image(g, size), "labels": torch.randint(0, 2, (2,), generator=g)}
+    return {"pixel_values": image(g, size), "labels": torch.randint(0, 2, (2,), generator=g).to(device())}
 
 
 def captioned(g: torch.Generator, size: int = 16) -> Inputs:
@@ -69,11 +71,11 @@ def captioned(g: torch.Generator, size: int = 16) -> Inputs:
 
 
 def wave(g: torch.Generator) -> Inputs:
-    return {"input_values": torch.randn(2, 800, generator=g), "labels": draw_ids(g, 2, 3)}
+    return {"input_values": torch.randn(2, 800, generator=g).to(device()), "labels": draw_ids(g, 2, 3)}
 
 
 def mel(g: torch.Generator, *shape: int) -> Inputs:
-    return {"input_features": torch.randn(2, *shape, generator=g), "labels": draw_ids(g, 2, 7)}
+    return {"input_features": torch.randn(2, *shape, generator=g).to(device()), "labels": draw_ids(g, 2, 7)}
 
 
 def seen(g: torch.Generator, num_tokens: int = 16) -> Inputs:
@@ -86,22 +88,23 @@ def seen(g: torch.Generator, num_tokens: int = 16) -> Inputs:
 def qwen(g: torch.Generator) -> Inputs:
     """As `seen`, with the patches of both images in one row; four patches are one place."""
     inputs = seen(g, 4)
-    inputs["input_ids"] = torch.cat([torch.full((2, 1), VOCAB - 3), inputs["input_ids"]], dim=1)
+    inputs["input_ids"] = torch.cat([torch.full((2, 1), VOCAB - 3, device=device()), inputs["input_ids"]], dim=1)
     inputs["labels"] = inputs["input_ids"].clone()
-    patches = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=g)
+    patches = torch.randn(2 * 16, 3 * 2 * 4 * 4, generator=g).to(device())
     types = (inputs["input_ids"] == VOCAB - 1).long()
     return {
         **inputs,
         "pixel_values": patches,
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2, device=device()),
         "mm_token_type_ids": types,
     }
 
 
 def forecast(g: torch.Generator) -> Inputs:
     """A time series and what comes next."""
-    return {
+    inputs = {
         "past_values": torch.randn(2, 15, generator=g), "past_time_features": torch.randn(2, 15, 1, generator=g),
         "past_observed_mask": torch.ones(2, 15), "future_values": torch.randn(2, 4, generator=g),
         "future_time_features": torch.randn(2, 4, 1, generator=g),
     }  # fmt: skip
+    return {name: value.to(device()) for name, value in inputs.items()}

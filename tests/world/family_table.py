@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import accordion as acc
 from accordion.engine.tree import map_tensors
 from accordion.units import choose_units
+from tests.devices import device
 from tests.pool import Pool
 from tests.world import reference
 from tests.world.checks import assert_at_rest, units_of
@@ -198,7 +199,10 @@ def worst(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None
 
 
 def by_step(trace: Trace) -> dict[str, Tensor]:
-    return {f"loss of step {step}": torch.tensor(loss[0]).double() for step, loss in enumerate(trace.losses)}
+    return {
+        f"loss of step {step}": torch.tensor(loss[0], device=device()).double()
+        for step, loss in enumerate(trace.losses)
+    }
 
 
 def names_of(model: nn.Module) -> list[list[str]]:

@@ -1,4 +1,7 @@
-"""Objects of all ranks, with tensors as plain bytes: `all_gather_object` writes a file of torch.save for each of them."""
+"""Objects of all ranks, with tensors as plain bytes: `all_gather_object` writes a file of torch.save for each of them.
+
+They travel over the CPU, and tensors of a device come back on that of the rank that asked.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.devices import device
+
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.device.type != "cpu":
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
             return NotImplemented
-        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor, (data, value.dtype, tuple(value.shape))
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, value.dtype, tuple(value.shape), value.device.type == "cpu")
 
 
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], on_cpu: bool) -> Tensor:
+    place = "cpu" if on_cpu else device()
     if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=place)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).to(place)
 
 
 def gathered(value: Any, group: Any) -> list[Any]:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.devices import device, here
+
 
 class Block(nn.Module):
     """A residual block. `spare`: it also has a parameter used when asked for and one that is never used.
@@ -70,10 +72,10 @@ class Tiny(nn.Module):
 
 
 def seeded(seed: int = 0, **options: int) -> Tiny:
-    """The same model on every rank and in every process; the caller's random numbers are left alone."""
+    """The same model on every rank and in every process, on its device; the caller's random numbers are left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Tiny(**options)
+        return here(Tiny(**options))
 
 
 def plain() -> Tiny:
@@ -120,7 +122,7 @@ def experts() -> Tiny:
 def batch(step: int, micro: int, rank: int, *, vocab: int, shape: tuple[int, int] = (2, 8)) -> tuple[Tensor, Tensor]:
     """Tokens and targets of one micro-batch of one rank."""
     generator = torch.Generator().manual_seed(1 + step * 10_000 + micro * 100 + rank)
-    tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
+    tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator).to(device())
     return tokens[:, :-1], tokens[:, 1:]
 
 

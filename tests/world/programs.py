@@ -26,6 +26,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import layout, reduction
 from tests import pool
+from tests.devices import device, here
 from tests.world.checks import FLAT, HYBRID, assert_at_rest
 from tests.world.gathered import gathered
 from tests.world.reference import grads_of, params_of
@@ -317,8 +318,8 @@ def toggle(model: nn.Module, program: Program, step: int, fixed: set[str]) -> No
 def data(program: Program, at: At) -> tuple[Tensor, Tensor, Tensor]:
     """Input, tokens and target of one forward."""
     g = torch.Generator().manual_seed(1000 * at.step + 100 * at.micro + at.rank)
-    x, target = torch.randn(2, BATCH, LENGTH, program.width, generator=g)
-    return x.requires_grad_(program.input_grad), torch.randint(VOCAB, (BATCH, LENGTH), generator=g), target
+    x, target = torch.randn(2, BATCH, LENGTH, program.width, generator=g).to(device())
+    return x.requires_grad_(program.input_grad), torch.randint(VOCAB, (BATCH, LENGTH), generator=g).to(device()), target
 
 
 def loss_of(model: Root, x: Tensor, tokens: Tensor, target: Tensor, at: At) -> Tensor:
@@ -374,7 +375,7 @@ class Plain:
 
     def __init__(self, program: Program, mesh) -> None:
         self.program, self.mesh = program, mesh
-        self.model = build(program)
+        self.model = here(build(program))
         self.params = dict(self.model.named_parameters())
         self.masters = {n: nn.Parameter(p.detach().to(_master(p), copy=True)) for n, p in self.params.items()}
         self.optimizer = optimizer_of(program, self.masters.values())

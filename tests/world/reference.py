@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
+from tests.devices import device
 from tests.world import models
 from tests.world.gathered import gathered
 
@@ -26,7 +27,7 @@ class Recipe:
     `build`: name of a function of `models`. `micros`: micro-batches of a step. `skip_last`: blocks that the last one
     leaves out. `no_sync`: the sharded run communicates in the last one only. `compute`: dtype of the weights in forward
     and backward, over float32 masters. `scale`: of the loss, as a gradient scaler does. `sometimes`: rank 0 alone uses
-    `Block.sometimes`. `device`: where both runs compute.
+    `Block.sometimes`.
     """
 
     build: str = "plain"
@@ -38,7 +39,6 @@ class Recipe:
     scale: float | None = None
     sometimes: bool = False
     reduce_op: str = "mean"
-    device: str = "cpu"
 
     def model(self) -> models.Tiny:
         return getattr(models, self.build)()
@@ -51,7 +51,7 @@ class Recipe:
         if self.sometimes:
             options["use_sometimes"] = rank == 0
         tokens, targets = models.batch(step, micro, rank, vocab=vocab)
-        return tokens.to(self.device), targets.to(self.device), options
+        return tokens, targets, options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Trace:
 @functools.cache
 def unsharded(recipe: Recipe, num_ranks: int) -> list[Trace]:
     """Train one model on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank."""
-    model = recipe.model().to(recipe.device)
+    model = recipe.model()
     vocab = model.embed.num_embeddings
     params = dict(model.named_parameters())  # a tied parameter once
     optimizer = adamw(params.values())
@@ -110,7 +110,7 @@ def sharded(
     """Train an already sharded model on the batches of `rank`; gradients and parameters come back in full."""
     vocab = recipe.model().embed.num_embeddings
     optimizer = wrap(adamw(model.parameters()))
-    scaler = torch.amp.GradScaler(recipe.device, init_scale=recipe.scale or 1.0, enabled=recipe.scale is not None)
+    scaler = torch.amp.GradScaler(device().type, init_scale=recipe.scale or 1.0, enabled=recipe.scale is not None)
     losses: list[list[float]] = []
     first: dict[str, Tensor | None] = {}
     for step in range(recipe.steps):
@@ -146,10 +146,9 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return parts
     mesh = next(iter(cut.values())).device_mesh
     for axis in range(mesh.ndim):
-        sent = {name: parts[name].cpu() for name in cut}  # a tensor of another rank's device would come back there
-        all_sent = gathered(sent, mesh.get_group(axis))
+        all_sent = gathered({name: parts[name] for name in cut}, mesh.get_group(axis))
         for name, t in cut.items():
-            pieces, placement = [part[name].to(parts[name].device) for part in all_sent], t.placements[axis]
+            pieces, placement = [part[name] for part in all_sent], t.placements[axis]
             if isinstance(placement, Replicate):
                 assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"{name} differs over {placement}"
             else:

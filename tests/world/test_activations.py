@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.activations import ATTENTION, PRODUCTS, _Choice
+from tests.devices import device
 from tests.world import models, programs
 from tests.world.checks import assert_at_rest, assert_close, mean_grads
 from tests.world.meters import Wire
@@ -65,7 +66,7 @@ class Writer(nn.Module):
 
 def writing(mesh, kind: str) -> None:
     torch.manual_seed(0)
-    x, found = torch.randn(5, WIDTH), []
+    x, found = torch.randn(5, WIDTH, device=device()), []
     for sharded in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(Writer(kind), Writer(kind))
@@ -148,7 +149,7 @@ def dropping(mesh, training: bool) -> None:
         if sharded:
             model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations="selective")
         torch.manual_seed(2)
-        model(torch.randn(2, 4, WIDTH)).square().sum().backward()
+        model(torch.randn(2, 4, WIDTH, device=device())).square().sum().backward()
         found.append(grads_of(model) if sharded else mean_grads(mesh, model))
     assert_close(found[1], found[0], 1e-6)
 

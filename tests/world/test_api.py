@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import accordion as acc
+from tests.devices import device
 from tests.world import models, reference
 from tests.world.checks import (
     HYBRID,
@@ -64,7 +65,7 @@ def test_parameters_are_dtensors_at_the_placement_of_their_optimizer(world):
 def whole_ones(mesh, strategy: acc.Strategy) -> None:
     model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
     assert model.gain.placements == tuple([Replicate()] * mesh.ndim)
-    assert torch.equal(local_of(model.gain), torch.tensor(1.25))
+    assert torch.equal(local_of(model.gain), torch.tensor(1.25, device=device()))
 
 
 def test_a_parameter_without_dims_is_kept_whole(world):
@@ -181,9 +182,11 @@ def different(mesh, strategy: acc.Strategy) -> None:
     with pytest.raises(acc.DivergenceError, match=re.escape("blocks.1.up.weight")):
         acc.shard(model, mesh=mesh, strategy=strategy)
     synced = models.seeded(dist.get_rank())
-    synced.register_buffer("scale", torch.tensor([float(dist.get_rank())]))
+    synced.register_buffer("scale", torch.tensor([float(dist.get_rank())], device=device()))
     for dtype in (torch.uint16, torch.complex64, torch.float8_e4m3fn):  # which gloo does not know
-        synced.register_buffer(str(dtype)[6:], torch.full((2, 3), float(dist.get_rank() + 1)).to(dtype).t())
+        synced.register_buffer(
+            str(dtype)[6:], torch.full((2, 3), float(dist.get_rank() + 1), device=device()).to(dtype).t()
+        )
     synced = acc.shard(synced, mesh=mesh, strategy=strategy, sync=True)
     assert_equal(params_of(synced), dict(models.seeded(0).named_parameters()))
     assert synced.scale.item() == 0.0
@@ -302,7 +305,7 @@ def full_state(mesh, strategy: acc.Strategy) -> None:
     for make in (models.uneven, models.tied):
         plain, model = make(), make()
         for m in (plain, model):
-            m.register_buffer("steps", torch.arange(3))
+            m.register_buffer("steps", torch.arange(3, device=device()))
         model = acc.shard(model, mesh=mesh, strategy=strategy)
         one_loss(model).backward()
         found = acc.full_state_dict(model)
@@ -397,7 +400,7 @@ def test_a_model_on_the_meta_device_is_filled_by_load_state_dict(world):
 def functional(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     tokens, _ = batch(model)
-    zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    zeros = {name: torch.zeros(p.shape, device=device()) for name, p in model.named_parameters()}
     with pytest.raises(acc.UsageError, match="functional_call"):
         torch.func.functional_call(model, zeros, (tokens,))
 

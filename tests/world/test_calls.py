@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.devices import device
 from tests.world.chains import FEW, WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
 from tests.world.compare import (
     RANKS,
@@ -223,7 +224,7 @@ class Source(Pair):
     """A unit without inputs."""
 
     def forward(self) -> Tensor:
-        return super().forward(torch.ones(1, WIDTH))
+        return super().forward(torch.ones(1, WIDTH, device=device()))
 
 
 OUTPUT_CASES = {

@@ -14,6 +14,7 @@ from accordion._torch import StridedShard
 from accordion.checkpoint import latest, load, save
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError
+from tests.devices import device
 from tests.sample import drawn, sampled
 from tests.world.models import Tiny
 
@@ -202,8 +203,8 @@ def test_who_writes(saved):
 
 def wrong_model(mesh, layout, path):
     model, _ = build(mesh, layout, 3)
-    model.few = nn.Parameter(place(torch.ones(3, 3), mesh, LAYOUTS[layout][1]))
-    model.more = nn.Parameter(place(torch.ones(3), mesh, LAYOUTS[layout][1]))
+    model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, LAYOUTS[layout][1]))
+    model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, LAYOUTS[layout][1]))
     before = model.embed.to_local().clone()
     with pytest.raises(CheckpointError) as caught:
         load(path, model)
@@ -268,10 +269,12 @@ def test_a_lost_file_fails_all_before_anything_changes(world, tmp_path):
 
 def partial(mesh, layout, path):
     model, _ = build(mesh, layout, 1)
-    model.few = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Partial()], run_check=False))
+    model.few = nn.Parameter(DTensor.from_local(torch.ones(2, 3, device=device()), mesh, [Partial()], run_check=False))
     with pytest.raises(CheckpointError, match=r"^model/few is placed .*; a checkpoint holds sharded and replicated"):
         save(path, model)
-    padded = DTensor.from_local(torch.ones(2, 3), mesh, [S0], shape=(3, 3), stride=(3, 1), run_check=False)
+    padded = DTensor.from_local(
+        torch.ones(2, 3, device=device()), mesh, [S0], shape=(3, 3), stride=(3, 1), run_check=False
+    )
     model.few = nn.Parameter(padded)
     with pytest.raises(
         CheckpointError, match=r"^rank 1: model/few of shape \(3, 3\) .* \(1, 3\), but its local tensor"
@@ -326,7 +329,7 @@ def test_training_goes_on_as_if_never_stopped(world, tmp_path, layout):
 def rank_of_many(mesh, path):
     """One rank of many writes its own rows and asks nobody."""
     model = nn.Module()
-    local = torch.ones(3, 2) * mesh.get_rank()
+    local = torch.ones(3, 2, device=device()) * mesh.get_rank()
     model.weight = nn.Parameter(
         DTensor.from_local(local, mesh, [S0], shape=(3 * mesh.size(), 2), stride=(2, 1), run_check=False)
     )
@@ -390,7 +393,7 @@ def train_sharded(mesh, strategy, save_to, load_from, steps):
     """Train a sharded model from a checkpoint and to another; losses of the steps and all tensors at the start, whole."""
     model = acc.shard(Tiny(tied=True, scalar=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    tokens = torch.arange(40).view(4, 10) % 37
+    tokens = torch.arange(40, device=device()).view(4, 10) % 37
     losses = []
     if load_from is not None:
         assert acc.load(load_from, model, optimizer) == {"step": 2}
@@ -439,7 +442,7 @@ def save_in_pieces(mesh, path):
 def small(seed, mesh):
     torch.manual_seed(seed)
     model = nn.Module()
-    model.weight = nn.Parameter(place(torch.randn(600, 64), mesh, [S0]))
+    model.weight = nn.Parameter(place(torch.randn(600, 64, device=device()), mesh, [S0]))
     return model
 
 

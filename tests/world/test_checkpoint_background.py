@@ -12,6 +12,7 @@ from accordion.checkpoint import RandomState, latest
 from accordion.config import strategy_named
 from accordion.engine.autograd import engine_of
 from accordion.errors import CheckpointError
+from tests.devices import device
 from tests.world.models import Tiny
 
 
@@ -22,7 +23,7 @@ def built(mesh, strategy="full_shard", seed=0):
 
 
 def step(model, optimizer):
-    tokens = torch.arange(40).view(4, 10) % 37
+    tokens = torch.arange(40, device=device()).view(4, 10) % 37
     loss = model(tokens).square().mean()
     loss.backward()
     optimizer.step()
@@ -38,7 +39,7 @@ def trains_on(mesh, path):
     os.fsync = lambda handle: gate.wait(60) and fsync(handle)
     try:
         saving = acc.save(path / "step-1", model, optimizer, state={"random": RandomState()}, background=True)
-        drawn = torch.rand(3)
+        drawn = torch.rand(3, device=device())
         losses = [step(model, optimizer) for _ in range(3)]
         assert not saving.is_done
         assert latest(path) is None
@@ -60,7 +61,7 @@ def trains_on(mesh, path):
 def resumed(mesh, path):
     model, optimizer = built(mesh, seed=2)
     acc.load(path, model, optimizer, state={"random": RandomState()})
-    drawn = torch.rand(3)
+    drawn = torch.rand(3, device=device())
     return [step(model, optimizer) for _ in range(3)], drawn.tolist()
 
 
@@ -70,7 +71,7 @@ def save_early(mesh, path):
     torch.manual_seed(mesh.get_rank() + 10)
     step(model, optimizer)
     acc.save(path, model, optimizer, state={"random": RandomState()})
-    drawn = torch.rand(3)
+    drawn = torch.rand(3, device=device())
     return [step(model, optimizer) for _ in range(3)], drawn.tolist()
 
 
@@ -144,11 +145,11 @@ def saves_after_a_backward_that_raised(mesh, path):
     model = acc.shard(inner, mesh, units={nn.Linear})
     before = acc.full_state_dict(model, rank0_only=False)
     with pytest.raises(ArithmeticError, match="middle"):
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4, device=device())).sum().backward()
     acc.save(path, model)
     assert not any(unit.leases for unit in engine_of(model).units)
     with pytest.raises(ArithmeticError, match="middle"):
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4, device=device())).sum().backward()
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()

@@ -25,6 +25,7 @@ from accordion import _torch, cli
 from accordion.checkpoint import disk, latest, load, save
 from accordion.checkpoint.look import verify
 from accordion.errors import CheckpointError
+from tests.devices import device
 from tests.pool import _begin
 
 # -- kills
@@ -160,11 +161,11 @@ def save_at(mesh, path):
     torch.manual_seed(0)
     model = nn.Module()
     for name, shape in (("a", (9, 4)), ("b", (3,)), ("c", (8, 70))):
-        whole = torch.randn(shape)
+        whole = torch.randn(shape, device=device())
         mine = whole.chunk(mesh.size())[mesh.get_rank()]
         placed = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
         setattr(model, name, nn.Parameter(placed))
-    model.register_buffer("seen", torch.arange(5))
+    model.register_buffer("seen", torch.arange(5, device=device()))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.5)
@@ -175,8 +176,8 @@ def save_at(mesh, path):
 def plain():
     model = nn.Module()
     for name, shape in (("a", (9, 4)), ("b", (3,)), ("c", (8, 70))):
-        setattr(model, name, nn.Parameter(torch.full(shape, 7.0)))
-    model.register_buffer("seen", torch.full((5,), 7))
+        setattr(model, name, nn.Parameter(torch.full(shape, 7.0, device=device())))
+    model.register_buffer("seen", torch.full((5,), 7, device=device()))
     return model
 
 
@@ -185,7 +186,9 @@ def with_states(model, made):
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
     for param in model.parameters() if made else ():
         names = ("step", "exp_avg", "exp_avg_sq")
-        optimizer.state[param] = {name: torch.full(() if name == "step" else param.shape, 7.0) for name in names}
+        optimizer.state[param] = {
+            name: torch.full(() if name == "step" else param.shape, 7.0, device=device()) for name in names
+        }
     return optimizer
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.checkpoint import RandomState, save
 from accordion.checkpoint.format import CODES
+from tests.devices import device
 
 # -- the reader: every line follows a sentence of "The format"
 
@@ -111,7 +112,7 @@ def saved(mesh, path):
     model = acc.shard(Mixed(), mesh, units={nn.Linear})
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True))
     for _ in range(2):
-        model(torch.ones(2, 6)).sum().backward()
+        model(torch.ones(2, 6, device=device())).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.manual_seed(mesh.get_rank() + 5)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
 from accordion.compat import deepspeed
+from tests.devices import device
 
 
 def sums(mesh: DeviceMesh) -> None:
@@ -22,7 +23,7 @@ def sums(mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
         model = acc.shard(torch.nn.Linear(4, 4), mesh, **settings.shard)
         scaler = settings.scaler()
-        scaler.scale(model(torch.ones(2, 4)).float().mean()).backward()
+        scaler.scale(model(torch.ones(2, 4, device=device())).float().mean()).backward()
         assert scaler.get_scale() == 2.0**16
         grads[op] = model.weight.grad.full_tensor()
     torch.testing.assert_close(grads["sum"], grads["mean"] * mesh.size())
@@ -38,7 +39,7 @@ def given(mesh: DeviceMesh) -> None:
     deepspeed.init_distributed("gloo")  # there is a process group
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     own = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], 0.1, 0.9)
-    data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4, device=device()))
     engine, optimizer, loader, _ = deepspeed.initialize(
         model=net,
         optimizer=own,

@@ -34,6 +34,7 @@ from accordion.compat.fsdp1 import (
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
 from accordion.compat.fsdp1 import wrap as wrapping
 from accordion.errors import UsageError
+from tests.devices import device, here
 from tests.world.checks import assert_at_rest, assert_close, logged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
@@ -70,11 +71,11 @@ class Net(nn.Module):
 
 def seeded(make: Any = Net, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return make()
+    return here(make())
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(device())
 
 
 def unsharded_steps(num_ranks: int, steps: int = 3, make: Any = Net, clip: float | None = None, **kind: Any) -> Any:

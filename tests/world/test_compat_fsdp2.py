@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from accordion.engine.schedule import Phase
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_close, batch, one_loss
 
@@ -67,7 +68,7 @@ def assert_same_gradients(reference: nn.Module, model: nn.Module, tolerance: flo
 
 
 def largest_of(rows: Tensor) -> Tensor:
-    return rows.float().abs().max() if rows.numel() else torch.zeros(())
+    return rows.float().abs().max() if rows.numel() else torch.zeros((), device=device())
 
 
 def describe(tensor: Any) -> tuple[Any, ...]:

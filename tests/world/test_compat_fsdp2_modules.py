@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_close, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import SIDES, assert_same_gradients, describe, grads_of, leases, sharded
@@ -86,7 +87,7 @@ def test_without_a_root(world):
 def late_root(mesh) -> None:
     """The root is sharded after a block was used, and a block is called before the root."""
     plain, model = models.plain(), models.plain()
-    x = torch.randn(2, 3, 32)
+    x = torch.randn(2, 3, 32, device=device())
     for block in model.blocks:
         ours.fully_shard(block, mesh=mesh)
     wanted = plain.blocks[1](x)
@@ -134,7 +135,7 @@ def tied(mesh) -> None:
     apart = Crossed()
     for part in (apart.first, apart.second):
         ours.fully_shard(part, mesh=mesh)
-    x = torch.randn(2, 8)
+    x = torch.randn(2, 8, device=device())
     apart.first(x)
     with pytest.raises(ValueError, match="is tied to a parameter that was sharded with another module"):
         apart.second(x)
@@ -190,7 +191,7 @@ def staged(mesh) -> None:
     for stage in stages:
         ours.fully_shard(stage, mesh=mesh)
     ours.share_comm_ctx(stages)
-    x = torch.randn(4, 8)
+    x = torch.randn(4, 8, device=device())
     stages[1](stages[0](x)).sum().backward()
     first, second = [stage.__dict__["_accordion"].engine for stage in stages]
     assert first is not second
@@ -283,7 +284,7 @@ def renamed(mesh) -> None:
         model = nn.Sequential(Renaming())
         for module in (model[0].first, model[0].second, model[0]):
             api.fully_shard(module, mesh=mesh)
-        inputs = [torch.full((2, 4), float(i), requires_grad=True) for i in range(1, 4)]
+        inputs = [torch.full((2, 4), float(i), requires_grad=True, device=device()) for i in range(1, 4)]
         for _ in range(2):
             out = model[0](Named(Pair(inputs[0], "text"), [inputs[1]]), scale=inputs[2])
             assert (type(out), type(out.pair), out.pair.kind) == (Named, Pair, "text")
@@ -313,7 +314,10 @@ def shaped(mesh) -> None:
         model = nn.Sequential(Doubling())
         api.fully_shard(model[0], mesh=mesh)
         api.fully_shard(model, mesh=mesh)
-        a, b = torch.full((2, 4), 2.0, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+        a, b = (
+            torch.full((2, 4), 2.0, requires_grad=True, device=device()),
+            torch.ones(2, 4, requires_grad=True, device=device()),
+        )
         out = model((a, {"more": b}))
         (out["out"][0] ** 2).sum().backward()
         grads.append([a.grad, b.grad, model[0].weight.grad.full_tensor()])

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
+from tests.devices import device
 from tests.pool import Pool
 from tests.sample import sampled
 from tests.world import models
@@ -106,7 +107,10 @@ def layers() -> list[nn.Module]:
 def pipelined(mesh) -> None:
     """Stages of torch's pipeline over one axis, each sharded over the other; micro-batches add up."""
     at, row = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    x, target = torch.randn(4, 8, generator=torch.Generator().manual_seed(row)), torch.zeros(4, 8)
+    x, target = (
+        torch.randn(4, 8, generator=torch.Generator().manual_seed(row)).to(device()),
+        torch.zeros(4, 8, device=device()),
+    )
     plain, stage = nn.Sequential(*layers()), nn.Sequential(*layers()[2 * at : 2 * at + 2])
     for layer in stage:
         ours.fully_shard(layer, mesh=mesh["dp"])
@@ -175,7 +179,7 @@ def two_axes(mesh) -> None:
         for layer in (model[0], model[2]):
             api.fully_shard(layer, mesh=mesh["dp"])
         pair.append(api.fully_shard(model, mesh=mesh["dp"]))
-    x = torch.randn(3, 4, 8)
+    x = torch.randn(3, 4, 8, device=device())
     stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
 
 
@@ -191,7 +195,7 @@ def on_all_axes(mesh, dims: dict[str, Any]) -> None:
         model, options = spread(mesh, placements), {"mesh": mesh, "dp_mesh_dims": api.DataParallelMeshDims(**dims)}
         api.fully_shard(model[0], **options)
         pair.append(api.fully_shard(model, **options))
-    x = torch.randn(3, 8, 8)
+    x = torch.randn(3, 8, 8, device=device())
     cut = [Shard(0) if n in names else Replicate() for n in mesh.mesh_dim_names]
     stepped_alike(pair, lambda step: distribute_tensor(x[step], mesh, cut))
     assert {n: p.placements for n, p in pair[1].named_parameters()} == {
@@ -314,7 +318,7 @@ def extended(mesh) -> None:
     kinds = [type(model[i].weight.to_local()) for model in pair for i in (0, 4)]
     assert kinds == [Packed, Levels] * 2
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
-    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
     for step in range(3):
         losses = []
         for m in pair:

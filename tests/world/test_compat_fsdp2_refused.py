@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import one_loss
 from tests.world.test_compat_fsdp2 import sharded
@@ -55,7 +56,7 @@ def refused(mesh) -> None:
     parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(1)]))
     refuses("slices of one mesh with named axes", parallel, mesh=init_device_mesh("cpu", (1, 4)))
     subclass = models.plain()
-    subclass.head.weight = nn.Parameter(torch.randn(48, 32).as_subclass(Quantised))
+    subclass.head.weight = nn.Parameter(torch.randn(48, 32, device=device()).as_subclass(Quantised))
     refuses("is a Quantised, a tensor subclass without", subclass)
     Quantised.fsdp_pre_all_gather = lambda self, mesh: None  # type: ignore[attr-defined]
     refuses("only one of fsdp_pre_all_gather and", subclass)
@@ -72,8 +73,8 @@ def empty(mesh) -> None:
     ours.fully_shard(model, mesh=mesh)
     alone = ours.fully_shard(nn.Sequential(nn.ReLU()), mesh=mesh)
     for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-        assert torch.equal(alone(torch.ones(2, 4)), torch.ones(2, 4))
+        model(torch.ones(2, 4, device=device())).sum().backward()
+        assert torch.equal(alone(torch.ones(2, 4, device=device())), torch.ones(2, 4, device=device()))
     alone.unshard()
     alone.reshard()
     assert model[1].weight.grad is not None
@@ -82,7 +83,7 @@ def empty(mesh) -> None:
 def misused(mesh) -> None:
     model = sharded(ours, mesh)
     one_loss(model)
-    model.head.weight = nn.Parameter(torch.zeros(48, 32))
+    model.head.weight = nn.Parameter(torch.zeros(48, 32, device=device()))
     with pytest.raises(ValueError, match="was replaced after shard"):
         one_loss(model)
     early = models.plain()

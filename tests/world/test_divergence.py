@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import watch
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import mesh_of, one_loss
 
@@ -42,7 +43,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 
 def goes(model: nn.Module, how: str, step: int) -> None:
     if how == "calls_a_block":
-        model.blocks[1](torch.ones(2, 3, 32, requires_grad=True)).sum().backward()
+        model.blocks[1](torch.ones(2, 3, 32, requires_grad=True, device=device())).sum().backward()
         return
     if how == "trains_less":
         model.blocks[1].requires_grad_(False)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from tests.devices import device
 from tests.world.chains import FEW, Chain, mean_square, numbers, plain_run, steps_again
 from tests.world.checks import PlantedError
 from tests.world.compare import (
@@ -350,7 +351,7 @@ def anomaly_of_one(mesh) -> None:
     """Only the sum over ranks is NaN, in the first row, which the first rank owns: inf there, -inf elsewhere."""
     rank = dist.get_rank()
     model = acc.shard(seeded(lambda: nn.Linear(2, mesh.size(), bias=False)), mesh=mesh)
-    factors = torch.ones(mesh.size(), 1)
+    factors = torch.ones(mesh.size(), 1, device=device())
     factors[0] = float("inf") if rank == 0 else float("-inf")
 
     class Sharpens(torch.autograd.Function):
@@ -362,13 +363,13 @@ def anomaly_of_one(mesh) -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return grad * factors.t()
 
-    loss = Sharpens.apply(model(torch.ones(1, 2))).sum()
+    loss = Sharpens.apply(model(torch.ones(1, 2, device=device()))).sum()
     with anomaly_mode():
         if rank == 0:
             with pytest.raises(RuntimeError, match=r"'StageBackward' returned nan values"):
                 loss.backward()
             with pytest.raises(acc.DivergenceError, match="begins a forward"):
-                model(torch.ones(1, 2))
+                model(torch.ones(1, 2, device=device()))
         else:  # in its first step a rank sees to it that all others have come to the end
             with pytest.raises(acc.DivergenceError, match="ends its backward"):
                 loss.backward()
@@ -382,7 +383,7 @@ def any_true(mesh) -> None:
     """What anomaly detection needed is for others what DTensor says: true anywhere is true on every rank."""
     acc.shard(nn.Linear(2, 2), mesh=mesh)
     for only in range(mesh.size() + 1):
-        local = torch.full((2,), dist.get_rank() == only)
+        local = torch.full((2,), dist.get_rank() == only, device=device())
         whole = DTensor.from_local(local, mesh, [Shard(0)])
         found = torch.ops.aten._is_any_true(whole)
         assert isinstance(found, DTensor)

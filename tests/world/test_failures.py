@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import io
+import itertools
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion.engine.streams import Lane
+from tests.devices import device
 from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
 from tests.world.checks import PlantedError, batch, units_of
@@ -184,7 +189,7 @@ def deleted(mesh, when: str) -> None:
             "after backward failed",
             "after recomputation failed",
         ):  # unsharded too: autograd's queue holds nodes
-            torch.ones((), requires_grad=True).backward()
+            torch.ones((), requires_grad=True, device=device()).backward()
         if when == "after recomputation failed":  # unsharded too: frames of checkpoint() lie in cycles
             gc.collect()
         left = [r() for r in references if r() is not None]
@@ -267,7 +272,7 @@ def something_new(mesh, how: str) -> None:
     if how == "a module":
         model.blocks[1].new = nn.Linear(4, 4)
     elif how == "a parameter":
-        model.blocks[1].new = nn.Parameter(torch.zeros(4))
+        model.blocks[1].new = nn.Parameter(torch.zeros(4, device=device()))
     elif how == "a list that grows":
         model.blocks.append(models.Block(32, 64))
     elif how == "a frozen one":
@@ -280,7 +285,7 @@ def something_new(mesh, how: str) -> None:
     with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' came into the model after shard\(\)"):
         model(tokens)
     with acc.full_params(model):
-        model.blocks[0](torch.zeros(1, 2, 32))  # full parameters in the registry are no additions
+        model.blocks[0](torch.zeros(1, 2, 32, device=device()))  # full parameters in the registry are no additions
     with pytest.raises(acc.UsageError, match="freeze it with"):
         model(tokens)
 
@@ -288,3 +293,47 @@ def something_new(mesh, how: str) -> None:
 @pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
 def test_what_comes_in_after_shard_is_refused(world, how):
     world.run(2, something_new, how)
+
+
+# -- communications that do not begin
+
+
+def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
+    """The lanes have no memory for the start of communication number `at`."""
+    plain, count = Lane.start, itertools.count()
+
+    def start(lane: Lane, *args: Any) -> Any:
+        if next(count) == at:
+            raise torch.OutOfMemoryError("planted")
+        return plain(lane, *args)
+
+    return mock.patch.object(Lane, "start", start)
+
+
+def two_dtypes() -> nn.Module:
+    """Units that are gathered in two dtypes: batch norms stay in float32."""
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*parts, nn.Linear(16, 16))
+
+
+def smaller_batch_after_a_refusal(mesh) -> None:
+    """As a loop does that catches the error and goes on with what fits."""
+    x, found = torch.randn(4, 16), []
+    for at in (-1, *range(8)):
+        torch.manual_seed(0)
+        options = {"strategy": acc.HYBRID_SHARD_OPTIM, "precision": acc.Precision(params=torch.bfloat16)}
+        model = acc.shard(two_dtypes(), mesh, units={nn.Sequential}, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with starts_refused(at), contextlib.suppress(torch.OutOfMemoryError):
+            model.eval()(x)  # statistics are left alone
+        for _ in range(2):
+            model.train()(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().to_local().clone() for p in model.parameters()])
+    for at, other in enumerate(found[1:]):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), f"communication {at}"
+
+
+def test_a_gather_that_could_not_begin_is_begun_anew(world):
+    world.run_mesh((2, 2), ("replicate", "shard"), smaller_batch_after_a_refusal)

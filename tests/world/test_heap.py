@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import accordion as acc
+from tests.devices import device
 
 NUM_BLOCKS, WIDTH = 4, 2**11  # a block of 32 MiB in float32
 
@@ -19,7 +20,7 @@ def bytes_first_touched(mesh, num_steps):
     found = []
     for _ in range(num_steps):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        model(torch.ones(2, WIDTH)).sum().backward()
+        model(torch.ones(2, WIDTH, device=device())).sum().backward()
         model.zero_grad()
         found.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
     return found

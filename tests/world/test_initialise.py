@@ -16,6 +16,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.initialise import initialise
 from accordion.stand_in import init_mode
+from tests.devices import device
 from tests.world import families, models
 from tests.world.meters import Allocations
 
@@ -223,8 +224,8 @@ class Assigns(nn.Module):
 def careless(module: nn.Module) -> None:
     """Keeps references, writes late, assigns, reads and scales what children drew."""
     if isinstance(module, Assigns):
-        module.a.data = torch.randn(5, 2)
-        module.b = nn.Parameter(torch.randn(5, 2))
+        module.a.data = torch.randn(5, 2, device=device())
+        module.b = nn.Parameter(torch.randn(5, 2, device=device()))
     if isinstance(module, nn.Sequential):
         params = list(module.parameters())
         for param in params:
@@ -233,7 +234,7 @@ def careless(module: nn.Module) -> None:
             param /= 1 + params[0].abs().max()
         module[1].weight[1:3] = params[0][:2, :1]
         module[2].weight += module[1].weight.mean()  # the same parameter: written twice
-        module[0].bias.copy_(module(torch.ones(1, 4))[0, :6])
+        module[0].bias.copy_(module(torch.ones(1, 4, device=device()))[0, :6])
 
 
 def careless_model() -> nn.Module:
@@ -375,7 +376,7 @@ def buffers(mesh: Any) -> list[Any]:
     initialise(second, weights_only)
     after = torch.get_rng_state()
     torch.manual_seed(3)
-    torch.empty(6, 6).normal_()
+    torch.empty(6, 6, device=device()).normal_()
     same = torch.equal(after, torch.get_rng_state())
     bias = acc.full_state_dict(second, rank0_only=False)["0.linear.bias"]
     return [first[0].table, first[1].running_var, second[0].table, second[1].running_var, bias, same]
@@ -414,7 +415,7 @@ def drops(module: nn.Module) -> None:
 
 def reshapes(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
-        module.weight.data = torch.zeros(2, 2)
+        module.weight.data = torch.zeros(2, 2, device=device())
 
 
 def ties(module: nn.Module) -> None:
@@ -503,7 +504,7 @@ def nested(mesh: Any) -> None:
         model.weight.fill_(7.0)
     with acc.full_params(model):
         assert not (model.weight == 7.0).any()
-        assert F.linear(torch.ones(1, 4), model.weight).shape == (1, 4)
+        assert F.linear(torch.ones(1, 4, device=device()), model.weight).shape == (1, 4)
     assert not fulls.written
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
+from tests.devices import device
 from tests.world.checks import logged
 from tests.world.compare import (
     RANKS,
@@ -82,7 +83,8 @@ MERGED = {  # what is one parameter; names as the log gives them
 
 
 def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
-    loss = F.cross_entropy(model(torch.randint(9, (2, 4))).flatten(0, 1), torch.randint(9, (8,)))
+    tokens, targets = torch.randint(9, (2, 4), device=device()), torch.randint(9, (8,), device=device())
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets)
     loss.backward()
     return loss.detach()
 
@@ -247,7 +249,7 @@ def low_rank(mesh) -> None:
         counts = []
         for m in (plain, model):
             torch.manual_seed(seed_of(step))
-            loss = m(torch.randn(3, 6)).square().sum()
+            loss = m(torch.randn(3, 6, device=device())).square().sum()
             with Products() as products:
                 loss.backward()
             counts.append(products.count)
@@ -302,7 +304,7 @@ def squared(*shape: int) -> Callable[[nn.Module, int], Tensor]:
     """A step on random inputs of a shape and the mean of squares of the output."""
 
     def run(model: nn.Module, step: int) -> Tensor:
-        out = model(torch.randn(*shape))
+        out = model(torch.randn(*shape, device=device()))
         (out[0] if isinstance(out, tuple) else out).float().square().mean().backward()
         return out
 
@@ -375,7 +377,9 @@ class Uses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (n,)
         y = x
         for w in self.weights:
-            y = y + torch.tanh((w * (1.0 + torch.arange(w.numel()).view(w.shape))).sum() * x + w.sum() * 0.5)
+            y = y + torch.tanh(
+                (w * (1.0 + torch.arange(w.numel(), device=device()).view(w.shape))).sum() * x + w.sum() * 0.5
+            )
         for _, buffer in self.named_buffers():
             y = y + buffer.abs().sum() * x
         return torch.tanh(y)
@@ -502,11 +506,11 @@ def sparse(mesh) -> None:
     model.sparsely = False
     model = acc.shard(model, mesh=mesh)
     object.__setattr__(model, "sparsely", True)
-    loss = model(torch.tensor([1, 2])).sum()
+    loss = model(torch.tensor([1, 2], device=device())).sum()
     with pytest.raises(acc.UsageError, match="sparse gradient"):
         loss.backward()
     model.sparsely = False
-    model(torch.tensor([1, 2])).sum().backward()
+    model(torch.tensor([1, 2], device=device())).sum().backward()
     rest(model)
 
 
@@ -620,7 +624,7 @@ def encoder_in_eval(mesh) -> None:
     """Evaluation has a fused kernel of its own, which reads the weights of its children."""
     plain, model = seeded(encoder), acc.shard(seeded(encoder), mesh=mesh, units={nn.TransformerEncoderLayer})
     torch.manual_seed(seed_of(0))
-    x = torch.randn(2, 3, 6)
+    x = torch.randn(2, 3, 6, device=device())
     for mode in (torch.no_grad, torch.inference_mode):
         for m in (plain.eval(), model.eval()):
             with mode():
@@ -713,7 +717,7 @@ def read_from_outside(mesh, how: str) -> None:
     plain = seeded(functools.partial(Reads, how))
     model = acc.shard(seeded(functools.partial(Reads, how)), mesh=mesh, units={Pair})
     torch.manual_seed(seed_of(0))
-    x = torch.randn(3, 7)
+    x = torch.randn(3, 7, device=device())
     try:
         out = model(x)
     except acc.UsageError as error:

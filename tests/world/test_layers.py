@@ -16,6 +16,7 @@ from accordion import _torch
 from accordion.config import STRATEGIES
 from accordion.engine.unit import Unit
 from accordion.units import choose_units
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, unit_names, units_of
 
@@ -65,7 +66,7 @@ def loss_of(model: nn.Module, tokens: Tensor, calls: bool = True) -> Tensor:
 
 
 def drawn(rank: int, step: int = 0) -> Tensor:
-    return torch.randint(1, VOCAB, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(1, VOCAB, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
 
 
 def both(mesh, way: str, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -100,7 +101,7 @@ def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> Non
                 if way == "raises" and step == 1:
                     for m in (model, plain):
                         with pytest.raises(RuntimeError, match=r"behind a read of \(96, 16\)"):
-                            m(torch.zeros(2, 7, dtype=torch.long))
+                            m(torch.zeros(2, 7, dtype=torch.long, device=device()))
                 check_step(mesh, model, plain, step)
                 if way != "raises":  # there a forward waits for its backward, for some more of them
                     assert_at_rest(model)
@@ -161,7 +162,7 @@ class Sum(nn.Module):
         self.words, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(8, WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=device()))
 
 
 def check_recomputed_embeddings(mesh) -> None:

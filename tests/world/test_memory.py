@@ -14,6 +14,7 @@ import torch
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import layout
+from tests.devices import device
 from tests.world import models
 from tests.world.meters import Allocations
 
@@ -175,7 +176,7 @@ def main_job_bytes(mesh, preset: str) -> tuple[int, int, int]:
         settle()
         memory.mark("sharded")
         optimizer = torch.optim.AdamW(model.parameters())
-        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        tokens = torch.zeros(1, 4, dtype=torch.int64, device=device())
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         settle()

@@ -13,6 +13,7 @@ from torch import nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.memory.stated import stated
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss, units_of
 from tests.world.offloads import HOST, MIXED, OPTIMIZER, RECIPES, disk, disk_of_all, fresh, places, same_as_without
@@ -180,7 +181,7 @@ def uses(mesh, path: Path) -> None:
             lambda p, seen=seen: seen.append(local_of(p.grad).clone())
         )
         model.blocks[0].weight.register_hook(lambda g, seen=seen: seen.append(local_of(g).clone()))
-        x = torch.full((3, 8), 0.5 + dist.get_rank())
+        x = torch.full((3, 8), 0.5 + dist.get_rank(), device=device())
         seen += [local_of(g).clone() for g in torch.autograd.grad(model(x).sum(), list(model.parameters()))]
         for _ in range(2):
             model(x).square().mean().backward()

@@ -20,6 +20,7 @@ import accordion as acc
 from accordion.memory import disk, rooms
 from accordion.memory.parking import Parking
 from accordion.memory.rooms import joined
+from tests.devices import device
 from tests.disks import fill, mounted
 from tests.world import models
 from tests.world.checks import logged, units_of
@@ -40,7 +41,7 @@ def parking_of(model: nn.Module) -> Parking:
 
 
 def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Tensor:
-    tokens = torch.randint(8, shape, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(8, shape, generator=torch.Generator().manual_seed(seed)).to(device())
     return model(tokens).square().mean()
 
 
@@ -105,7 +106,7 @@ def counted(mesh) -> None:
         model = acc.shard(
             models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=offload
         )
-        tokens = torch.zeros(8, 64, dtype=torch.int64)
+        tokens = torch.zeros(8, 64, dtype=torch.int64, device=device())
         model(tokens).sum().backward()
         if offload is not None:
             parking = units_of(model)[0].engine.wiring.home.parking
@@ -286,18 +287,18 @@ def in_order(mesh) -> None:
     parking = units_of(model)[0].engine.wiring.home.parking
     parked = []
     for value in (1.0, 2.0, 3.0):
-        parked.append(parking.park(torch.full((4,), value), "host"))
+        parked.append(parking.park(torch.full((4,), value, device=device()), "host"))
         parked[-1].leave()
         if value != 2:  # in the first and the last one a backward comes
-            assert torch.equal(parked[-1].tensor(), torch.full((4,), value))
+            assert torch.equal(parked[-1].tensor(), torch.full((4,), value, device=device()))
     first, second, _ = parked
     assert first._coming is None, "of a forward before a backward"
     assert second._coming is not None, "of the same forward"
-    live = torch.zeros(4)
+    live = torch.zeros(4, device=device())
     parking.park(live, "host")
     live.add_(1)
     with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
-        parking.park(torch.zeros(4), "host")
+        parking.park(torch.zeros(4, device=device()), "host")
 
 
 def nothing_recomputed(mesh) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.memory import arena, tiers
 from accordion.memory.disk import SwapFile, aligned_buffer
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss, units_of
 from tests.world.offloads import HOST, disk, disk_of_all, fresh
@@ -201,7 +202,7 @@ def pin_on(module: Any) -> list[str]:
     class Owner:
         pass
 
-    owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8)
+    owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8, device=device())
     arena.pin(owner, memory, module, lambda: module.calls.append("settle"))
     del owner
     return module.calls

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accordion as acc
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import one_loss
 from tests.world.offloads import pieces_of
@@ -108,8 +109,8 @@ def collected_in_a_step(mesh) -> None:
 
     first, last = (register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None))
     try:
-        other = torch.nn.Parameter(torch.ones(2))
-        other.grad = torch.ones(2)
+        other = torch.nn.Parameter(torch.ones(2, device=device()))
+        other.grad = torch.ones(2, device=device())
         torch.optim.SGD([other], lr=1.0).step()
         assert other.tolist() == [0.0, 0.0]
     finally:

@@ -14,6 +14,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.memory.step import Job
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss
 from tests.world.offloads import HOST, MIXED, disk, disk_of_all, places
@@ -106,7 +107,9 @@ def scaled(mesh, path: Path) -> None:
     results = []
     for offload in (None, HOST, disk(path), disk_of_all(path, step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload, precision=acc.Precision(params=torch.float16))
-        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True))
+        optimizer = acc.wrap_optimizer(
+            torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device()), fused=True)
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         losses = []
@@ -179,7 +182,7 @@ def broken_promises(mesh) -> None:
     )
     acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(acc.UsageError, match="unit 'block' has gradients more than once in a backward"):
-        model(torch.ones(2, 8)).sum().backward()
+        model(torch.ones(2, 8, device=device())).sum().backward()
 
 
 def test_a_step_in_backward_changes_no_bit_and_keeps_the_user_to_the_promise(world, tmp_path):

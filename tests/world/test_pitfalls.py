@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine.unit import Unit
+from tests.devices import device
 from tests.world import models, reference
 from tests.world.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss, units_of
 from tests.world.meters import Wire
@@ -97,7 +98,9 @@ def load_tied(mesh, folder: str) -> tuple[int, int]:
     rows = TiedStack.ROWS // mesh.size()
     for value, p in enumerate(model.parameters()):
         assert (local_of(p)[:, 0] == value).all()
-        assert torch.equal(local_of(p)[:, 1], mesh.get_local_rank() * rows + torch.arange(rows).float())
+        assert torch.equal(
+            local_of(p)[:, 1], mesh.get_local_rank() * rows + torch.arange(rows, device=device()).float()
+        )
     return taken, sum(local_of(p).nbytes for p in model.parameters())
 
 
@@ -136,7 +139,7 @@ def lora(mesh) -> None:
         model = nn.Sequential(Adapted(), Adapted())
         if sharded:
             model = acc.shard(model, mesh=mesh, units={Adapted})
-        model(torch.linspace(-1, 1, 32).view(2, 16)).square().sum().backward()
+        model(torch.linspace(-1, 1, 32, device=device()).view(2, 16)).square().sum().backward()
         found.append(grads_of(model) if sharded else mean_grads(mesh, model))
     assert found[1]["0.base.weight"] is None
     assert model[0].base.weight.dtype == BF16
@@ -150,7 +153,7 @@ def test_06_lora_and_bf16_base_fails(world):
 def reads_outside(mesh) -> None:
     """A fused kernel that takes `.weight` outside of the unit gets no shard in silence."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
-    x = torch.ones(2, 32)
+    x = torch.ones(2, 32, device=device())
     weight = model.blocks[0].up.weight
     assert isinstance(weight, DTensor)
     for kernel in (lambda: F.linear(x, weight), lambda: torch.mm(x, weight.t())):
@@ -373,7 +376,7 @@ def generate(mesh) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
     found = []
     for m in (plain, model):
-        tokens = torch.tensor([[1 + mesh.get_local_rank()]])
+        tokens = torch.tensor([[1 + mesh.get_local_rank()]], device=device())
         with torch.no_grad(), acc.full_params(model), Wire() as wire:
             for _ in range(2 + 3 * mesh.get_local_rank()):
                 tokens = torch.cat([tokens, m(tokens)[:, -1:].argmax(-1)], 1)
@@ -428,7 +431,7 @@ def test_notable_dim_0_too_small_leaves_ranks_empty(world):
 def large_and_few(mesh) -> int:
     """Bytes of a rank, of a parameter whose rows are fewer than ranks but large: another dim is cut."""
     model = nn.Module()
-    model.experts = nn.Parameter(torch.zeros(2, 300, 400))
+    model.experts = nn.Parameter(torch.zeros(2, 300, 400, device=device()))
     return local_of(acc.shard(model, mesh=mesh).experts).untyped_storage().nbytes()
 
 

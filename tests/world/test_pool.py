@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, empty
 
+from tests.devices import device
+
 
 def ranks_sum(mesh, value):
-    total = torch.tensor([float(value + mesh.get_rank())])
+    total = torch.tensor([float(value + mesh.get_rank())], device=device())
     dist.all_reduce(total, group=mesh.get_group())
     return mesh.get_rank(), mesh.size(), total.item()
 
@@ -43,11 +45,11 @@ def warn(mesh):
 
 
 def process_and_draw(mesh):
-    return os.getpid(), torch.rand(1).item()
+    return os.getpid(), torch.rand(1, device=device()).item()
 
 
 def rows_held(mesh, rows):
-    return distribute_tensor(torch.arange(float(rows)), mesh, [Shard(0)]).to_local()
+    return distribute_tensor(torch.arange(float(rows), device=device()), mesh, [Shard(0)]).to_local()
 
 
 def rows_without_data(mesh, rows):

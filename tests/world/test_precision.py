@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from tests.devices import device
 from tests.world import models, reference
 from tests.world.checks import assert_close, assert_equal, one_loss, run_all
 from tests.world.models import Block
@@ -53,7 +54,7 @@ def seen() -> Seen:
 
 
 def call(model: nn.Module) -> dict[str, Any]:
-    return model(torch.linspace(-1, 1, 16).view(2, 8), torch.tensor([True, False]))
+    return model(torch.linspace(-1, 1, 16, device=device()).view(2, 8), torch.tensor([True, False], device=device()))
 
 
 def dtypes(mesh) -> None:
@@ -93,7 +94,7 @@ def convolution() -> nn.Sequential:
 
 def batch_norms(mesh) -> None:
     """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
-    plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(BF16)
+    plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16)
     plain[0].to(BF16)
     plain[2].to(BF16)
     model = acc.shard(convolution(), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
@@ -158,8 +159,8 @@ def adapted() -> models.Tiny:
     for block in model.blocks:
         for lin in (block.up, block.down):
             lin.to(BF16).requires_grad_(False)
-        block.a = nn.Parameter(torch.randn(32, 4) / 8)
-        block.b = nn.Parameter(torch.randn(4, 32) / 8)
+        block.a = nn.Parameter(torch.randn(32, 4, device=device()) / 8)
+        block.b = nn.Parameter(torch.randn(4, 32, device=device()) / 8)
     model.embed.requires_grad_(False)
 
     def forward(block: Block, x: Tensor, use_sometimes: bool = False) -> Tensor:
@@ -214,7 +215,7 @@ def reduced(mesh, dtype: torch.dtype, how: str) -> None:
     precision = acc.Precision(params=BF16, reduce=dtype)
     model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, units={nn.Sequential}, reduce_op="sum")
     value = [256.0, 1.0, 1.0, 1.0][dist.get_rank()]
-    model(torch.full((1, 1), value)).sum().backward()
+    model(torch.full((1, 1), value, device=device())).sum().backward()
     found = model[0][0].weight.grad.full_tensor()
     assert found.dtype == FP32
     (total,) = found.unique().tolist()
@@ -270,7 +271,7 @@ def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
         handle = model.blocks[0].register_forward_hook(inf_in_backward)
         if not (planted and where == "first_block"):
             handle.remove()
-        out = model(torch.linspace(-1, 1, 64).view(4, 16) * (1 + dist.get_rank())).float()
+        out = model(torch.linspace(-1, 1, 64, device=device()).view(4, 16) * (1 + dist.get_rank())).float()
         if planted and where == "everywhere":
             out = out * 1e30  # inf in the gradient of the 0-d parameter and of all blocks
         scaler.scale(out.square().mean()).backward()
@@ -302,7 +303,7 @@ def scaled_clip(mesh, strategy: acc.Strategy) -> None:
     norms = []
     for scale in (2.0**10, 2.0**6):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        scaler.scale(model(torch.linspace(-1, 1, 64).view(4, 16)).float().square().mean()).backward()
+        scaler.scale(model(torch.linspace(-1, 1, 64, device=device()).view(4, 16)).float().square().mean()).backward()
         scaler.unscale_(optimizer)
         norms.append(acc.clip_grad_norm_(model, 1.0).item())
         optimizer.zero_grad()
@@ -368,7 +369,7 @@ def matched_inputs(mesh) -> None:
     model = acc.shard(
         nn.Sequential(*(Block(32, 64) for _ in range(2))), mesh=mesh, precision=acc.Precision(params=BF16)
     )
-    x = torch.linspace(-1, 1, 192).view(2, 3, 32)
+    x = torch.linspace(-1, 1, 192, device=device()).view(2, 3, 32)
     xs = x.clone().requires_grad_(), x.clone().requires_grad_()
     weights = {n: p.detach().to(BF16).requires_grad_() for n, p in plain.named_parameters()}
     outs = functional_call(plain, weights, (xs[0].to(BF16),)), model(xs[1])

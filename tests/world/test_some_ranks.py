@@ -19,6 +19,7 @@ import accordion.compat.fsdp2 as compat
 from accordion.config import STRATEGIES
 from accordion.engine.schedule import Expected
 from accordion.engine.together import Follow, Step, choose
+from tests.devices import device, here
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
 
@@ -64,13 +65,13 @@ def paths(mesh, **options: Any) -> tuple[nn.Module, Paths]:
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(Paths())
+        made.append(here(Paths()))
     plain, model = made
     return acc.shard(model, mesh=mesh, units={models.Block, Tower}, **options), plain
 
 
 def numbers(step: int) -> Tensor:
-    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(device())
 
 
 def check_step(mesh, model: nn.Module, plain: Paths, way: Way, step: int, no_sync: int = 0) -> None:
@@ -280,7 +281,7 @@ def two_in_one(mesh) -> None:
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(Paths())
+        made.append(here(Paths()))
     plain, model = made
     compat.fully_shard(model.blocks[3].blocks[0], mesh=mesh)
     compat.fully_shard([model.blocks[0], model.blocks[3]], mesh=mesh)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
+from tests.devices import device, here
 from tests.world import models, reference
 from tests.world.checks import (
     PlantedError,
@@ -130,7 +131,7 @@ class Twice(Tiny):
 def twice() -> Twice:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Twice(num_blocks=2)
+        return here(Twice(num_blocks=2))
 
 
 def repeated(mesh, strategy: acc.Strategy) -> None:
@@ -210,7 +211,7 @@ def input_grads(mesh, strategy: acc.Strategy) -> None:
         model = acc.shard(nn.Sequential(*models.plain().blocks).requires_grad_(trainable), mesh=mesh, strategy=strategy)
         found = []
         for m in (plain, model):
-            x = torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32).requires_grad_()
+            x = torch.linspace(-1, 1, 2 * 3 * 32, device=device()).view(2, 3, 32).requires_grad_()
             m(x).square().sum().backward()
             found.append(x.grad)
             (grad,) = torch.autograd.grad(m(x).square().sum(), [x])
@@ -259,12 +260,12 @@ class Side(Block):
 def side_model() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(*(Side(32, 64) for _ in range(3)))
+        return here(nn.Sequential(*(Side(32, 64) for _ in range(3))))
 
 
 def side_losses(mesh, strategy: acc.Strategy) -> None:
     plain, model = side_model(), acc.shard(side_model(), mesh=mesh, strategy=strategy)
-    x = torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32) + dist.get_rank()
+    x = torch.linspace(-1, 1, 2 * 3 * 32, device=device()).view(2, 3, 32) + dist.get_rank()
     for only in ("both", "attribute"):
         for m in (plain, model):
             loss = m(x).square().mean()
@@ -305,7 +306,9 @@ def structured(mesh) -> None:
         model = Structured()
         if sharded:
             model = acc.shard(model, mesh=mesh, units={nn.Sequential})
-        out = model({"x": [torch.linspace(-1, 1, 16).view(2, 8)]}, scale=torch.tensor(2.0))
+        out = model(
+            {"x": [torch.linspace(-1, 1, 16, device=device()).view(2, 8)]}, scale=torch.tensor(2.0, device=device())
+        )
         assert out["rest"][1] == 3
         out["sum"].sum().backward()
         found.append(grads_of(model))

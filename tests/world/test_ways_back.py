@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import accordion as acc
+from tests.devices import device
 from tests.world.chains import FEW, WIDTH, Chain, Plain, around_each, chain, numbers, plain_run, steps_again
 from tests.world.compare import (
     RANKS,
@@ -35,9 +36,9 @@ def run_case(mesh, name: str) -> None:
 
 def explicit(model: nn.Module, step: int) -> Any:
     out = model(numbers())
-    out.backward(torch.arange(out.numel()).view(out.shape) / 10.0)
+    out.backward(torch.arange(out.numel(), device=device()).view(out.shape) / 10.0)
     one, two = model(numbers()), model(numbers())
-    torch.autograd.backward([one, two.sum()], [torch.ones_like(one), torch.tensor(0.5)])
+    torch.autograd.backward([one, two.sum()], [torch.ones_like(one), torch.tensor(0.5, device=device())])
     return out
 
 

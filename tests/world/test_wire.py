@@ -19,6 +19,7 @@ from accordion.config import STRATEGIES
 from accordion.engine import reduction
 from accordion.engine.collectives import Link, common_name
 from accordion.engine.layout import PACK_LIMIT_BYTES
+from tests.devices import device
 from tests.world import models
 from tests.world.meters import Call, Copy, Wire
 
@@ -200,7 +201,7 @@ def beside_other_groups(mesh) -> float:
         dist.new_group([0], use_local_synchronization=True)
     link = Link(mesh.get_group(), torch.device("cpu"))
     group = _torch.named_group(common_name([link]), link.ranks, None)
-    value = torch.ones(1)
+    value = torch.ones(1, device=device())
     dist.all_reduce(value, group=group)
     return value.item()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link
+from accordion.engine.collectives import Link, carried
 from accordion.engine.home import Home
 from accordion.engine.layout import KIB, Cut, Message
 from accordion.engine.streams import Steps
@@ -109,7 +109,7 @@ class Gathering:
         self._fulls = [room.rows[i] for i in msg.direct]
         self._shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
         self._own = [] if cast else [room.own[i] for i in msg.direct]
-        self._arrive, self._travel = list(self._fulls), list(self._shards)
+        self._arrive, self._travel = [carried(t) for t in self._fulls], [carried(t) for t in self._shards]
         self._storage: torch.UntypedStorage | None = None
         packs = num > 1 and msg.row_numel > 0
         if packs:
@@ -131,15 +131,22 @@ class Gathering:
             else:
                 self._to += row.split([*sizes, msg.num_flags])
                 self._source += [*(home.padded[i] for i in msg.packed), home.tag]
-        self._arrive.append(packed)
-        self._travel.append(row)
-        self._tags, self._numbers, self._sizes = rows[:, msg.pack_numel :], rows[:, : msg.pack_numel], sizes
-        self._parts = list(self._numbers.split(sizes, dim=1))
-        plain = all(msg.cuts[i].dim == 0 for i in msg.packed)
-        self._outs = [self._room.rows[i].view(num, -1) for i in msg.packed] if plain else None
-        self._one_kernel = packed.device.type != "cpu"
-        if self._outs and not self._one_kernel:
+        self._arrive.append(carried(packed))
+        self._travel.append(carried(row))
+        self._tags, self._rows = rows[:, msg.pack_numel :], rows
+        self._sizes = [*sizes, msg.num_flags] if msg.num_flags else sizes
+        parts = rows[:, : msg.pack_numel].split(sizes, dim=1)
+        pairs = zip(msg.packed, parts, strict=True)
+        places = [both for i, part in pairs for both in unpacked(msg.cuts[i], self._room.rows[i], part)]
+        self._outs, self._parts = [to for to, _ in places], [part for _, part in places]
+        plain = bool(places) and all(msg.cuts[i].dim == 0 for i in msg.packed)
+        self._one_kernel = plain and packed.device.type != "cpu"
+        if self._one_kernel and msg.num_flags:  # which takes whole rows only, tags included
+            self._tags = packed.new_empty(self._tags.shape)
+            self._outs.append(self._tags)
+        elif plain and not self._one_kernel:
             self._outs, self._parts = map(list, zip(*in_runs(self._outs, self._parts), strict=True))
+        self._tags = carried(self._tags)
         self._storage, self._num_bytes = packed.untyped_storage(), packed.nbytes
         self._storage.resize_(0)
 
@@ -174,10 +181,10 @@ class Gathering:
             yield self._axis.gather.gather(self._arrive, self._travel)
         if self._storage is None:
             return
-        if self._msg.num_flags:
-            check(self._tags)
         if self._msg.pack_numel:
             self._unpack()
+        if self._msg.num_flags:
+            check(self._tags)
 
     def _send(self, num: int) -> list[Any]:
         if not self._sent:
@@ -190,22 +197,29 @@ class Gathering:
 
     def _unpack(self) -> None:
         """Copy the packed message to where each small parameter stands."""
-        if self._outs is not None and self._one_kernel:
-            torch.split_with_sizes_copy(self._numbers, self._sizes, dim=1, out=self._outs)
-        elif self._outs is not None:
+        if self._one_kernel:
+            torch.split_with_sizes_copy(self._rows, self._sizes, dim=1, out=self._outs)
+        else:
             # Where that is a loop over slices, those that are cut already take half of its time, or less.
             _torch.foreach_copy_(self._outs, self._parts)
-        else:
-            for i, part in zip(self._msg.packed, self._parts, strict=True):
-                self._unpack_one(self._msg.cuts[i], self._room.rows[i], part)
 
-    def _unpack_one(self, c: Cut, to: Tensor, part: Tensor) -> None:
-        if c.dim == 0:
-            to.view(c.num_ranks, -1).copy_(part)
-            return
-        assert c.dim is not None
-        by_row = part.reshape(c.num_ranks * c.chunk, *c.row_shape)[: c.rows]
-        to.copy_(by_row.movedim(0, c.dim))
+
+def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of one tensor the copies (to, from) of `part`, a column of the packed rows (num_ranks, chunk * row_numel).
+
+    Views, none of which needs a copy of its own: a tensor cut on another dim may be gigabytes.
+    """
+    if c.dim == 0:
+        yield to.view(c.num_ranks, -1), part
+        return
+    assert c.dim is not None, "what is not cut does not travel"
+    by_rank = part.unflatten(1, (c.chunk, *c.row_shape))
+    num_full, rest = divmod(c.rows, c.chunk)  # ranks whose chunk is full, and rows of the one after them
+    if num_full:
+        whole = to.narrow(c.dim, 0, num_full * c.chunk).unflatten(c.dim, (num_full, c.chunk))
+        yield whole.movedim((c.dim, c.dim + 1), (0, 1)), by_rank[:num_full]
+    if rest:
+        yield to.narrow(c.dim, num_full * c.chunk, rest).movedim(c.dim, 0), by_rank[num_full, :rest]
 
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:

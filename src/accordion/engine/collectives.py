@@ -17,6 +17,12 @@ SENDING_RANKS = 8  # up to here gloo's ranks send each other large parts; the nu
 TAG = 1 << 20  # of those messages, above what callers number theirs with
 
 
+CARRIED = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+)
+"""The dtypes that every backend knows; others travel as bytes."""
+
+
 def device_type_of_job() -> str:
     """The kind of device on which the default group's ranks compute: the accelerator's, if the group has a backend for it alone.
 
@@ -71,6 +77,8 @@ class Link:
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
+        # What torch puts around each backend to check it has none for several tensors before 2.12.
+        self._coalesces = dist.get_debug_level() != dist.DebugLevel.DETAIL
         self._gather_coalesced = _torch.gather_coalesced(group)
         self._scatter_coalesced = _torch.reduce_scatter_coalesced(group)
 
@@ -82,16 +90,16 @@ class Link:
 
         One launch on a stream-ordered backend. gloo copies in and out of a coalesced gather, and has none for CUDA tensors.
         """
-        if self._async:
+        if self._async or not self._coalesces:
             gather, options, pairs = self.group._allgather_base, self._gather_options, zip(fulls, shards, strict=True)
-            return Pending(self, [gather(full, shard, options) for full, shard in pairs])
+            return self._pending(*[gather(full, shard, options) for full, shard in pairs])
         if fulls:
             self._gather_coalesced(fulls, shards, self._gather_options)
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
         """All-to-all of each (received, sent, received splits, sent splits), 1-D; empty splits mean equal parts."""
-        if self._async or len(sends) < 2:
+        if self._async or len(sends) < 2 or not self._coalesces:
             return self._pending(
                 *[self.group.alltoall_base(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
             )
@@ -122,13 +130,16 @@ class Link:
         """Each `outs[i]` (1-D, n) becomes this rank's part of the sum over ranks of `inputs[i]` (1-D, num_ranks * n)."""
         if not outs:
             return self._pending()
+        if not self._coalesces:
+            scatter, pairs = self.group._reduce_scatter_base, zip(outs, inputs, strict=True)
+            return self._pending(*[scatter(out, given, self._scatter_options) for out, given in pairs])
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options))
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
         """Sum each tensor over ranks in place."""
         if self.num_ranks == 1:
             return Pending(self)
-        if self._async or len(tensors) < 2:
+        if self._async or len(tensors) < 2 or not self._coalesces:
             return self._pending(*[self.group.allreduce([t], self._sum_options) for t in tensors])
         self.group._start_coalescing(self.device)
         for t in tensors:
@@ -146,13 +157,19 @@ def own_communicator(link: Link, device: torch.device) -> Link:
     """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link."""
     if link.num_ranks == 1 or link._async:
         return link
-    return Link(_torch.named_group(f"accordion/{common_name([link])}", link.ranks, device), device)
+    name, (timeout, options) = f"accordion/{common_name([link])}", _torch.options_of(link.group, device)
+    return Link(_torch.named_group(name, link.ranks, device, timeout, options), device)
+
+
+def carried(tensor: Tensor) -> Tensor:
+    """A tensor, its last dim dense, as a backend takes it that only moves numbers: its bytes where not all know its dtype."""
+    return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
 def gathered_rows(row: Tensor, link: Link) -> Tensor:
     """(num_ranks, n): the 1-D `row` of every rank of a link of several; waits."""
     out = row.new_empty(link.num_ranks * row.numel())
-    for work in link.gather([out], [row]).works:
+    for work in link.gather([carried(out)], [carried(row)]).works:
         work.wait()
     return out.view(link.num_ranks, -1)
 

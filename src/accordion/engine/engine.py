@@ -12,8 +12,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
-from accordion.engine.collectives import reduced
-from accordion.engine.finite import Finite
+from accordion.engine.finite import Finite, spread
 from accordion.engine.group import Wiring
 from accordion.engine.reads import Reads
 from accordion.engine.reduced import Reduced
@@ -86,6 +85,7 @@ class Engine:
             call.drop()
         for unit in self.units:
             unit.window.hide_all()
+            unit.dismantle()
         self.units, self.kept, self.to_reach = [], [], []
         self.reads.clear()
         self.siblings.clear()
@@ -101,6 +101,7 @@ class Engine:
             self.to_reach, self._marks_of = [], _torch.current_graph_task()
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.root_call += 1
+            self.wiring.watch.num_calm += 1
             self.wiring.watch.check()
             self.recover()
             self.wiring.watch.forget()
@@ -297,8 +298,14 @@ class Engine:
         if self._asked[0] != task:  # once a backward
             self._asked = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
         if self._asked[1]:
-            self._wrote_on.add(self.wiring.reduce_lane.compute())
+            self.writes_here()
         return self._asked[1]
+
+    def writes_here(self) -> None:
+        """Gradients are about to be written, or added up, on the compute stream: it waits for others on which some were."""
+        self._wrote_on.add(self.wiring.reduce_lane.compute())
+        if len(self._wrote_on) > 1:
+            self.wiring.reduce_lane.join(self._wrote_on)
 
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):
@@ -318,7 +325,8 @@ class Engine:
         if self._synced:
             self._synced.clear()
             self._reduce_leftovers()
-            self._spread_non_finite()
+            params = [p for u in self.units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
+            spread([(p.cut.dim is None, p.sharded.grad) for p in params], self.wiring.cut_links, self.wiring.device)
             for unit in self.units:
                 unit.mark_stale()
         self.let_go()
@@ -343,28 +351,6 @@ class Engine:
                     _torch.local_of(param.grad).add_(_torch.local_of(grad))
                 for hook in _torch.post_accumulate_hooks(param):
                     hook(param)
-
-    def _spread_non_finite(self) -> None:
-        """Let every rank see an overflow that one rank has in its rows.
-
-        `GradScaler` looks at the first gradient's placement: where that one is whole it asks no other rank, and ranks
-        would differ on whether to step. So, only for fp16 beside parameters that are kept whole, those become inf on all ranks.
-        """
-        links = self.wiring.cut_links
-        params = [p for u in self.units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
-        grads = [(p.cut.dim is None, p.sharded.grad) for p in params]
-        whole = [_torch.local_of(g) for is_whole, g in grads if is_whole and g is not None]
-        if not links or not whole:
-            return
-        one, found = (torch.full_like(self.zero, value, device=whole[0].device) for value in (1.0, 0.0))
-        rows = [_torch.local_of(g) for is_whole, g in grads if not is_whole and g is not None]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for row in rows:
-            by_dtype.setdefault(row.dtype, []).append(row)
-        for same in by_dtype.values():
-            _torch.find_non_finite_(same, found, one)
-        overflow = torch.where(reduced(found.to(self.zero.device), links) > 0, float("inf"), 0.0)
-        _torch.foreach_add_(whole, overflow.to(whole[0].device))
 
     # -- ahead of use
 

@@ -1,4 +1,4 @@
-"""`debug="finite"`: in which unit and phase NaN or inf came up first."""
+"""NaN and inf: in which unit and phase they came up first (`debug="finite"`), and an overflow that all ranks must see."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accordion import _torch
 from accordion.engine.collectives import Link, reduced
 from accordion.errors import NonFiniteError
 
@@ -64,3 +65,24 @@ class Finite:
                     f"NaN or inf came up first in unit {unit} ({names[unit] or 'root'}), {WORDS[moment]}, on rank "
                     f"{2**20 - int(value)}; look at what goes into that unit there."
                 )
+
+
+def spread(grads: Sequence[tuple[bool, Tensor | None]], links: Sequence[Link], device: torch.device) -> None:
+    """Let every rank see an overflow that one rank has in its rows. `grads`: under fp16, each with whether it is whole.
+
+    `GradScaler` looks at the first gradient's placement: where that one is whole it asks no other rank, and ranks
+    would differ on whether to step. So, only for fp16 beside parameters that are kept whole, those become inf on all ranks.
+    """
+    whole = [_torch.local_of(g) for is_whole, g in grads if is_whole and g is not None]
+    if not links or not whole:
+        return
+    one, found = (torch.full((), value, device=whole[0].device) for value in (1.0, 0.0))
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for is_whole, g in grads:
+        if not is_whole and g is not None:
+            row = _torch.local_of(g)
+            by_dtype.setdefault(row.dtype, []).append(row)
+    for same in by_dtype.values():
+        _torch.find_non_finite_(same, found, one)
+    overflow = torch.where(reduced(found.to(device), links) > 0, float("inf"), 0.0)
+    _torch.foreach_add_(whole, overflow.to(whole[0].device))

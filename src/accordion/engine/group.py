@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accordion import _torch
 from accordion.engine.around import Around
 from accordion.engine.axis import Axis, Gathering, Room
-from accordion.engine.collectives import Link, gathered_rows
+from accordion.engine.collectives import CARRIED, Link, carried, gathered_rows
 from accordion.engine.home import Home, HomeMaker
 from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
 from accordion.engine.reduced import Reduced
@@ -160,7 +160,7 @@ class Group:
         self.home = wiring.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
         tagged = self._relay if wiring.relay else self.home
         tagged.tag.fill_(self.tag)
-        self._tag = torch.full_like(tagged.tag, self.tag, device=wiring.device)
+        self._tag = carried(torch.full_like(tagged.tag, self.tag, device=wiring.device))
         alone = wiring.shard.num_ranks == 1 and not wiring.relay
         self.alias = alone and self.home.dtype == dtype and self.home.is_memory_of_locals
         self.filled = -1  # version of the shards that the full copy shows
@@ -276,11 +276,12 @@ class Group:
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
-        if not self.wiring.watch.listens:
+        if not self.wiring.watch.looks(self.wiring.device):
             return
 
         def text(tags: list[Any]) -> str:
-            others = {r: int(tag[0]) - 1 for r, tag in enumerate(tags) if int(tag[0]) - 1 != self.index % NUM_TAGS}
+            said = tags if self.dtype in CARRIED else []
+            others = {r: int(tag[0]) - 1 for r, tag in enumerate(said) if int(tag[0]) - 1 != self.index % NUM_TAGS}
             where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
             return f"ranks are in different units: this rank gathers {self.place}, {where}; {ADVICE}"
 
@@ -316,5 +317,6 @@ class Group:
         if absent:
             flags[:, list(absent)] = 0
         elif flags.nbytes <= KEPT_FLAG_BYTES:
+            self.wiring.reduce_lane.settle()
             self._ones[key] = flags
         return flags

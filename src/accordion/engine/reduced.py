@@ -82,7 +82,7 @@ class Reduced:
     def _check(self) -> None:
         """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
         group, watch = self._group, self._group.wiring.watch
-        if watch.listens and group.reduce_dtype.itemsize >= 4:
+        if watch.looks(group.wiring.device) and group.reduce_dtype.itemsize >= 4:
             text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
             watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
 

@@ -21,8 +21,9 @@ class Lane:
 
     Memory rule, which makes `record_stream` needless: every buffer is allocated and freed by the thread that runs forward
     and backward, on the compute stream. A flight waits for the event recorded after its buffers were allocated, and
-    holds them until the compute stream waits for its end. With `late`, to show waits that are missing, nothing arrives
-    before it is waited for: the host starts a flight when it lands, and a device stream sleeps first.
+    holds them until the compute stream waits for its end. Where a caller computes on several streams, the one on which a
+    buffer was allocated waits for all that used it before it is freed. With `late`, to show waits that are missing, nothing
+    arrives before it is waited for: the host starts a flight when it lands, and a device stream sleeps first.
     """
 
     def __init__(self, device: torch.device, watch: Watch, late: bool = False) -> None:
@@ -44,19 +45,29 @@ class Lane:
         if self._module is not None:
             self.stream.wait_event(event)
 
-    def follow(self) -> None:
-        """Let this lane wait for what was begun on the compute stream by now."""
-        if self._module is not None:
-            self.stream.wait_event(self.compute().record_event())
-
-    def lead(self, event: Any) -> None:
-        """Let the compute stream wait for what this lane recorded."""
-        if self._module is not None:
-            self.compute().wait_event(event)
-
-    def join(self, streams: Iterable[Any]) -> None:
-        """Let the caller's stream wait for others on which the caller computed."""
+    def follow(self) -> Any:
+        """Let this lane wait for what was begun on the compute stream by now; gives that stream."""
         now = self.compute()
+        if now is not None:
+            self.stream.wait_event(now.record_event())
+        return now
+
+    def lead(self, event: Any) -> Any:
+        """Let the compute stream wait for what this lane recorded; gives that stream."""
+        now = self.compute()
+        if now is not None:
+            now.wait_event(event)
+        return now
+
+    def settle(self) -> None:
+        """Let the host wait for what was begun on the compute stream: for what is made once and read on any stream."""
+        now = self.compute()
+        if now is not None:
+            now.synchronize()
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        """Let the stream `into`, or the caller's, wait for others on which the caller computed."""
+        now = self.compute() if into is None else into
         for stream in streams:
             if stream != now:
                 now.wait_stream(stream)
@@ -80,31 +91,42 @@ def _copying(copies: Callable[[], None]) -> Steps:
 
 
 class Flight:
-    """A communication under way; owns its buffers until it has landed."""
+    """A communication under way; owns its buffers until it has landed.
 
-    __slots__ = ("_end", "_ended", "_held", "_lane", "_pending", "_steps", "_what")
+    `begun_on`: the compute stream on which they were allocated. `aside`: another one on which it has landed. `ended`: all of it
+    has been begun, and no host needs to wait.
+    """
+
+    __slots__ = ("_end", "_held", "_lane", "_pending", "_steps", "_what", "aside", "begun_on", "ended")
 
     def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str) -> None:
         self._lane, self._steps, self._held, self._what = lane, steps, held, what
         self._pending: Pending | None = None
-        self._ended = False
+        self.ended = False
         self._end: Any = None
+        self.begun_on: Any = None
+        self.aside: Any = None
         if not lane.sleeps:
             if not lane.late:
                 self._run()
             return
-        lane.follow()
+        self.begun_on = lane.follow()
         if lane.late:
             with lane.entered():
                 _torch.sleep_on_device()
         self._advance()
 
     def _advance(self) -> None:
-        if self._lane.sleeps:
-            with self._lane.entered():
-                self._run()
-        else:
+        lane = self._lane
+        if not lane.sleeps:
             self._run()
+            return
+        try:
+            with lane.entered():
+                self._run()
+        except BaseException:
+            lane.lead(lane.record())  # what was begun may be at work on buffers that the caller drops now
+            raise
 
     def _run(self) -> None:
         """Go on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
@@ -115,15 +137,23 @@ class Flight:
             if pending.works:
                 self._pending = pending
                 return
-        self._ended = True
+        self.ended = True
         self._end = self._lane.record()  # not at landing: the lane goes on with other flights
 
     def land(self) -> None:
         """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
         self._finish()
         if self._end is not None:
-            self._lane.lead(self._end)
+            now = self._lane.lead(self._end)
+            if now is not None and now != self.begun_on:
+                self.lead(self.begun_on)
+                self.aside = now
         self._held.clear()
+
+    def lead(self, stream: Any) -> None:
+        """It has landed; let one more compute stream wait for its end."""
+        if self._end is not None and stream is not None:
+            stream.wait_event(self._end)
 
     def join(self, lane: Lane) -> None:
         """Let another lane wait for the end; the buffers stay until this flight, or a later one of that lane, has landed."""
@@ -142,5 +172,5 @@ class Flight:
         self.land()
 
     def _finish(self) -> None:
-        while not self._ended:
+        while not self.ended:
             self._advance()

@@ -88,6 +88,11 @@ class Unit:
         # Whether some backward reached it by neither mark nor output; None: no backward came yet.
         self.begins_at_reads: bool | None = None
         self._flights: list[Flight] = []
+        self._opened_on: Any = (
+            None  # the compute stream on which the full parameters have got their memory, of a device
+        )
+        self._landed: list[Flight] = []  # those that brought them
+        self._aside: list[Any] = []  # other streams that compute with them
         self.sums: dict[int, Tensor] = {}  # full gradients that add up under no_sync, by index of their parameter
         self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
         self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
@@ -126,6 +131,8 @@ class Unit:
         if (self.resident or self._flights) and any(g.is_stale() for g in self.groups):
             self._land()
             self.resident = False
+            if self._aside:  # who writes them anew waits for who read them
+                self.engine.wiring.gather_lane.join(self._aside)
 
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
@@ -152,15 +159,29 @@ class Unit:
     def launch(self) -> None:
         if self.resident or self._flights:
             return
-        for group in self.groups:
-            flight = group.gather()
-            if flight is not None:
-                self._flights.append(flight)
+        try:
+            for group in self.groups:
+                flight = group.gather()
+                if flight is not None:
+                    self._flights.append(flight)
+        except BaseException:  # out of memory, say: the next use gathers all of it anew
+            for flight in self._flights:
+                flight.land()
+            for group in self.groups:
+                group.landed()
+            self._flights = []
+            self._close()
+            self.mark_stale()
+            raise
         self.resident = not self._flights
+        if self._opened_on is None and self._flights:
+            self._opened_on = self._flights[0].begun_on
 
     def acquire(self) -> int:
         """Promise that the full parameters stand until `release`; the version of the shards that they show."""
         if self.resident:
+            if self._on_device:
+                self._join()
             version = self.version()
         else:
             if not self._flights:
@@ -176,8 +197,23 @@ class Unit:
         if self._flights:
             for group in self.groups:
                 group.landed()
-            self._flights = []
+            self._aside += [f.aside for f in self._flights[:1] if f.aside is not None]
+            self._landed, self._flights = self._flights, []
         self.resident = True
+
+    def _join(self) -> None:
+        """The full parameters stand; the compute stream may be one that did not wait for that yet."""
+        now = self.engine.wiring.gather_lane.compute()
+        if now != self._opened_on and now not in self._aside:
+            self._aside.append(now)
+            for flight in self._landed:
+                flight.lead(now)
+
+    def dismantle(self) -> None:
+        """The model is gone: what is being gathered waits for nobody, but its memory for what is at work on it."""
+        for flight in self._flights:
+            if flight.ended:
+                flight.land()
 
     def release(self) -> None:
         self.leases -= 1
@@ -194,6 +230,12 @@ class Unit:
                 self._close()
 
     def _close(self) -> None:
+        if self._opened_on is not None:
+            lane = self.engine.wiring.gather_lane
+            lane.join((*self._aside, lane.compute()), self._opened_on)
+            self._opened_on = None
+        self._aside.clear()
+        self._landed.clear()
         for room in self._rooms:
             room.close()
         self.resident = False
@@ -239,6 +281,7 @@ class Unit:
         A parameter without a gradient gets one of zeros, which tells later whether somebody has called zero_grad.
         """
         self.adding_up = True
+        self.engine.writes_here()
         for i, param, grad in zip(trained.indices, trained.params, grads, strict=True):
             if grad is None:
                 continue

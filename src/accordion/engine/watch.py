@@ -24,6 +24,9 @@ PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
+CALM_PASSES = (
+    3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
+)
 POLLS = 3  # one after the other, in all of which ranks must be found apart: one may just be leaving
 ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
@@ -48,6 +51,7 @@ class Watch:
         self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = None
         self._posted, self._num_looks = False, 0
         self._num_met = 0
+        self.num_calm = 0  # forwards of the whole model since ranks met
         self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
         self._prefix, self._rank = f"accordion/{common_name(links)}", dist.get_rank() if links else 0
 
@@ -62,6 +66,7 @@ class Watch:
 
         `said`: JSON; `what` in it is for messages. Raises `DivergenceError` where ranks wait for each other elsewhere.
         """
+        self.num_calm = 0
         if self._store is None:
             return None
         here, text = f"{self._prefix}/met/{self._num_met}", json.dumps(said)
@@ -197,6 +202,10 @@ class Watch:
         if self._posted:
             self._store.delete_key(self._key(self._rank))
             self._posted, self._num_looks = False, 0
+
+    def looks(self, device: torch.device) -> bool:
+        """Whether tags are compared now: those of ranks that go on as in the last pass are the last pass's."""
+        return self.listens and (self.num_calm <= CALM_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
         """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there."""

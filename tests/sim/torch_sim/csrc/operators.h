@@ -64,9 +64,12 @@ bool one_piece(const Tensor& a, const Tensor& b) {  // what a single copy of byt
 }
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (!to.numel()) return to;
-  TORCH_CHECK(from.sizes() == to.sizes(), "sim: copy of other sizes");
-  if (is_sim(from) && is_sim(to)) {
-    run_later("copy_", {from}, {to}, [](auto& in, auto& out) { out[0].copy_(in[0]); });
+  if (from.sizes() != to.sizes()) return copy_from(from.expand(to.sizes()), to, non_blocking);
+  if (is_sim(from) && is_sim(to)) {  // between two devices on the stream of the source, as CUDA does
+    auto &source = current(from.device().index()), &target = current(to.device().index());
+    if (&source != &target) wait_for(source, record(target));
+    run_later("copy_", {from}, {to}, [](auto& in, auto& out) { out[0].copy_(in[0]); }, &source);
+    if (&source != &target) wait_for(target, record(source));
     return to;
   }
   const bool up = is_sim(to);
@@ -76,8 +79,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool free = non_blocking && is_pinned(host.data_ptr(), host.nbytes()) && host.is_non_overlapping_and_dense() &&
                     (up ? host.is_contiguous() || one_piece(host, here)
                         : host.is_contiguous() || (one_piece(host, here) && host.dtype() == here.dtype()));
-  Desc h{static_cast<char*>(host.data_ptr()), host.sizes().vec(), host.strides().vec(), host.scalar_type(), false},
-      d = describe(here, "copy_");
+  const Desc h = describe(host, "copy_"), d = describe(here, "copy_");
   if (free) {  // the host's memory is read or written later: whoever changes it meanwhile is seen
     launch(
         l, up ? "copy_h2d" : "copy_d2h",
@@ -183,6 +185,72 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const T
   return {gx, gw, gb};
 }
 
+// The cells of recurrent networks: the CPU has no kernels for them, and torch wants them of every device.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& hidden, const Tensor& cx,
+                                             const std::optional<Tensor>& b1, const std::optional<Tensor>& b2) {
+  auto hy = at::empty_like(cx, at::MemoryFormat::Contiguous), cy = at::empty_like(hy), gates = at::empty_like(input);
+  run_later("_thnn_fused_lstm_cell", {input, hidden, cx, b1.value_or(Tensor()), b2.value_or(Tensor())}, {hy, cy, gates},
+            [has = b1 && b1->defined()](auto& in, auto& out) {
+              auto parts = (has ? in[0] + in[3] + (in[1] + in[4]) : in[0] + in[1]).chunk(4, 1);
+              auto i = parts[0].sigmoid(), f = parts[1].sigmoid(), c = parts[2].tanh(), o = parts[3].sigmoid();
+              out[1].copy_(f * in[2] + i * c);
+              out[0].copy_(o * out[1].tanh());
+              out[2].copy_(at::cat({i, f, c, o}, 1));
+            });
+  return {hy, cy, gates};
+}
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor>& ghy,
+                                                      const std::optional<Tensor>& gcy, const Tensor& cx,
+                                                      const Tensor& cy, const Tensor& gates, bool has_bias) {
+  auto some = [](const std::optional<Tensor>& t) { return t && t->defined(); };
+  if (!some(ghy) && !some(gcy)) return {};
+  auto grad = at::empty_like(gates), gcx = at::empty_like(cx);
+  auto bias = has_bias ? at::empty({gates.size(1)}, gates.options()) : Tensor();
+  run_later("_thnn_fused_lstm_cell_backward", {ghy.value_or(Tensor()), gcy.value_or(Tensor()), cx, cy, gates},
+            {grad, gcx, bias}, [h = some(ghy), k = some(gcy), has_bias](auto& in, auto& out) {
+              auto parts = in[4].chunk(4, 1);
+              auto &i = parts[0], &f = parts[1], &c = parts[2], &o = parts[3];
+              auto t = in[3].tanh(), gh = h ? in[0] : at::zeros_like(t);
+              auto g = gh * o * (1 - t * t);
+              if (k) g = g + in[1];
+              out[0].copy_(at::cat(
+                  {g * c * (1 - i) * i, g * in[2] * (1 - f) * f, g * i * (1 - c * c), gh * t * (1 - o) * o}, 1));
+              out[1].copy_(g * f);
+              if (has_bias) out[2].copy_(out[0].sum(0));
+            });
+  return {grad, gcx, bias};
+}
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, const Tensor& hx,
+                                    const std::optional<Tensor>& b1, const std::optional<Tensor>& b2) {
+  auto hy = at::empty_like(hx, at::MemoryFormat::Contiguous),
+       kept = at::empty({hx.size(0), hx.size(1) * 5}, hx.options());
+  run_later("_thnn_fused_gru_cell", {input, hidden, hx, b1.value_or(Tensor()), b2.value_or(Tensor())}, {hy, kept},
+            [has = b1 && b1->defined()](auto& in, auto& out) {
+              auto i = (has ? in[0] + in[3] : in[0]).chunk(3, 1), h = (has ? in[1] + in[4] : in[1]).chunk(3, 1);
+              auto r = (h[0] + i[0]).sigmoid(), z = (h[1] + i[1]).sigmoid(), n = (i[2] + h[2] * r).tanh();
+              out[0].copy_((in[2] - n) * z + n);
+              out[1].copy_(at::cat({r, z, n, in[2], h[2]}, 1));
+            });
+  return {hy, kept};
+}
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& ghy, const Tensor& kept,
+                                                                     bool has_bias) {
+  const auto rows = ghy.size(0), width = ghy.size(1);
+  auto gi = at::empty({rows, 3 * width}, kept.options()), gh = at::empty_like(gi);
+  auto ghx = at::empty({rows, width}, kept.options());
+  auto b1 = has_bias ? at::empty({3 * width}, kept.options()) : Tensor(), b2 = has_bias ? at::empty_like(b1) : Tensor();
+  run_later("_thnn_fused_gru_cell_backward", {ghy, kept}, {gi, gh, ghx, b1, b2}, [has_bias](auto& in, auto& out) {
+    auto parts = in[1].chunk(5, 1);
+    auto &g = in[0], &r = parts[0], &z = parts[1], &n = parts[2], &hx = parts[3], &hn = parts[4];
+    auto gz = g * (hx - n) * (1 - z) * z, gn = g * (1 - z) * (1 - n * n), gr = gn * hn * (1 - r) * r;
+    out[0].copy_(at::cat({gr, gz, gn}, 1));
+    out[1].copy_(at::cat({gr, gz, gn * r}, 1));
+    out[2].copy_(g * z);
+    if (has_bias) out[3].copy_(out[0].sum(0)), out[4].copy_(out[1].sum(0));
+  });
+  return {gi, gh, ghx, b1, b2};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
@@ -207,15 +275,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("_has_compatible_shallow_copy_type", same_kind);
   m.impl("record_stream", record_stream);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   // CPU has kernels of its own for these: take them, and not what torch puts together from others.
-  for (auto* name : {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "silu_backward",
-                     "embedding_dense_backward"})
+  for (auto* name :
+       {"native_layer_norm", "native_group_norm", "native_batch_norm", "silu_backward", "embedding_dense_backward"})
     if (c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""}))
       m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+// A copy sees by itself that its source is conjugated or negated; else it would be asked to resolve that by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }  // namespace sim

@@ -84,6 +84,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     else
       throw std::runtime_error("no setting " + key);
   });
+  m.def("rank", [] { return settings().rank; });
   m.def("device_count", [] { return settings().devices; });
-  m.def("reseed", [](int64_t seed) { settings().seed = seed; });
 }

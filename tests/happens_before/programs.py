@@ -1,0 +1,210 @@
+"""What runs under the checker: models, and the steps that a rank of theirs does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import accordion as acc
+from accordion.bench.model import Llama, batch_of, loss_of
+from accordion.train.config import Preset
+from tests.happens_before.checker import Checker, Stream
+from tests.happens_before.stand_ins import checked
+
+VOCAB = 512
+SMALL = Preset(vocab=VOCAB, hidden=256, layers=3, heads=4, kv_heads=2, mlp=768)
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+class Tied(Llama):
+    def __init__(self) -> None:
+        super().__init__(SMALL)
+        self.head.weight = self.tokens.weight
+
+
+class ReadsOutside(Llama):
+    """The head's weight is used, and its module is not."""
+
+    def __init__(self) -> None:
+        super().__init__(SMALL)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        turn = self._turn(tokens.shape[1], x)
+        for block in self.blocks:
+            x = block(x, turn)
+        return self.norm(x) @ self.head.weight.t()
+
+
+class Blocks(nn.Module):
+    """Tokens, three blocks, a head."""
+
+    def __init__(self, block: Callable[[], nn.Module], width: int = 64) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Three experts in one parameter: few rows, so that another dim is cut."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, width, 2048) / 8)
+        self.down = nn.Parameter(torch.randn(3, 2048, width) / 40)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + sum(torch.relu(y @ self.up[i]) @ self.down[i] for i in range(3))
+
+
+class Router(nn.Module):
+    """Experts that are modules; those that no token of this rank chose have no gradient here."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.experts[0](y) + self.experts[2](y)
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises where the model says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Odd) -> Tensor:
+        ctx.model = model
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.model.backward_raises:
+            raise PlantedError
+        return grad, None
+
+
+class Odd(Llama):
+    """Raises behind its second block where it is told to, and runs that block on `side`, with the waits that this needs."""
+
+    backward_raises = forward_raises = False
+    side: Stream | None = None
+
+    def __init__(self) -> None:
+        super().__init__(SMALL)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        turn = self._turn(tokens.shape[1], x)
+        for i, block in enumerate(self.blocks):
+            if i == 1:
+                x = Raises.apply(x, self)
+            with on_side(self.side if i == 1 else None):
+                x = block(x, turn)
+            if i == 1 and self.forward_raises:
+                raise PlantedError
+        return self.head(self.norm(x))
+
+
+@contextlib.contextmanager
+def on_side(stream: Stream | None) -> Iterator[None]:
+    """On another stream, which waits for the current one before and is waited for after."""
+    if stream is None:
+        yield
+        return
+    checker = stream._checker
+    stream.wait_stream(checker.current)
+    with checker.entered(stream):
+        yield
+    checker.current.wait_stream(stream)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A model and the steps of one rank. `options`: of `shard`. `trained`: the parameters that are, by a part of their names."""
+
+    build: Callable[[], nn.Module] = lambda: Llama(SMALL)
+    num_ranks: int = 4
+    num_steps: int = 3
+    micros: int = 1
+    no_sync: bool = False
+    clips: bool = True
+    trained: tuple[str, ...] = ("",)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A sharded model on a device that is stood in for, its optimizer and what watches over them."""
+
+    checker: Checker
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def loss(self) -> Tensor:
+        tokens, targets = batch_of(0, 0, (1, 16), VOCAB)
+        return loss_of(self.model(tokens), targets)
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.end()
+
+    def end(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def begun(steps: Steps) -> Iterator[Run]:
+    """The model of `steps`, sharded."""
+    with checked(steps.num_ranks) as checker:
+        torch.manual_seed(0)
+        model = steps.build()
+        for name, p in model.named_parameters():
+            p.requires_grad_(any(part in name for part in steps.trained))
+        hybrid = steps.options.get("strategy", acc.FULL_SHARD).hybrid
+        shape = (2, steps.num_ranks // 2) if hybrid else (steps.num_ranks,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = acc.shard(model, mesh, **steps.options)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        yield Run(checker=checker, model=model, optimizer=optimizer)
+
+
+def trained(steps: Steps) -> Checker:
+    """What the steps of a rank, and an evaluation after them, let the checker find; `waits` are those of the last step."""
+    with begun(steps) as run:
+        for step in range(steps.num_steps):
+            if step == steps.num_steps - 1:
+                run.checker.waits.clear()
+            for micro in range(steps.micros):
+                waits = steps.no_sync and micro < steps.micros - 1
+                with acc.no_sync(run.model) if waits else contextlib.nullcontext():
+                    run.loss().backward()
+            if steps.clips:
+                acc.clip_grad_norm_(run.model, 1.0)
+            run.end()
+        waits = run.checker.waits.copy()
+        with torch.no_grad():
+            run.loss()
+        acc.synchronize(run.model)
+        run.checker.waits = waits
+        return run.checker

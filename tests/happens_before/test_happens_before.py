@@ -1,0 +1,346 @@
+"""No access of a device's memory is without order or after it is let go, whatever the strategy, precision, place and program."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.bench.model import Llama
+from accordion.engine import reduction
+from accordion.engine.streams import Lane
+from accordion.engine.watch import Watch
+from tests.happens_before import programs
+from tests.happens_before.checker import Checker, Event, Stream
+from tests.happens_before.programs import (
+    Blocks,
+    Experts,
+    Odd,
+    PlantedError,
+    Router,
+    Run,
+    Steps,
+    begun,
+    on_side,
+    trained,
+)
+from tests.sample import sampled
+
+pytestmark = [
+    pytest.mark.cpu("it stands in for a device"),
+    pytest.mark.filterwarnings("ignore"),  # of torch, of a process group in Python
+]
+BF16 = acc.Precision(params=torch.bfloat16)
+DISK = "disk:"  # and the test's folder
+SCATTERED = replace(acc.FULL_SHARD, reduce="reduce_scatter")
+
+
+def steps(precision: acc.Precision | None = BF16, **options: object) -> Steps:
+    """With what is not an option of `shard` told apart."""
+    own = {name: options.pop(name) for name in list(options) if name in Steps.__dataclass_fields__}
+    if precision is not None:
+        options["precision"] = precision
+    return Steps(options=options, **own)
+
+
+ON_DEVICE: dict[str, Steps] = {
+    "full, float32": steps(None),
+    "full": steps(),
+    "full, float16": steps(acc.Precision(params=torch.float16)),
+    "full, reduced in bfloat16": steps(acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)),
+    "full, scattered": steps(strategy=SCATTERED),
+    "full, uneven": steps(num_ranks=3),
+    "full, uneven, scattered": steps(num_ranks=3, strategy=SCATTERED),
+    "full, finite": steps(debug="finite"),
+    "grad_op": steps(strategy=acc.SHARD_GRAD_OP),
+    "grad_op, recomputed": steps(strategy=acc.SHARD_GRAD_OP, checkpoint_activations="every:2"),
+    "optim, no_sync": steps(strategy=acc.SHARD_OPTIM, micros=2, no_sync=True),
+    "none, float32": steps(None, strategy=acc.NO_SHARD),
+    "none": steps(strategy=acc.NO_SHARD),
+    "hybrid": steps(strategy=acc.HYBRID_SHARD),
+    "hybrid, no_sync": steps(strategy=acc.HYBRID_SHARD, micros=3, no_sync=True),
+    "hybrid_optim": steps(strategy=acc.HYBRID_SHARD_OPTIM),
+    "hybrid_optim, float32": steps(None, strategy=acc.HYBRID_SHARD_OPTIM),
+    "recomputed": steps(checkpoint_activations="full"),
+    "recomputed, selective": steps(checkpoint_activations="selective"),
+    "recomputed by the caller": steps(build=lambda: Llama(programs.SMALL, recompute=True)),
+    "frozen": steps(trained=(".q.", "norm1")),
+    "frozen, recomputed": steps(trained=(".q.", "norm1"), checkpoint_activations="full"),
+    "another dim": steps(build=lambda: Blocks(Experts), num_ranks=16),
+    "another dim, float32, scattered": steps(None, build=lambda: Blocks(Experts), num_ranks=16, strategy=SCATTERED),
+    "another dim, hybrid_optim": steps(build=lambda: Blocks(Experts), num_ranks=16, strategy=acc.HYBRID_SHARD_OPTIM),
+    "no_sync": steps(micros=3, no_sync=True),
+    "prefetch of everything": steps(prefetch=acc.Prefetch(budget_bytes=1 << 30)),
+    "tied": steps(build=programs.Tied),
+    "read from outside": steps(build=programs.ReadsOutside),
+    "nested units": steps(units={nn.Linear, "LlamaBlock"}),
+    "some gradients absent": steps(build=lambda: Blocks(Router)),
+}
+WAITS = {"full, finite": 2}  # of the host in a step: it reads whether the forward is finite, and the backward
+OFFLOADS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
+    "states on the host": ({"optimizer": "host"}, {}),
+    "parameters on the host": ({"params": "host", "optimizer": "host"}, {}),
+    "parameters on the host, float32": ({"params": "host", "optimizer": "host"}, {"precision": None, "micros": 2}),
+    "step on the device": ({"optimizer": "host", "step": "device"}, {}),
+    "all on the host, step on the device": ({"params": "host", "optimizer": "host", "step": "device"}, {}),
+    "accumulated": ({"optimizer": "host"}, {"micros": 3}),
+    "activations on the host": ({"activations": "host"}, {"checkpoint_activations": "full"}),
+    "all and activations on the host": (
+        {"optimizer": "host", "params": "host", "activations": "host"},
+        {"checkpoint_activations": "full"},
+    ),
+    "all on disk": ({"optimizer": DISK, "params": DISK, "grads": DISK}, {}),
+    "states on disk, step on the device": ({"optimizer": DISK, "step": "device"}, {}),
+    "activations on disk": ({"activations": DISK}, {"checkpoint_activations": "full"}),
+}
+IN_BACKWARD = {
+    "step in the backward": {"optimizer": "host"},
+    "step in the backward, on the device": {"optimizer": "host", "step": "device"},
+}
+USUAL = {
+    "full", "hybrid_optim, float32", "frozen, recomputed", "another dim, hybrid_optim", "optim, no_sync",
+    "full, uneven, scattered",
+    "parameters on the host", "all on disk", "all and activations on the host", "step in the backward",
+    "raises_then_goes_on", "two_forwards", "the_step_on_another_stream", "a_block_on_a_side_stream",
+}  # fmt: skip
+
+
+def assert_ordered(checker: Checker) -> None:
+    assert checker.num_accesses > 1000
+    assert not checker.problems, "\n".join(f"{n} times: {what}" for what, n in checker.problems.most_common(8))
+
+
+@pytest.mark.parametrize("name", sampled(ON_DEVICE, USUAL.__contains__))
+def test_steps_on_the_device_are_ordered_and_the_host_waits_for_none(name):
+    checker = trained(ON_DEVICE[name])
+    assert_ordered(checker)
+    assert sum(checker.waits.values()) == WAITS.get(name, 0), checker.waits
+
+
+@pytest.mark.parametrize("name", sampled([*OFFLOADS, *IN_BACKWARD], USUAL.__contains__))
+def test_steps_of_what_lies_off_the_device_are_ordered(name, tmp_path):
+    places, options = OFFLOADS.get(name) or (IN_BACKWARD[name], {"clips": False})
+    places = {what: place + str(tmp_path) if place == DISK else place for what, place in places.items()}
+    offload = acc.Offload(**places, step_in_backward=name in IN_BACKWARD)
+    assert_ordered(trained(steps(offload=offload, **options)))
+
+
+def test_pieces_of_what_is_reduced_are_ordered():
+    with mock.patch.multiple(reduction, PIECE_BYTES=64 * 1024, CAST_BYTES=64 * 1024):
+        for strategy in (acc.FULL_SHARD, SCATTERED, replace(acc.HYBRID_SHARD_OPTIM, reduce="reduce_scatter")):
+            assert_ordered(trained(steps(strategy=strategy)))
+
+
+# -- odd programs
+
+
+def abandoned(run: Run, what: str) -> None:
+    """A step that raises in the forward or backward."""
+    setattr(run.model, f"{what}_raises", True)
+    with pytest.raises(PlantedError):
+        run.loss().backward()
+    setattr(run.model, f"{what}_raises", False)
+
+
+def raises_then_goes_on(run: Run) -> None:
+    abandoned(run, "backward")
+    run.optimizer.zero_grad()
+    run.step()
+    run.step()
+
+
+def raises_then_steps(run: Run) -> None:
+    """As a loop does that swallows the error."""
+    abandoned(run, "backward")
+    run.end()
+    run.loss().backward()
+
+
+def forward_raises(run: Run) -> None:
+    abandoned(run, "forward")
+    run.step()
+
+
+def evaluates(run: Run) -> None:
+    for _ in range(6):
+        run.loss()
+    run.step()
+
+
+def two_forwards(run: Run) -> None:
+    (run.loss() + run.loss()).backward()
+    run.end()
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    run.optimizer.step()
+
+
+def grad_of_an_activation(run: Run) -> None:
+    kept: list[torch.Tensor] = []
+    hook = run.model.blocks[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    loss = run.loss()
+    torch.autograd.grad(loss, kept[0], retain_graph=True)
+    loss.backward()
+    hook.remove()
+    run.optimizer.step()
+
+
+def backward_of_some_inputs(run: Run) -> None:
+    params = [p for name, p in run.model.named_parameters() if "blocks.1" not in name]
+    run.loss().backward(inputs=params)
+    run.optimizer.step()
+
+
+def full_parameters(run: Run) -> None:
+    with acc.full_params(run.model, write=True):
+        for p in run.model.parameters():
+            p.data.mul_(1.0)
+    acc.full_state_dict(run.model)
+    run.step()
+
+
+def dropped(run: Run) -> None:
+    run.optimizer.param_groups.clear()
+    run.optimizer.state.clear()
+    run.model = nn.Module()
+    gc.collect()
+
+
+def dropped_after_a_backward_that_raised(run: Run) -> None:
+    abandoned(run, "backward")
+    run.optimizer.zero_grad()
+    dropped(run)
+
+
+def dropped_after_a_forward_that_raised(run: Run) -> None:
+    abandoned(run, "forward")
+    dropped(run)
+
+
+def the_step_on_another_stream(run: Run) -> None:
+    """As a warm-up for a CUDA graph does."""
+    run.step()
+    with on_side(Stream(run.checker, "side")):
+        run.step()
+        run.step()
+    run.step()
+
+
+def an_evaluation_on_another_stream(run: Run) -> None:
+    with on_side(Stream(run.checker, "side")), torch.no_grad():
+        run.loss()
+    run.step()
+
+
+def a_block_on_a_side_stream(run: Run) -> None:
+    """As a tower beside a language model; its backward is shown on the main stream here, so only forwards count."""
+    run.model.side = Stream(run.checker, "side")
+    with torch.no_grad():
+        run.loss()
+        run.loss()
+
+
+def no_memory_for_tags(run: Run) -> None:
+    """The allocator refuses what a lane needs for a moment; the loop goes on with the next batch."""
+    out_of_memory(run, Watch, "same_everywhere")
+
+
+def no_memory_for_a_sum(run: Run) -> None:
+    out_of_memory(run, reduction, "sum_rows")
+
+
+def out_of_memory(run: Run, owner: object, name: str) -> None:
+    real, calls = getattr(owner, name), 0
+
+    def second_fails(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("planted")
+        return real(*args)
+
+    with mock.patch.object(owner, name, second_fails), pytest.raises(torch.OutOfMemoryError, match="planted"):
+        run.loss().backward()
+    run.optimizer.zero_grad()
+    run.step()
+    run.step()
+
+
+ODD: dict[str, tuple[Callable[[Run], None], dict[str, object]]] = {
+    program.__name__: (program, {})
+    for program in (
+        raises_then_goes_on, raises_then_steps, forward_raises, evaluates, two_forwards, grad_of_an_activation,
+        backward_of_some_inputs, full_parameters, dropped_after_a_backward_that_raised, dropped_after_a_forward_that_raised,
+        the_step_on_another_stream, an_evaluation_on_another_stream, a_block_on_a_side_stream, no_memory_for_tags,
+        no_memory_for_a_sum,
+    )
+} | {
+    "the_step_on_another_stream, grad_op": (the_step_on_another_stream, {"strategy": acc.SHARD_GRAD_OP}),
+    "an_evaluation_on_another_stream, optim": (an_evaluation_on_another_stream, {"strategy": acc.SHARD_OPTIM}),
+    "two_forwards, hybrid_optim": (two_forwards, {"strategy": acc.HYBRID_SHARD_OPTIM}),
+    "full_parameters, hybrid_optim": (full_parameters, {"strategy": acc.HYBRID_SHARD_OPTIM}),
+    "raises_then_goes_on, recomputed": (raises_then_goes_on, {"checkpoint_activations": "full"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(ODD, USUAL.__contains__))
+def test_odd_programs_are_ordered(name):
+    program, options = ODD[name]
+    with begun(steps(build=Odd, **options)) as run:
+        run.step()
+        run.step()
+        program(run)
+        assert_ordered(run.checker)
+
+
+# -- planted faults are found
+
+
+def found(**changes: object) -> set[str]:
+    """Kinds of problems of a few steps, with methods of lanes replaced."""
+    with mock.patch.multiple(Lane, **changes):
+        problems = trained(steps(num_steps=2)).problems
+    kinds = ("does not wait for", "are dropped before", "are resized before")
+    return {kind for problem in problems for kind in kinds if kind in problem}
+
+
+def test_a_compute_stream_that_does_not_wait_for_lanes_is_found():
+    assert found(lead=lambda self, event: self.compute()) == {
+        "does not wait for",
+        "are dropped before",
+        "are resized before",
+    }
+
+
+def test_lanes_that_do_not_wait_for_the_compute_stream_are_found():
+    assert "does not wait for" in found(follow=lambda self: self.compute())
+
+
+def test_waits_of_the_host_are_counted():
+    with begun(steps()) as run:
+        run.step()
+        run.checker.waits.clear()
+        run.loss().item()
+    assert sum(run.checker.waits.values()) == 1
+
+
+def test_what_the_host_reads_of_pinned_memory_is_ordered():
+    """The checker itself: the host may read what a stream wrote once it has waited for that."""
+    for waits in (False, True):
+        checker = Checker()
+        side, pinned = Stream(checker, "side"), torch.zeros(8)
+        checker.pin(pinned)
+        with checker.entered(side):
+            checker.run("copy", [], [pinned])
+        event: Event = side.record_event()
+        if waits:
+            event.synchronize()
+        checker.run("add", [pinned], [])
+        assert bool(checker.problems) is not waits

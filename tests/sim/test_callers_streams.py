@@ -1,0 +1,96 @@
+"""A part of a model that computes on a stream of the caller's own, with the caller's own waits around it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+
+pytestmark = pytest.mark.sim
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.is_slow = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.up(self.norm(x)))
+        if self.is_slow and x.device.type != "cpu":
+            torch.get_device_module(x.device)._sleep(10_000_000)  # its last weight is read late
+        return x + self.down(y)
+
+
+class Beside(nn.Module):
+    """A tower computes on the stream `aside` while the blocks do on the caller's, as a vision tower may."""
+
+    def __init__(self, num_in_tower: int) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(Block() for _ in range(num_in_tower))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 8)
+        self.aside = None
+        for block in self.tower:
+            block.is_slow = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.aside is None:
+            y = self.through(self.tower, x)
+            return self.head(self.through(self.blocks, x) + y)
+        main = torch.accelerator.current_stream()
+        self.aside.wait_stream(main)
+        with torch.get_device_module(x.device).stream(self.aside):
+            y = self.through(self.tower, x)
+        z = self.through(self.blocks, x)
+        main.wait_stream(self.aside)
+        y.record_stream(main)
+        x.record_stream(self.aside)
+        return self.head(z + y)
+
+    def through(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+
+def trains_as_without_sharding(mesh, num_in_tower: int, strategy: str, frozen: bool, shared: bool = False) -> None:
+    """`frozen`: the tower is. `shared`: its first block is the first of the others too."""
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    torch.manual_seed(0)
+    alone = Beside(num_in_tower)
+    if shared:
+        alone.blocks[0] = alone.tower[0]
+    alone.tower.requires_grad_(not frozen)
+    model = acc.shard(copy.deepcopy(alone), mesh, units={Block}, strategy=getattr(acc, strategy))
+    model.aside = torch.get_device_module(device).Stream()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for step in range(4):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        for m, optimizer in zip((alone, model), optimizers, strict=True):
+            given = x.to(device) if m is model else x
+            m(given).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(x.to(device))
+    torch.accelerator.synchronize()
+    for (name, own), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(own.full_tensor().cpu(), want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("num_in_tower", [1, 3])
+def test_a_tower_on_a_stream_of_its_own_trains_as_without_sharding(world, num_in_tower, strategy, frozen):
+    world.run(2, trains_as_without_sharding, num_in_tower, strategy, frozen)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_block_that_both_streams_read_stands_until_both_have_read_it(world, strategy):
+    world.run(2, trains_as_without_sharding, 1, strategy, False, shared=True)

@@ -1,0 +1,28 @@
+"""The communicators of a model: of a job's own kind, and on streams of their own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from tests.devices import device
+
+pytestmark = pytest.mark.sim
+
+
+def time_outs(mesh) -> list[timedelta]:
+    """Of the groups over which a model gathers and reduces."""
+    axis = acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)._accordion.engine.wiring.shard
+    assert axis.gather.group is not axis.reduce.group
+    return [
+        link.group._get_backend(torch.device(device().type)).options._timeout for link in (axis.gather, axis.reduce)
+    ]
+
+
+def test_the_second_communicator_waits_as_long_as_the_jobs_own(world):
+    for gathering, reducing in world.run(world.num_ranks, time_outs):
+        assert gathering == reducing != timedelta(minutes=30), "the job's is not torch's default"

@@ -1,0 +1,78 @@
+"""What a lane leaves behind where something fails on it, and where a caller computes on several streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accordion.engine.streams import Flight, Lane
+from accordion.engine.watch import Watch
+
+
+class Stream:
+    """Remembers what was begun on it, and all that it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.begun, self.waits_for = name, 0, set[tuple[str, int]]()
+
+    def record_event(self) -> tuple[str, int]:
+        return self.name, self.begun
+
+    def wait_event(self, event: tuple[str, int]) -> None:
+        self.waits_for.add(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+@pytest.fixture
+def device() -> SimpleNamespace:
+    """A device module whose current stream is `now`, and a lane on it."""
+    module = SimpleNamespace(now=Stream("compute"))
+
+    @contextlib.contextmanager
+    def stream(other: Stream) -> Iterator[None]:
+        module.now, before = other, module.now
+        try:
+            yield
+        finally:
+            module.now = before
+
+    module.stream, module.current_stream = stream, lambda _: module.now
+    lane = Lane(torch.device("cpu"), Watch([], [0]))
+    lane._module, lane.stream, lane.sleeps = module, Stream("lane"), True
+    module.lane = lane
+    return module
+
+
+def launch(device: SimpleNamespace, error: type[BaseException] | None = None) -> Flight:
+    def steps() -> Any:
+        device.now.begun += 1  # a kernel
+        if error is not None:
+            raise error
+        yield from ()
+
+    return device.lane.start(steps(), [torch.zeros(1)], "does something")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_raises_on_a_lane_leaves_the_compute_stream_waiting_for_what_was_begun(device, error) -> None:
+    """Its buffers are dropped by the unwinding, and the next tensor takes their memory."""
+    compute = device.now
+    with pytest.raises(error):
+        launch(device, error)
+    assert device.now is compute
+    assert ("lane", 1) in compute.waits_for
+
+
+def test_the_stream_whose_memory_a_flight_holds_waits_for_its_end_wherever_it_lands(device) -> None:
+    compute, other = device.now, Stream("other")
+    flight = launch(device)
+    device.now = other
+    flight.land()
+    assert ("lane", 1) in compute.waits_for & other.waits_for
