@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from accordion.checkpoint.format import PLAIN_FILE
+from accordion.checkpoint.format import holds
+from accordion.checkpoint.outside import HF_INDEX, HF_SINGLE, read_header, read_index
 from accordion.checkpoint.state import WRAPPERS, local_data
 from accordion.checkpoint.team import Team
 from accordion.engine.engine import Engine
@@ -27,7 +27,7 @@ from accordion.initialise import blank, check_adapters, follow_loaded, is_of_tra
 from accordion.rows import Rows, as_rows, stored
 from accordion.state import settle, sharded_engine
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = HF_SINGLE, HF_INDEX
 PREFIXES = (
     "model.",
     "transformer.",
@@ -207,9 +207,14 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
             )
+        plain = key
         for wrapper in INSIDE:
-            key = key.replace(wrapper, "")
-        result[key] = tensor
+            plain = plain.replace(wrapper, "")
+        if plain in result:
+            raise CheckpointError(
+                f"{key} and another tensor of the model are both {plain} without the names of wrappers; rename one of them."
+            )
+        result[plain] = tensor
     return result
 
 
@@ -218,8 +223,7 @@ def _misfits(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[s
     for name, f in found.items():
         tensor = wanted[name]
         there, here = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (f.rows, tensor))
-        same_kind = f.rows.dtype.is_floating_point == tensor.dtype.is_floating_point
-        if f.rows.shape != tensor.shape or not same_kind or f.rows.dtype.is_complex != tensor.dtype.is_complex:
+        if f.rows.shape != tensor.shape or not holds(tensor.dtype, f.rows.dtype):
             stored_as = "" if f.stored_as == (name,) else f" (from {', '.join(f.stored_as)})"
             result.append(f"{name} is {there} in the folder{stored_as} and {here} in the model")
     return result
@@ -333,8 +337,9 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
     wrong: list[str] = []
     for name in dict.fromkeys(places.values() if places is not None else [SINGLE]):
         try:
+            read_header(folder / name)
             files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             wrong.append(f"{name}: {error}")
     if wrong:
         raise CheckpointError(f"{folder} has files that cannot be read: {'; '.join(wrong)}.")
@@ -351,18 +356,9 @@ def _places(folder: Path) -> dict[str, str] | None:
     """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
     if (folder / SINGLE).is_file():
         return None
-    try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / INDEX} is no index of safetensors: {type(error).__name__}: {error}."
-        ) from error
-    if bad:
-        raise CheckpointError(f"{folder / INDEX} names {bad[0]!r}, which is not the plain name of a safetensors file.")
-    return dict(places)
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.")
+    return read_index(folder)
 
 
 # -- reading

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.folders import checkpoint_at
-from accordion.checkpoint.format import DTYPES, Entry, Manifest
+from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.gather import OF_RANKS
 from accordion.checkpoint.reading import Files, Read, read_manifest
 from accordion.checkpoint.restore import differences, restored
@@ -160,7 +160,7 @@ def _plan(
 
 
 def _fits(entry: Entry, tensor: Tensor) -> bool:
-    return entry.shape == tuple(tensor.shape)
+    return entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype])
 
 
 def _state_source(manifest: Manifest, team: Team) -> str:

@@ -11,8 +11,10 @@ import torch
 
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import Entry, Manifest
+from accordion.checkpoint.gather import OF_RANKS
 from accordion.checkpoint.load import whole
-from accordion.checkpoint.reading import Files, faults_in, read_manifest
+from accordion.checkpoint.reading import Files, Read, faults_in, read_manifest
+from accordion.errors import CheckpointError
 
 BLOCK = 2**22  # elements that are compared at once
 
@@ -49,7 +51,8 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
     """How two checkpoints differ: names in one alone, other shapes and dtypes, values that differ, other words.
 
     Tensors are compared by value, whatever ranks saved them; `values`: name -> how many elements differ, and by how much at
-    most. What ranks keep for themselves is not compared. Host memory: twice the largest tensor.
+    most. What ranks keep for themselves is not compared. Host memory: twice the largest tensor. Every byte is checked first.
+    Raises `CheckpointError` where one of them is damaged.
     """
     folders = [checkpoint_at(path) for path in (one, other)]
     with (
@@ -58,6 +61,11 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
     ):
         for files in (a, b):
             files.check_sizes()
+            faults = files.faults(_all_of(files.manifest))
+            if faults:
+                raise CheckpointError(
+                    f"{files.folder} is damaged, so it is not compared: {faults[0]}; verify tells all."
+                )
         ours, theirs = _names(a.manifest), _names(b.manifest)
         both = [name for name in ours if name in theirs]
         unlike = {name: _unlike(a.manifest.tensors[ours[name]], b.manifest.tensors[theirs[name]]) for name in both}
@@ -71,9 +79,15 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
         }
 
 
+def _all_of(manifest: Manifest) -> Iterator[Read]:
+    """All that is compared."""
+    chunks = ((n, e, c) for n, e, c in manifest.chunks() if not n.startswith(OF_RANKS))
+    return (Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in chunks)
+
+
 def _names(manifest: Manifest) -> dict[str, str]:
     """Every name of a tensor but those of ranks, and the name that has the data."""
-    own = {name: name for name in manifest.tensors if not name.startswith("rank/")}
+    own = {name: name for name in manifest.tensors if not name.startswith(OF_RANKS)}
     return {**own, **manifest.aliases}
 
 

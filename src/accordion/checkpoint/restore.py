@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from accordion.checkpoint.format import DTYPES, Entry, Manifest
+from accordion.checkpoint.format import CODES, DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.state import Contents
 from accordion.checkpoint.values import Json, decode
 from accordion.errors import CheckpointError
@@ -36,9 +36,21 @@ def differences(manifest: Manifest, found: Contents) -> list[str]:
             if source in manifest.tensors and manifest.tensors[source].shape != tuple(wanted[name].shape)
         ),
     )
+    unlike += _listed(
+        "of another kind",
+        (
+            f"{name} is {manifest.tensors[source].dtype} in the checkpoint and {_code(wanted[name])} in the model"
+            for name, source in sources.items()
+            if source in manifest.tensors and not holds(wanted[name].dtype, DTYPES[manifest.tensors[source].dtype])
+        ),
+    )
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
     return unlike
+
+
+def _code(tensor: Tensor) -> str:
+    return CODES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _named(name: str, found: Contents) -> str:
@@ -112,7 +124,8 @@ def _fitting(name: str, entry: Entry, param: Tensor | None, present: Tensor | No
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step
     placed = isinstance(param, DTensor) and not step and (like or entry.placements is not None)
-    if present is not None and tuple(present.shape) == entry.shape and isinstance(present, DTensor) == placed:
+    same = present is not None and tuple(present.shape) == entry.shape and holds(present.dtype, dtype)
+    if present is not None and same and isinstance(present, DTensor) == placed:
         return present
     if like:
         assert param is not None

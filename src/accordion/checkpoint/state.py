@@ -57,6 +57,10 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             name = name.replace(wrapper, "")
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{name} is a {type(tensor).__name__} and no tensor; a checkpoint cannot hold it.")
+        if name in tensors or name in aliases:
+            raise CheckpointError(
+                f"{key} and another tensor of the model are both {name} without the names of wrappers; rename one of them."
+            )
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
