@@ -376,6 +376,15 @@ def backend_of(group: Any, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def timeout_s_of_job() -> float:
+    """Seconds after which a collective of this job's process group fails. No public name."""
+    group: Any = torch.distributed.group.WORLD
+    backend = None if group is None else group._get_backend(group._device_types[0])
+    options = getattr(backend, "options", None)
+    found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(found.total_seconds())
+
+
 def ranks_of(mesh: Any) -> list[int]:
     """All ranks of a mesh by their number in the job; also where tensors made now are fake. No public name."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
