@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from accordion.errors import UsageError
 from accordion.train import launch, loop
-from accordion.train.config import Config, check, flat, spread
+from accordion.train.config import NUMBERS, Config, check, flat, spread
 from accordion.train.deepspeed import translated
 from accordion.train.lifeline import watch_store
 from accordion.train.options import given, parse
@@ -39,7 +39,7 @@ def make_parser() -> ArgumentParser:
 
 def read(words: list[str]) -> Config:
     """The configuration in `words` and in the run files they name. Raises `UsageError`."""
-    parsed = parse(make_parser(), _long(words), list(flat(Config())))
+    parsed = parse(make_parser(), _long(words), list(flat(Config())), NUMBERS)
     empty = Config()
     groups = {group.name: replace(getattr(empty, group.name), **parsed[group.name]) for group in fields(empty)}
     config = Config(**groups)
