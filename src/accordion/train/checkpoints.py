@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from accordion.checkpoint import latest
 from accordion.checkpoint.folders import folder_at
 from accordion.checkpoint.format import MANIFEST
+from accordion.checkpoint.prune import is_complete
 from accordion.checkpoint.reading import read_manifest
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 
+NAME = re.compile(r"step-\d{6,}")
 SHOWN = 3  # tensors named in a message of one line
 
 
@@ -21,16 +24,34 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def choose(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none."""
-    newest = latest(folder) if folder.is_dir() else None
+def choose(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none.
+
+    `say`: is told which newer ones were passed over and why.
+    """
     if resume == "auto":
-        return None if newest is None else Path(newest)
-    if resume == "none":
-        if newest is not None:
+        found, passed_over = _newest(folder)
+        if found is None and passed_over:
             raise UsageError(
-                f"checkpoint.resume is 'none' but {str(folder)!r} holds checkpoints, the newest {Path(newest).name!r}; "
-                "take another run.dir, or remove them."
+                f"checkpoint.dir {str(folder)!r} holds no checkpoint that can be read: {'; '.join(passed_over)}. Take another "
+                "run.dir, or move these away to begin at step 1; --checkpoint.resume takes the path of one elsewhere."
+            )
+        if passed_over:
+            say(f"checkpoints passed over: {'; '.join(passed_over)}")
+            say(
+                f"the newest that can be read is {found}, and is gone on from; --checkpoint.resume takes the path of another"
+            )
+        return found
+    if resume == "none":
+        found, passed_over = _newest(folder)
+        if found is not None or passed_over:
+            what = (
+                f"checkpoints, the newest {found.name!r}"
+                if found
+                else f"what is left of some: {'; '.join(passed_over)}"
+            )
+            raise UsageError(
+                f"checkpoint.resume is 'none' but {str(folder)!r} holds {what}; take another run.dir, or remove them."
             )
         return None
     path = Path(resume)
@@ -42,6 +63,42 @@ def choose(folder: Path, resume: str) -> Path | None:
         raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
     _extra(path)
     return path
+
+
+def _newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint in `folder`, and what is wrong with each newer one."""
+    found = latest(folder) if folder.is_dir() else None
+    wrong = []
+    for path in reversed(_in(folder)):
+        if found is not None and path.name == Path(found).name:
+            break
+        wrong.append(f"{path.name}: {_fault(path)}")
+    return None if found is None else Path(found), wrong
+
+
+def _in(folder: Path) -> list[Path]:
+    """The folders in it that have the name of a checkpoint, the oldest first."""
+    named = (
+        [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()] if folder.is_dir() else []
+    )
+    return sorted(named, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _fault(path: Path) -> str:
+    try:
+        read_manifest(folder_at(path))
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return "files that its manifest lists are missing or cut"
+
+
+def damaged(path: Path, error: CheckpointError) -> CheckpointError:
+    """`error` of a load of `path`, with a way to go on."""
+    older = [at for at in _in(path.parent) if at.name < path.name and is_complete(folder_at(at))]
+    way = (
+        f"move it away to go on from {older[-1]}, or pass that as" if older else "move it away, or pass another one as"
+    )
+    return CheckpointError(f"{str(error).rstrip('.')}; {way} --checkpoint.resume.")
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
