@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accordion.checkpoint import latest
-from accordion.checkpoint.folders import folder_at
+from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import is_complete
 from accordion.checkpoint.reading import read_manifest
@@ -104,7 +104,7 @@ def damaged(path: Path, error: CheckpointError) -> CheckpointError:
 def _extra(path: Path) -> Mapping[str, Any]:
     """What the run that saved `path` kept beside the tensors."""
     try:
-        extra = read_manifest(folder_at(path)).extra
+        extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
     if not isinstance(extra, dict) or not {"step", "tokenizer", "config"} <= set(extra):
@@ -132,7 +132,7 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     `shapes`: of everything in the model's state dict.
     """
-    manifest = read_manifest(folder_at(path))
+    manifest = read_manifest(checkpoint_at(path))
     held = {
         name.removeprefix("model/"): entry.shape
         for name, entry in manifest.tensors.items()
