@@ -50,7 +50,6 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     first = started(run_dir, log, *ENDLESS)
     try:
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
-        os.kill(first.pid, signal.SIGSTOP)  # the launcher alone; its ranks go on, and are who has the folder
         own = ["train", *TINY, *ENDLESS, "--run.dir", str(run_dir)]
         elsewhere = ["train", *TINY, *ENDLESS, "--run.dir", "else", "--checkpoint.dir", str(run_dir / "checkpoints")]
         for words, setting in ((own, "run.dir"), (elsewhere, "checkpoint.dir")):
@@ -142,22 +141,28 @@ def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytes
     capfd.readouterr()
     assert cli.main([*words[:-1], "4"]) == 1
     told = capfd.readouterr().err
-    assert f"move it away to go on from {checkpoints / 'step-000002'}, or pass that as --checkpoint.resume." in told
+    assert f"The one before it, {checkpoints / 'step-000002'}, is complete" in told
+    assert "--checkpoint.resume takes the path of another one." in told
     assert told.count("\n") == 1
 
     manifest = checkpoints / "step-000003" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:500])
     (checkpoints / "step-000002" / "manifest.json").unlink()
+    before = tree(run_dir)
+    assert cli.main([*words[:-1], "4"]) == 2
+    assert f"'{checkpoints / 'step-000002'}' has lost its manifest.json" in capfd.readouterr().err
+    assert tree(run_dir) == before
+    shutil.rmtree(checkpoints / "step-000002")
     assert cli.main([*words[:-1], "4"]) == 0
     shown = capfd.readouterr().out
-    assert "checkpoints passed over: step-000003: " in shown
-    assert "; step-000002: " in shown
-    assert f"{checkpoints / 'step-000001'}, and is gone on from; --checkpoint.resume takes the path of another" in shown
+    assert f"{checkpoints / 'step-000001'} is the newest complete checkpoint, newer ones are damaged: " in shown
+    assert f"{checkpoints / 'step-000003'}" in shown.partition("--checkpoint.resume takes the path of another.")[0]
     assert "1 of 4 steps are done" in shown
+    assert latest(checkpoints) == str(checkpoints / "step-000004")
 
     for manifest in checkpoints.glob("*/manifest.json"):
         manifest.write_bytes(manifest.read_bytes()[:500])
     before = tree(run_dir)
     assert cli.main(words) == 2
-    assert "holds no checkpoint that can be read" in capfd.readouterr().err
+    assert "there are checkpoints, and none is complete" in capfd.readouterr().err
     assert tree(run_dir) == before

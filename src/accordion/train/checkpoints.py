@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accordion.checkpoint import latest
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.prune import is_complete
+from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
@@ -29,76 +28,55 @@ def choose(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None
 
     `say`: is told which newer ones were passed over and why.
     """
-    if resume == "auto":
-        found, passed_over = _newest(folder)
-        if found is None and passed_over:
+    if resume in ("auto", "none"):
+        try:
+            found = newest(folder)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from None
+        if resume == "none" and (found.path is not None or found.passed_over):
+            what = "checkpoints" if found.path is None else f"checkpoints, the newest {Path(found.path).name!r}"
             raise UsageError(
-                f"checkpoint.dir {str(folder)!r} holds no checkpoint that can be read: {'; '.join(passed_over)}. Take another "
-                "run.dir, or move these away to begin at step 1; --checkpoint.resume takes the path of one elsewhere."
+                f"checkpoint.resume is 'none' but {str(folder)!r} holds {what}; take another run.dir, or remove them. "
+                f"{found.words()}"
             )
-        if passed_over:
-            say(f"checkpoints passed over: {'; '.join(passed_over)}")
-            say(
-                f"the newest that can be read is {found}, and is gone on from; --checkpoint.resume takes the path of another"
-            )
-        return found
-    if resume == "none":
-        found, passed_over = _newest(folder)
-        if found is not None or passed_over:
-            what = (
-                f"checkpoints, the newest {found.name!r}"
-                if found
-                else f"what is left of some: {'; '.join(passed_over)}"
-            )
+        if found.path is None and found.passed_over:
             raise UsageError(
-                f"checkpoint.resume is 'none' but {str(folder)!r} holds {what}; take another run.dir, or remove them."
+                f"checkpoint.dir {str(folder)!r}: {found.words()} Or take another run.dir, or give --checkpoint.resume "
+                "the path of a checkpoint elsewhere."
             )
-        return None
+        if found.passed_over:
+            _check_free(folder, Path(str(found.path)))
+            say(f"{found.words()} --checkpoint.resume takes the path of another.")
+        return None if found.path is None else Path(found.path)
     path = Path(resume)
     if not path.is_dir():
         near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         valid = nearest(path.name, ["auto", "none", *near])
         raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor 'none' nor a folder; {valid}")
-    if not (path / MANIFEST).is_file() and (inside := latest(path)) is not None:
+    if not (path / MANIFEST).is_file() and (inside := kept(path)) is not None:
         raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
     _extra(path)
     return path
 
 
-def _newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint in `folder`, and what is wrong with each newer one."""
-    found = latest(folder) if folder.is_dir() else None
-    wrong = []
-    for path in reversed(_in(folder)):
-        if found is not None and path.name == Path(found).name:
-            break
-        wrong.append(f"{path.name}: {_fault(path)}")
-    return None if found is None else Path(found), wrong
+def _check_free(folder: Path, taken: Path) -> None:
+    """Raise `UsageError` where a save of the steps after `taken` would find something that it does not replace."""
+    done = int(taken.name.rpartition("-")[2]) if NAME.fullmatch(taken.name) else 0
+    for path in folder.iterdir():
+        later = NAME.fullmatch(path.name) and int(path.name.rpartition("-")[2]) > done and path.is_dir()
+        if later and not (path / MANIFEST).exists() and any(path.iterdir()):
+            raise UsageError(
+                f"{str(path)!r} has lost its {MANIFEST}, and no save replaces what may be no checkpoint; move it away to go on "
+                f"from {taken}, or take another run.dir."
+            )
 
 
-def _in(folder: Path) -> list[Path]:
-    """The folders in it that have the name of a checkpoint, the oldest first."""
-    named = (
-        [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()] if folder.is_dir() else []
-    )
-    return sorted(named, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def _fault(path: Path) -> str:
+def kept(folder: Path) -> str | None:
+    """The newest complete checkpoint, for a message; None also where nobody can tell."""
     try:
-        read_manifest(folder_at(path))
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    return "files that its manifest lists are missing or cut"
-
-
-def damaged(path: Path, error: CheckpointError) -> CheckpointError:
-    """`error` of a load of `path`, with a way to go on."""
-    older = [at for at in _in(path.parent) if at.name < path.name and is_complete(folder_at(at))]
-    way = (
-        f"move it away to go on from {older[-1]}, or pass that as" if older else "move it away, or pass another one as"
-    )
-    return CheckpointError(f"{str(error).rstrip('.')}; {way} --checkpoint.resume.")
+        return newest(folder).path
+    except CheckpointError:
+        return None
 
 
 def _extra(path: Path) -> Mapping[str, Any]:

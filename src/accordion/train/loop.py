@@ -360,7 +360,7 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool) -> acc.CheckpointE
 
 def _not_kept(run: Run, error: acc.CheckpointError) -> acc.CheckpointError:
     """For the end of a run that trained on past the failure and has nothing to show for its last steps."""
-    newest = acc.latest(run.prepared.checkpoint_dir)
+    newest = checkpoints.kept(Path(run.prepared.checkpoint_dir))
     kept = (
         f"the newest checkpoint is {newest}, from which the same command goes on"
         if newest
@@ -384,7 +384,7 @@ def _resume(run: Run, screen: Screen) -> int:
     try:
         extra = load(path, run.model, run.optimizer, state={"random": RandomState()})
     except acc.CheckpointError as error:
-        raise checkpoints.damaged(Path(path), error) from None
+        raise acc.CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
     run.scaler.load_state_dict(extra["scaler"])
     run.skips.total = int(extra.get("skipped", 0))
     done = int(extra["step"])
@@ -425,7 +425,7 @@ def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: acc.Checkpoi
     folder = Path(run.prepared.checkpoint_dir)
     newest = checkpoints.path_of(folder, steps)
     at = newest if lost is None and newest.is_dir() else None
-    at = at or (acc.latest(folder) if lost is not None else None) or run.prepared.resume
+    at = at or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
     prompt = [int(token) for token in run.prepared.tokens.read("validation")[:PROMPT_TOKENS]]
