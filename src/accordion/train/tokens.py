@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -174,7 +175,7 @@ def _key(*parts: str) -> str:
 def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Callable[[int, int], None]) -> TokenFiles:
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
-    near = next(str(place) for place in folder.absolute().parents if place.is_dir())
+    near = _place_for(folder)
     tokenizer, num_documents = vocabulary.tokenizer(), 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
@@ -198,6 +199,15 @@ def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Call
         )
         _publish(made, files, vocabulary)
     return made
+
+
+def _place_for(folder: Path) -> Path:
+    """The nearest folder above that exists. Raises `OSError` where nothing can be made in it, before anything else is made."""
+    near = next(place for place in folder.absolute().parents if place.exists())
+    for wrong, code in ((not near.is_dir(), errno.ENOTDIR), (not os.access(near, os.W_OK | os.X_OK), errno.EACCES)):
+        if wrong:
+            raise OSError(code, os.strerror(code), str(near))
+    return near
 
 
 def _encoded(source: Source, tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:
