@@ -44,7 +44,7 @@ def size_of(file: BinaryIO) -> int:
 def mapped(file: BinaryIO) -> Tensor:
     """The bytes of an open file: (size,), uint8; memory is the file's, and writes to it never reach the file."""
     if not size_of(file):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8))
 
 

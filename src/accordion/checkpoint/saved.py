@@ -142,7 +142,7 @@ class Saved:
                 raise CheckpointError(f"bytes {memory.at} to {memory.end} are damaged: their checksum does not fit.")
             self._sound.add(memory.at)
         if not math.prod(held.shape):
-            return torch.empty(held.shape, dtype=held.dtype)
+            return torch.empty(held.shape, dtype=held.dtype, device="cpu")
         part = part[: len(part) // held.dtype.itemsize * held.dtype.itemsize]
         part = part if part.data_ptr() % held.dtype.itemsize == 0 else part.clone()
         part = part.view(held.dtype)

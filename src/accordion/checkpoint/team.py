@@ -86,7 +86,7 @@ class Team:
 
     def gathered(self, number: int) -> list[int]:
         """The number, an int64, of each rank, in their order. A collective."""
-        return [int(row[0]) for row in self._rows(torch.tensor([[number]])).tolist()]
+        return [int(row[0]) for row in self._rows(torch.tensor([[number]], device="cpu")).tolist()]
 
     def _rows(self, rows: Tensor) -> Tensor:
         """The row (1, n) of each rank, (num_ranks, n). Raises `CheckpointError` where another rank has ended."""
