@@ -233,7 +233,7 @@ def settle_before_unscale() -> None:
     It copies its scale to the host without waiting, into pinned memory, and the kernel of the host reads that at once (2.11 to
     2.15): gradients times anything. So the host waits for the copy here, after it and before the kernel.
     """
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     known = handlers[operator]
     if getattr(known, "func", None) is not _unscale_settled:
@@ -383,6 +383,12 @@ def timeout_s_of_job() -> float:
     options = getattr(backend, "options", None)
     found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
     return float(found.total_seconds())
+
+
+def wraps_backends() -> bool:
+    """Whether `TORCH_DISTRIBUTED_DEBUG=DETAIL` has torch put a wrapper around each backend. No exported name."""
+    c10d: Any = torch.distributed
+    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
 def ranks_of(mesh: Any) -> list[int]:
