@@ -111,7 +111,7 @@ def _parted(text: str) -> Iterator[str]:
     """
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
-        if ONE_KIND.fullmatch(text, at - half, at + half):
+        if ONE_KIND.fullmatch(text, at - half, at + half + 1):
             yield text[start:at]
             start = at
     yield text[start:]
