@@ -376,6 +376,13 @@ def backend_of(group: Any, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def timeout_of(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective on `device` fails in a group. No public name."""
+    options = getattr(group._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(found.total_seconds())
+
+
 def ranks_of(mesh: Any) -> list[int]:
     """All ranks of a mesh by their number in the job; also where tensors made now are fake. No public name."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

@@ -22,7 +22,7 @@ from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_
 from accordion.checkpoint.gather import described
 from accordion.checkpoint.load import whole
 from accordion.checkpoint.outside import HF_INDEX, HF_SINGLE
-from accordion.checkpoint.reading import Files, Read, read_manifest
+from accordion.checkpoint.reading import Files, Read, opened
 from accordion.checkpoint.sums import PIECE_BYTES, kind_here
 from accordion.checkpoint.writing import layout, write
 from accordion.errors import CheckpointError, UsageError
@@ -121,7 +121,7 @@ def export(
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
     folder = checkpoint_at(source)
-    with closing(Files(folder, read_manifest(folder))) as files:
+    with closing(opened(folder)) as files:
         _check_model(files)
         begun = at.with_name(f".{at.name}.tmp")
         shutil.rmtree(begun, ignore_errors=True)

@@ -24,6 +24,7 @@ from accordion.errors import CheckpointError
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
+LONGEST_QUOTE = 1000  # letters of a message: what a forged manifest has for names may be long
 PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")  # neither a path nor hidden
 TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 MOST_DIMS = 64  # torch has no more
@@ -193,8 +194,10 @@ def parse(text: bytes) -> Manifest:
         if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
             raise CheckpointError("it is damaged: its own checksum does not fit.")
         return _manifest(words)
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if len(str(error)) <= LONGEST_QUOTE:
+            raise
+        raise CheckpointError(f"{str(error)[:LONGEST_QUOTE]}...") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"it is damaged: {type(error).__name__}: {str(error)[:300]}.") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,20 @@ from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.gather import OF_RANKS
-from accordion.checkpoint.reading import Files, Read, read_manifest
+from accordion.checkpoint.prune import before
+from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
 from accordion.checkpoint.restore import differences, restored
-from accordion.checkpoint.state import Contents, Stateful, contents, local_data, model_tensors, own_box, state_name
-from accordion.checkpoint.team import Team
+from accordion.checkpoint.state import (
+    Contents,
+    Stateful,
+    check_stateful,
+    contents,
+    local_data,
+    model_tensors,
+    own_box,
+    state_name,
+)
+from accordion.checkpoint.team import Team, joined
 from accordion.checkpoint.values import Json, decode
 from accordion.engine.autograd import engine_of
 from accordion.errors import CheckpointError, UsageError
@@ -58,24 +68,61 @@ def load(
         settle(engine, "loads a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
-    with closing(team.agree(lambda: _files(path))) as files:
-        plan = _loaded(files, model, optimizer, state or {}, team, strict)
-    if plan.left and team.leads:
-        warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
-    return plan.extra
+    for _ in range(TURNS):
+        with closing(team.agree(lambda: _files(path, state or {}))) as files:
+            plan = _checked(files, path, partial(_plan, files, model, optimizer, state or {}, team, strict), team)
+            if plan is None:
+                continue
+            _fill(files, plan, optimizer, state or {}, team)
+            if plan.left and team.leads:
+                warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
+            return plan.extra
+    raise CheckpointError(f"{path} was {REPLACED}")
 
 
-def _loaded(
+def _checked(files: Files, path: str | os.PathLike[str], plan: Callable[[], _Plan], team: Team) -> _Plan | None:
+    """What this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank; gives None
+    where what is wrong is that another checkpoint has taken the name since `files` were begun, as any rank sees it.
+    """
+    try:
+        _check_same(files, team)
+        made = team.agree(plan)
+        _check_all(files, made, team)
+    except CheckpointError:
+        if any(team.gathered(int(mark_of(lambda: checkpoint_at(path)) != files.mark))):
+            return None
+        raise
+    return made
+
+
+def _check_same(files: Files, team: Team) -> None:
+    """Raise `CheckpointError` on every rank where ranks hold manifests of other checkpoints, however they spell the path."""
+    if len(set(team.gathered(files.digest))) > 1:
+        own = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
+        said = joined(team.shared(own), team.index, own)
+        raise CheckpointError(
+            f"ranks were given other checkpoints, {said}; pass the path of the same one on all ranks."
+        )
+
+
+def _check_all(files: Files, plan: _Plan, team: Team) -> None:
+    """Raise `CheckpointError` on every rank unless all that this load uses is as it was written."""
+    try:
+        team.agree(lambda: _check(files, plan, team))
+    except CheckpointError as error:
+        older = team.shared((before(files.folder) or "") if team.leads else "")[0]
+        more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
+        raise CheckpointError(f"{error}{more}") from error
+
+
+def _fill(
     files: Files,
-    model: nn.Module,
+    plan: _Plan,
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Stateful],
     team: Team,
-    strict: bool,
-) -> _Plan:
+) -> None:
     """Do what `load` says; no rank begins a part of it before all have ended the one before."""
-    plan = team.agree(lambda: _plan(files, model, optimizer, state, team, strict))
-    team.agree(lambda: _check(files, plan, team))
     words = team.agree(lambda: _of_this_rank(files, plan, state))
     weights, others = plan.of_model(), plan.of_optimizer()
     with torch.no_grad():
@@ -86,7 +133,6 @@ def _loaded(
         team.agree(partial(thing.load_state_dict, words[key]))
     with torch.no_grad():  # last: who refuses what he is given refuses it before any weight changes
         team.agree(lambda: files.fill_all(weights))
-    return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +165,9 @@ def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         raise
 
 
-def _files(path: str | os.PathLike[str]) -> Files:
-    folder = checkpoint_at(path)
-    manifest = read_manifest(folder)
-    try:
-        return Files(folder, manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder} cannot be checked: {error}") from error
+def _files(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:
+    check_stateful(state, "load_state_dict")
+    return steady(lambda: checkpoint_at(path), opened)
 
 
 def _plan(

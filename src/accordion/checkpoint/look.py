@@ -13,7 +13,7 @@ from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import Entry, Manifest
 from accordion.checkpoint.gather import OF_RANKS
 from accordion.checkpoint.load import whole
-from accordion.checkpoint.reading import Files, Read, faults_in, read_manifest
+from accordion.checkpoint.reading import Files, Read, faults_in, opened, read_manifest, steady
 from accordion.errors import CheckpointError
 
 BLOCK = 2**22  # elements that are compared at once
@@ -21,7 +21,7 @@ BLOCK = 2**22  # elements that are compared at once
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What the manifest says: who saved, tensors with dtype, shape, bytes and chunks, groups of the optimizer, `extra`."""
-    manifest = read_manifest(checkpoint_at(path))
+    manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
     return {
         "path": str(checkpoint_at(path)),
@@ -44,7 +44,7 @@ def _about(entry: Entry) -> dict[str, Any]:
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte; everything that is not as it was written, each naming file and tensor. Empty: all is good."""
-    return faults_in(checkpoint_at(path))
+    return steady(lambda: checkpoint_at(path), faults_in, bool)
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
     """
     folders = [checkpoint_at(path) for path in (one, other)]
     with (
-        closing(Files(folders[0], read_manifest(folders[0]))) as a,
-        closing(Files(folders[1], read_manifest(folders[1]))) as b,
+        closing(opened(folders[0])) as a,
+        closing(opened(folders[1])) as b,
     ):
         for files in (a, b):
             files.check_sizes()

@@ -15,6 +15,8 @@ from accordion.checkpoint.state import Contents
 from accordion.checkpoint.values import Json, decode
 from accordion.errors import CheckpointError
 
+LONGEST_NAME = 300  # letters of one that a message lists
+
 
 def differences(manifest: Manifest, found: Contents) -> list[str]:
     """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
@@ -60,7 +62,7 @@ def _named(name: str, found: Contents) -> str:
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
     """One line for all `names`, none if there are none."""
-    names = list(names)
+    names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.folders import Folder, folder_at
+from accordion.checkpoint.folders import Folder, Local, folder_at
 from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
 from accordion.checkpoint.gather import described
-from accordion.checkpoint.prune import prune_before
+from accordion.checkpoint.prune import check_keep, prune_before
 from accordion.checkpoint.state import (
     Contents,
     Stateful,
+    check_stateful,
     contents,
     local_data,
     model_tensors,
@@ -32,7 +34,7 @@ from accordion.checkpoint.state import (
     writes,
 )
 from accordion.checkpoint.sums import PIECE_BYTES, kind_here
-from accordion.checkpoint.team import Team
+from accordion.checkpoint.team import Team, told_as
 from accordion.checkpoint.values import Json, encode
 from accordion.checkpoint.writing import Layout, Part, layout, write
 from accordion.engine.autograd import engine_of
@@ -71,8 +73,6 @@ def save(
 
     The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed.
     """
-    if keep < 0:
-        raise UsageError(f"keep is {keep}; it is a number of checkpoints, 0 for all.")
     engine = engine_of(model)
     if engine is not None:
         if engine.suspended:
@@ -83,10 +83,10 @@ def save(
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())
-    target = folder_at(path)
+    target = team.agree(lambda: _target(path, state or {}, keep))
     found = team.agree(lambda: contents(model, optimizer))
-    name = team.shared(secrets.token_hex(4) if team.leads else "")[0]
-    job = team.agree(lambda: _job(target, name, found, team, extra, state or {}, keep))
+    name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
+    job = team.agree(lambda: _job(target, name, place, found, team, extra, state or {}, keep))
     if not background:
         job.run(team.agree)
         return Saving.done()
@@ -97,11 +97,12 @@ def save(
 class Job:
     """All that a save will write on this rank, decided before it writes any of it.
 
-    `name`: of this save, the same on all ranks. `form`: the manifest without files.
+    `name`: of this save, the same on all ranks. `place`: rank 0's target, in words. `form`: the manifest without files.
     """
 
     target: Folder
     name: str
+    place: str
     form: Manifest
     plan: Layout
     team: Team
@@ -109,20 +110,28 @@ class Job:
 
     def run(self, agree: Agree, host: memoryview | None = None) -> None:
         """Write it all. `host`: the bytes of this rank's parts, where they were copied."""
-        leads, begun = self.team.leads, self.target.begun(self.name)
-        agree(lambda: self.target.begin(self.name) if leads else None)
+        leads = self.team.leads
+        made: list[Folder] = []
         try:
+            agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
+            begun = made[0] if made else self.target.begun(self.name)
             agree(lambda: self._write_own(begun, host))
             agree(lambda: self._commit(begun) if leads else None)
-        except CheckpointError:
-            if leads:
-                begun.discard()
+        except BaseException:
+            for one in made:
+                with suppress(Exception):  # the first failure is what counts
+                    one.discard()
             raise
         agree(lambda: self._prune() if leads else None)
 
     def _write_own(self, begun: Folder, host: memoryview | None) -> None:
         """Write this rank's parts of all tensors; no file where it has none."""
         if self.plan.parts:
+            if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
+                raise CheckpointError(
+                    f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
+                    "that all of them share."
+                )
             write(begun, file_name(self.team.index), self.plan, host)
 
     def _commit(self, begun: Folder) -> None:
@@ -136,19 +145,33 @@ class Job:
         if self.keep:
             try:
                 prune_before(self.target, self.keep)
-            except OSError as error:
+            except (CheckpointError, OSError) as error:
                 raise CheckpointError(
                     f"{self.target} is written, but not all older ones are removed: {error}"
                 ) from error
 
 
+def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: int) -> Folder:
+    check_keep(keep)
+    check_stateful(state, "state_dict")
+    return folder_at(path)
+
+
 def _job(
-    target: Folder, name: str, found: Contents, team: Team, extra: Json, state: Mapping[str, Stateful], keep: int
+    target: Folder,
+    name: str,
+    place: str,
+    found: Contents,
+    team: Team,
+    extra: Json,
+    state: Mapping[str, Stateful],
+    keep: int,
 ) -> Job:
     parts = [*_own_parts(found.tensors, team), *_state_parts(state, team)]
     return Job(
         target=target,
         name=name,
+        place=place,
         form=_form(found, team, encode(extra, "extra")),
         plan=layout(parts, team.index),
         team=team,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, Cut, box_of
 from accordion.checkpoint.values import Json, encode
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, UsageError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
 
@@ -34,6 +34,15 @@ class Contents:
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     optimizer: Json = None
+
+
+def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
+    """Raise `UsageError` for what lacks the method that a save or a load calls."""
+    for key, thing in state.items():
+        if not hasattr(thing, method):
+            raise UsageError(
+                f"state[{key!r}] is a {type(thing).__name__}, which has no {method}; plain values belong into `extra`."
+            )
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Contents:

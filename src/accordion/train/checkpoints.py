@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accordion.checkpoint import latest
-from accordion.checkpoint.folders import folder_at
+from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.reading import read_manifest
 from accordion.config import nearest
@@ -47,7 +47,7 @@ def choose(folder: Path, resume: str) -> Path | None:
 def _extra(path: Path) -> Mapping[str, Any]:
     """What the run that saved `path` kept beside the tensors."""
     try:
-        extra = read_manifest(folder_at(path)).extra
+        extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
     if not isinstance(extra, dict) or not {"step", "tokenizer", "config"} <= set(extra):
@@ -75,7 +75,7 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     `shapes`: of everything in the model's state dict.
     """
-    manifest = read_manifest(folder_at(path))
+    manifest = read_manifest(checkpoint_at(path))
     held = {
         name.removeprefix("model/"): entry.shape
         for name, entry in manifest.tensors.items()
