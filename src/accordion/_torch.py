@@ -376,9 +376,11 @@ def backend_of(group: Any, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
-def timeout_of(group: Any, device: torch.device) -> float:
-    """Seconds after which a collective on `device` fails in a group. No public name."""
-    options = getattr(group._get_backend(device), "options", None)
+def timeout_s_of_job() -> float:
+    """Seconds after which a collective of this job's process group fails. No public name."""
+    group: Any = torch.distributed.group.WORLD
+    backend = None if group is None else group._get_backend(group._device_types[0])
+    options = getattr(backend, "options", None)
     found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
     return float(found.total_seconds())
 

@@ -212,7 +212,6 @@ class Local:
         renamed before is older than this one, so it goes too; what another save renames from now on may be this one.
         """
         assert isinstance(begun, Local)
-        begun._release()
         held = begun.sizes()
         _sync(begun.path)
         left = claims.beside(self.path, "old")
@@ -230,21 +229,23 @@ class Local:
             raise CheckpointError(
                 f"{self.path} was saved by another job at the same time; no other job may save under this name."
             ) from error
-        if self.sizes() != held:
+        if self.sizes() != held:  # its lock too: until it has its name it is not to be taken for a rest
             raise CheckpointError(
                 f"{self.path} is not what was written there, another job saved or removed files; the one before is {replaced}."
             )
+        begun._release(self.path)
         _sync(self.path.parent)
         for one in [*left, *([replaced] if os.path.lexists(replaced) else [])]:
             claims.remove_quietly(one)
 
-    def _release(self) -> None:
+    def _release(self, path: Path) -> None:
+        """Give back the lock, which lies in `path` now."""
         if self._lock is not None:
             handle, self._lock = self._lock, None
-            claims.unlock(self.path, handle)
+            claims.unlock(path, handle)
 
     def discard(self) -> None:
-        self._release()
+        self._release(self.path)
         claims.remove(self.path)
 
 

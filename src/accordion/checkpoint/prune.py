@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accordion.checkpoint import claims
 from accordion.checkpoint.folders import Folder, Local, folder_at, readable
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.reading import faults_in, look_into, steady
+from accordion.checkpoint.reading import TURNS, faults_in, look_into, steady
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
@@ -65,13 +65,27 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
     Raises `CheckpointError` where a checkpoint that may be the newest cannot be read: nothing that cannot be read is taken for
     absent.
     """
+    listed: set[str] = set()
+    found = Newest(path=None, passed_over=())
+    for _ in range(TURNS):
+        candidates = _by_age(folder_at(folder))
+        before, listed = listed, {at.name for at in candidates}
+        if listed == before:
+            break  # else a job saved there, and removed what was the newest when it was listed
+        found = _newest_of(candidates)
+        if found.path is not None:
+            break
+    return found
+
+
+def _newest_of(candidates: list[_Candidate]) -> Newest:
     wrong: list[str] = []
-    for at in reversed(_by_age(folder_at(folder))):
+    for at in reversed(candidates):
         try:
             why = at.fault()
         except OSError as error:
             raise CheckpointError(
-                f"{at} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {folder_at(folder)}; "
+                f"{at} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {at.parent}; "
                 "try again, or pass the path of the one to take."
             ) from error
         if why is None:

@@ -39,8 +39,7 @@ class Team:
     @property
     def timeout_s(self) -> float:
         """For how long the job's process group lets a rank wait."""
-        group = dist.group.WORLD if dist.is_initialized() else None
-        return math.inf if group is None else _torch.timeout_of(group, _default_device())
+        return _torch.timeout_s_of_job() if dist.is_initialized() else math.inf
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:

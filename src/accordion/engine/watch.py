@@ -20,6 +20,7 @@ from accordion.errors import DivergenceError
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
+MARGIN_S = 5.0  # beyond the time-out of the job's process group, if that is shorter
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
@@ -75,11 +76,12 @@ class Watch:
         self._store.add(same, 1)
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
-        num_apart, next_s, deadline = 0, PATIENCE_S, time.monotonic() + LOST_S
+        lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
+        num_apart, next_s, deadline = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s
         while not self._is_there(go, next_s):
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
-                text = f"this rank {said['what']}, and other ranks have come to nothing new in {LOST_S:g} s"
+                text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
                 self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
         found = None
         if self._store.get(go) != same.encode():
