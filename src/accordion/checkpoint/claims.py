@@ -128,9 +128,11 @@ def foreign_in(path: Path) -> list[str]:
 
 def _is_ours(path: Path, held: list[str]) -> bool:
     """Whether the manifest is one of ours, be it damaged or of another version."""
-    text = (path / MANIFEST).read_bytes()
     try:
+        text = (path / MANIFEST).read_bytes()
         parse(text)
+    except FileNotFoundError:
+        return True  # another job has removed it, or is replacing it
     except CheckpointError:
         return BEGINS.match(text) is not None and any(map(RANK_FILE.fullmatch, held))
     return True

@@ -15,6 +15,8 @@ from accordion.checkpoint.disk import LocalReader, created
 from accordion.checkpoint.format import MANIFEST
 from accordion.errors import CheckpointError, UsageError
 
+TURNS = 3  # of looking for what has two names one after the other
+
 
 class Writer(Protocol):
     """A file that is being written."""
@@ -59,7 +61,7 @@ class Folder(Protocol):
         """When a file was written last, in ns."""
 
     def mark(self) -> object:
-        """Another one once another checkpoint has taken this name."""
+        """Another one once another checkpoint has taken this name; None where there is none at the moment."""
 
     def begin(self, save: str) -> Folder:
         """An empty folder for a new checkpoint of this name; what a killed save left there is removed.
@@ -108,11 +110,14 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
 
 def readable(folder: Folder) -> Folder:
     """`folder`, or while a save replaces a checkpoint of this name, or was killed then, the one that was there."""
-    if not isinstance(folder, Local) or os.path.lexists(folder.path):
-        return folder
-    old = [Local(path) for path in claims.beside(folder.path, "old")]
-    held = sorted((one.written_at(MANIFEST), i) for i, one in enumerate(old) if one.mark() is not None)
-    return old[held[-1][1]] if held and not os.path.lexists(folder.path) else folder
+    for _ in range(TURNS if isinstance(folder, Local) else 0):
+        assert isinstance(folder, Local)
+        if os.path.lexists(folder.path):
+            break
+        old = [(mark[-1], path) for path in claims.beside(folder.path, "old") if (mark := Local(path).mark())]
+        if old:
+            return Local(max(old)[1])
+    return folder
 
 
 class Local:
@@ -298,8 +303,8 @@ class Remote:
     def written_at(self, name: str) -> int:
         return int(self._storage.modified(self._at(name)).timestamp() * 1e9)
 
-    def mark(self) -> None:
-        """Nothing is replaced there."""
+    def mark(self) -> object:
+        return 0  # nothing is replaced there
 
     def begin(self, save: str) -> Remote:
         try:

@@ -91,15 +91,21 @@ def steady(
     """What `act` makes of the folder that `find` gives; once more where that is bad, or it raises, because another checkpoint
     has taken the name meanwhile. Raises `CheckpointError` where it always has.
     """
-    for _ in range(TURNS):
-        before = mark_of(find)
+    for turn in range(TURNS):
+        before, last = mark_of(find), turn == TURNS - 1
         try:
-            if not is_bad(found := act(find())) or mark_of(find) == before:
+            found = act(find())
+            if not is_bad(found) or _stayed(find, before, last):
                 return found
         except (CheckpointError, OSError):
-            if mark_of(find) == before:
+            if _stayed(find, before, last):
                 raise
     raise CheckpointError(f"{find()} was {REPLACED}")
+
+
+def _stayed(find: Callable[[], Folder], before: object, last: bool) -> bool:
+    """Whether the same checkpoint has the name still; where none had it, for long enough."""
+    return mark_of(find) == before and (before is not None or last)
 
 
 def mark_of(find: Callable[[], Folder]) -> object:
