@@ -215,7 +215,8 @@ def _reached(place: Place, environ: Mapping[str, str]) -> Store:
         except ValueError as error:
             raise UsageError(f"the launcher's environment is not understood: {error}.") from None
     try:
-        return next(iter(rendezvous(place.url, place.rank, place.world)))[0]
+        store: Store = next(iter(rendezvous(place.url, place.rank, place.world)))[0]
+        return store
     except torch.distributed.DistError as error:
         at = (
             place.url.removeprefix("tcp://") if place.starter == "srun" else ":".join(map(environ.__getitem__, ADDRESS))

@@ -424,8 +424,8 @@ def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: acc.Checkpoi
     _validate(run, steps, screen, log)
     folder = Path(run.prepared.checkpoint_dir)
     newest = checkpoints.path_of(folder, steps)
-    at = newest if lost is None and newest.is_dir() else None
-    at = at or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
+    held = str(newest) if lost is None and newest.is_dir() else None
+    at = held or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
     prompt = [int(token) for token in run.prepared.tokens.read("validation")[:PROMPT_TOKENS]]

@@ -175,7 +175,7 @@ def _key(*parts: str) -> str:
 def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Callable[[int, int], None]) -> TokenFiles:
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
-    near = _place_for(folder)
+    near = str(_place_for(folder))
     tokenizer, num_documents = vocabulary.tokenizer(), 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
