@@ -140,8 +140,9 @@ class Extended:
         for full in (*self.gathered, *self.inner):
             full.untyped_storage().resize_(0)
 
-    def holds(self, address: int) -> bool:
-        return any(full.untyped_storage().data_ptr() == address for full in (*self.gathered, *self.inner))
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        key, held = _torch.storage_key(storage), (*self.gathered, *self.inner)
+        return any(_torch.storage_key(full.untyped_storage()) == key for full in held)
 
     @property
     def num_bytes(self) -> int:
@@ -199,8 +200,8 @@ class _Room:
     def num_bytes(self) -> int:
         return sum(e.num_bytes for e in self._extended)
 
-    def holds(self, address: int) -> bool:
-        return any(e.holds(address) for e in self._extended)
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return any(e.holds(storage) for e in self._extended)
 
     def close(self) -> None:
         for e in self._extended:

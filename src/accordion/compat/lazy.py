@@ -193,7 +193,7 @@ class Tree:
         for part in parts:
             part.push()
         leases = [weakref.ref(part.lease) for part in parts]
-        self.engine.after_backward = partial(backward_ended, leases)
+        self.engine.after_backward.append(partial(backward_ended, leases))
         _torch.answer_anomaly_checks()
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
