@@ -285,13 +285,10 @@ class Hooks:
         if watch_of_reads is not None:
             self._end_watch(watch_of_reads)
         unit.window.hide(fulls)
-        if unit.writes() != call.writes:
+        if (refused := unit.lost_write(call.writes, fulls)) is not None:
             unit.release()
             engine.leave(None)
-            raise UsageError(
-                f"unit {unit.name or 'root'!r} wrote into a parameter in its forward, and the shards would not follow; "
-                "write into parameters under full_params(model, write=True)."
-            )
+            raise refused
         if inside:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
         if error is None:
