@@ -32,6 +32,7 @@ from accordion.config import (
     checkpointing_named,
     debug_modes,
 )
+from accordion.dtensors import answer_for_dtensors
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Link, alone, device_type_of_job, gathered_rows, own_communicator
@@ -144,6 +145,7 @@ def shard(
         checkpoint_forward(chosen[i][1], checkpointing, parking_of(engine, i))
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
+    answer_for_dtensors()
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
     _announce(engine, owned, chosen, mesh)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
+import time
 import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from tests.world.checks import assert_at_rest, assert_close, run_all
+from accordion import dtensors
+from tests.world.checks import assert_at_rest, assert_close, logged, run_all
 
 
 class Net(nn.Module):
@@ -98,3 +102,126 @@ def assigned(mesh, strategy: acc.Strategy) -> None:
 
 def test_data_assigned_in_a_forward_is_seen(world):
     run_all(world, assigned)
+
+
+# -- what is asked of DTensors
+
+
+class Odd(nn.Module):
+    """Rows that do not divide, a cut dim other than 0, one row for all ranks, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(7, 8))
+        self.wide = nn.Parameter(torch.randn(1, 8))
+        self.one = nn.Parameter(torch.tensor([2.0]))
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).sum() * self.scale + (x * self.wide).sum() * self.one
+
+
+def numbers(mesh, strategy: acc.Strategy) -> None:
+    plain, model = Odd(), acc.shard(Odd(), mesh=mesh, strategy=strategy)
+    for m in (plain, model):
+        m(inputs()).backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        for ask in (Tensor.norm, Tensor.sum, *((Tensor.max, Tensor.min, Tensor.mean) if name == "weight" else ())):
+            found = (ask(b.grad).item(), float(ask(b.detach())))
+            assert found == pytest.approx((ask(a.grad).item(), float(ask(a.detach()))), rel=1e-5, abs=1e-5), (name, ask, found, strategy.name)
+        assert bool((b == b).all()) and not bool(torch.isnan(b.grad).any())
+        with torch.no_grad(), acc.full_params(model, write=True):
+            getattr(model, name).view(-1)[-1] = torch.nan  # in a row of the last rank
+        assert not bool(torch.isfinite(b).all()) and bool(b.isnan().any()), name
+    assert model.one.detach().isnan().item() is True
+    assert model.scale.grad.item() == plain.scale.grad.item()
+    with pytest.raises(RuntimeError, match="with 56 elements cannot be converted"):
+        model.weight.item()
+
+
+def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(world):
+    run_all(world, numbers)
+
+
+def one_asks(mesh) -> None:
+    model = acc.shard(nn.Linear(8, 8), mesh=mesh, sync=True)
+    dtensors.WAIT_S = 0.2
+    try:
+        with logged() as messages:
+            if mesh.get_rank():
+                time.sleep(1.0)
+            model.weight.sum().item()
+        assert any("waits for the other ranks' parts" in text for text in messages) == (mesh.get_rank() == 0)
+    finally:
+        dtensors.WAIT_S = 10.0
+
+
+def test_a_rank_that_asks_alone_says_what_it_waits_for(world):
+    world.run(2, one_asks)
+
+
+def drawn(mesh, strategy: acc.Strategy) -> None:
+    """With one seed everywhere `torch.nn.init` gives what it gives on one device."""
+    inits = {
+        "normal": nn.init.normal_,
+        "uniform": nn.init.uniform_,
+        "xavier": nn.init.xavier_normal_,
+        "kaiming": nn.init.kaiming_uniform_,
+        "truncated": lambda p: nn.init.trunc_normal_(p, std=0.02),
+        "bernoulli": lambda p: p.data.bernoulli_(0.5),
+        "data": lambda p: p.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(3)),
+        "noise": lambda p: p.data.add_(torch.randn_like(p)).add_(torch.rand_like(p.data)),
+    }
+    plain, model = Odd(), acc.shard(Odd(), mesh=mesh, strategy=strategy)
+    for name, init in inits.items():
+        for m in (plain, model):
+            torch.manual_seed(1)
+            for p in (m.weight, m.wide):
+                with torch.no_grad():
+                    init(p)
+        for a, b in ((plain.weight, model.weight), (plain.wide, model.wide)):
+            assert torch.equal(a, b.full_tensor()), name
+    assert torch.equal(plain(inputs()), model(inputs())), "the model computes with it"
+
+
+def test_init_draws_the_numbers_of_one_device(world):
+    run_all(world, drawn)
+
+
+def written(mesh, strategy: acc.Strategy) -> None:
+    """A part of a sharded tensor is written, or refused in a sentence: never lost."""
+    ways = {
+        "row": lambda w: w.__setitem__(3, 0),
+        "column": lambda w: w.__setitem__((slice(None), 2), 0),
+        "rows": lambda w: w.__setitem__(torch.tensor([0, 5]), 0),
+        "mask": lambda w: w.__setitem__(w > 0, 0),
+        "slice": lambda w: w[1:3].zero_(),
+        "fill": lambda w: w[0].fill_(7),
+        "data": lambda w: w.data[6].mul_(2),
+        "copy": lambda w: w[:2].copy_(w[2:4]),
+        "draw": lambda w: nn.init.normal_(w[0]),
+        "whole": lambda w: w.mul_(2).add_(1),
+        "view": lambda w: w.t().mul_(2),
+    }
+    refused = set()
+    for name, way in ways.items():
+        plain, model = Odd(), acc.shard(Odd(), mesh=mesh, strategy=strategy)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            way(plain.weight)
+        torch.manual_seed(1)
+        try:
+            with torch.no_grad():
+                way(model.weight)
+        except acc.UsageError as error:
+            assert re.search(r"part of a sharded tensor of shape \(7, 8\).* full_params\(model, write=True\)", str(error)), name
+            plain = Odd()
+            refused.add(name)
+        assert torch.equal(model.weight.full_tensor(), plain.weight), name
+    assert not refused & {"whole", "view"}
+
+
+def test_a_part_of_a_sharded_tensor_is_written_or_refused(world):
+    run_all(world, written)

@@ -18,6 +18,7 @@ from accordion.compat.extensions import extended_groups, is_extended
 from accordion.compat.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.lease import Lease, backward_ended
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.dtensors import answer_for_dtensors
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group, Planned, Wiring
 from accordion.engine.hooks import Hooks
@@ -195,6 +196,7 @@ class Tree:
         leases = [weakref.ref(part.lease) for part in parts]
         self.engine.after_backward.append(partial(backward_ended, leases))
         _torch.answer_anomaly_checks()
+        answer_for_dtensors()
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def _make_unit(
