@@ -225,3 +225,98 @@ def written(mesh, strategy: acc.Strategy) -> None:
 
 def test_a_part_of_a_sharded_tensor_is_written_or_refused(world):
     run_all(world, written)
+
+
+# -- what reads or changes a unit's layers from outside
+
+
+class Modulated(nn.Module):
+    """A block whose `shift` its model calls, as diffusers' DiT does with a layer of the first block."""
+
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+        self.shift = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Reaches(Net):
+    """The root calls a layer inside of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.layers[0].shift(x))
+
+
+class Multiplies(Net):
+    """The root reads a weight inside of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.layers[0].shift.weight)
+
+
+class Resizable(nn.Module):
+    """Has what transformers' models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x)
+
+    def resize_token_embeddings(self, num: int) -> None:
+        self.embed = nn.Embedding(num, 4)
+
+
+def reached(mesh) -> None:
+    for kind, named in (
+        (Reaches, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
+        (Multiplies, ""),
+    ):
+        model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated})
+        with pytest.raises(acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"):
+            model(inputs())
+    model = acc.shard(Resizable(), mesh=mesh, sync=True)
+    with pytest.raises(acc.UsageError, match="resize_token_embeddings was called after shard.*resize the model before"):
+        model.resize_token_embeddings(10)
+
+
+def test_what_reaches_into_a_unit_is_named(world):
+    world.run(2, reached)
+
+
+# -- dtypes that gloo does not know
+
+RARE = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int16, torch.uint16, torch.uint32, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+
+
+class Stored(nn.Module):
+    """A frozen weight in a dtype of storage, a large one and a small one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        numbers = torch.arange(1, 5).repeat(64)
+        self.small = nn.Parameter(numbers[:14].view(7, 2).to(dtype), requires_grad=False)
+        self.large = nn.Parameter(numbers.repeat(40).view(80, 128).to(dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [w.real if w.is_complex() else w for w in (self.small, self.large)]
+        return x + sum(w.to(torch.float32).sum() for w in weights)
+
+
+def rare(mesh) -> None:
+    for dtype in RARE:
+        plain, model = Stored(dtype), acc.shard(Stored(dtype), mesh=mesh)
+        assert torch.equal(model(inputs()), plain(inputs())), dtype
+        with acc.full_params(model):
+            assert torch.equal(model.large.view(torch.uint8), plain.large.view(torch.uint8)), dtype
+
+
+def test_dtypes_that_gloo_does_not_know_travel_as_bytes(world):
+    world.run(2, rare)
+    world.run(3, rare)

@@ -17,12 +17,11 @@ from accordion import _torch
 from accordion.engine.autograd import Call, Gather, Leave, Staged
 from accordion.engine.engine import IN_BACKWARD
 from accordion.engine.finite import Moment
-from accordion.engine.reads import Registry
+from accordion.engine.reads import Registry, read_outside
 from accordion.engine.schedule import Phase
 from accordion.engine.together import Step
 from accordion.engine.tree import map_tensors, overlapping, tensors_in, tensors_of, written_into
 from accordion.engine.unit import Unit
-from accordion.errors import UsageError
 
 
 class Hooks:
@@ -87,11 +86,7 @@ class Hooks:
                 return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
             except Exception as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
-                    raise UsageError(
-                        "the forward read a parameter of a unit outside of that unit's own forward, where it is a shard; "
-                        "choose `units` so that one holds all that read it, or name the method in entry_point. The units are: "
-                        f"{', '.join(unit.name or '(root)' for unit in engine.units)}."
-                    ) from error
+                    raise read_outside(error, engine.units) from error
                 raise
             except BaseException:
                 engine.reset()
