@@ -1,6 +1,6 @@
-"""What torch's DTensor leaves wrong in silence, or obscure, on sharded parameters and gradients: put right, or said in a sentence.
+"""What torch's DTensor gets wrong in silence on sharded parameters, or says obscurely: put right, or refused in a sentence.
 
-torch asks these answers for every DTensor of the process, from the first `shard` on; where it was right, it still answers itself.
+From the first `shard` on torch asks here, for every DTensor of the process; where it was right, it still answers itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if all(p.is_replicate() for p in tensor.placements):
         return operator(local, *args[1:], **kwargs)
     if tensor.numel() != 1:
-        return operator(torch.empty(tensor.shape))  # torch's own words
+        return operator(torch.empty(tensor.shape, device="meta"))  # torch's own words
     part = local.int() if local.dtype is torch.bool else local  # gloo sums no bool
     whole = DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
@@ -88,7 +88,7 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_here = type(local) is Tensor and local.device.type == "cpu" and to in (None, torch.device("cpu"))
     if not is_here or any(p.is_partial() for p in tensor.placements):
         return _torch.unanswered(operator, args, kwargs)
-    whole = operator(torch.empty(tensor.shape, dtype=local.dtype), *args[1:], **kwargs)
+    whole = operator(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
     drawn = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
     rows = _torch.local_of(drawn)
     if rows.shape != local.shape:
@@ -135,6 +135,6 @@ def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _part_written(tensor: Any) -> UsageError:
     at = f" at {tensor.placements}" if isinstance(tensor, DTensor) else ""
     return UsageError(
-        f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), which would not "
-        f"reach the shards; {INSTEAD}."
+        f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), which "
+        f"would not reach the shards; {INSTEAD}."
     )

@@ -6,15 +6,18 @@ import itertools
 import re
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion import dtensors
 from tests.world.checks import assert_at_rest, assert_close, logged, run_all
+from tests.world.test_compat_fsdp2_parallel import Levels, Packed
 
 
 class Net(nn.Module):
@@ -76,7 +79,10 @@ class Assigns(nn.Linear):
 
 def assigned(mesh, strategy: acc.Strategy) -> None:
     model, plain = acc.shard(Net(Assigns), mesh=mesh, units={Assigns}, strategy=strategy), Net()
-    layer, text = model.layers[1], "unit 'layers.1' assigned other values to the data of parameter 'layers.1.weight' in its"
+    layer, text = (
+        model.layers[1],
+        "unit 'layers.1' assigned other values to the data of parameter 'layers.1.weight' in its",
+    )
     model.layers[0].how = layer.how = "left"
     for is_frozen in (False, True):
         model.requires_grad_(not is_frozen)
@@ -130,11 +136,14 @@ def numbers(mesh, strategy: acc.Strategy) -> None:
         assert isinstance(b.grad, DTensor)
         for ask in (Tensor.norm, Tensor.sum, *((Tensor.max, Tensor.min, Tensor.mean) if name == "weight" else ())):
             found = (ask(b.grad).item(), float(ask(b.detach())))
-            assert found == pytest.approx((ask(a.grad).item(), float(ask(a.detach()))), rel=1e-5, abs=1e-5), (name, ask, found, strategy.name)
-        assert bool((b == b).all()) and not bool(torch.isnan(b.grad).any())
+            wanted = (ask(a.grad).item(), float(ask(a.detach())))
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), (name, ask)
+        assert bool((b == b).all())
+        assert not bool(torch.isnan(b.grad).any())
         with torch.no_grad(), acc.full_params(model, write=True):
             getattr(model, name).view(-1)[-1] = torch.nan  # in a row of the last rank
-        assert not bool(torch.isfinite(b).all()) and bool(b.isnan().any()), name
+        assert not bool(torch.isfinite(b).all()), name
+        assert bool(b.isnan().any()), name
     assert model.one.detach().isnan().item() is True
     assert model.scale.grad.item() == plain.scale.grad.item()
     with pytest.raises(RuntimeError, match="with 56 elements cannot be converted"):
@@ -212,13 +221,14 @@ def written(mesh, strategy: acc.Strategy) -> None:
         with torch.no_grad():
             way(plain.weight)
         torch.manual_seed(1)
+        refusal = ""
         try:
             with torch.no_grad():
                 way(model.weight)
         except acc.UsageError as error:
-            assert re.search(r"part of a sharded tensor of shape \(7, 8\).* full_params\(model, write=True\)", str(error)), name
-            plain = Odd()
+            refusal, plain = str(error), Odd()
             refused.add(name)
+        assert not refusal or re.search(r"part of a sharded tensor of shape \(7, 8\).*full_params\(", refusal), name
         assert torch.equal(model.weight.full_tensor(), plain.weight), name
     assert not refused & {"whole", "view"}
 
@@ -276,10 +286,14 @@ def reached(mesh) -> None:
         (Multiplies, ""),
     ):
         model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated})
-        with pytest.raises(acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"):
+        with pytest.raises(
+            acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"
+        ):
             model(inputs())
     model = acc.shard(Resizable(), mesh=mesh, sync=True)
-    with pytest.raises(acc.UsageError, match="resize_token_embeddings was called after shard.*resize the model before"):
+    with pytest.raises(
+        acc.UsageError, match=r"resize_token_embeddings was called after shard.*resize the model before"
+    ):
         model.resize_token_embeddings(10)
 
 
@@ -290,7 +304,15 @@ def test_what_reaches_into_a_unit_is_named(world):
 # -- dtypes that gloo does not know
 
 RARE = (
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int16, torch.uint16, torch.uint32, torch.bool),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.bool,
+    ),
     *(torch.complex64, torch.complex128),
 )
 
@@ -320,3 +342,65 @@ def rare(mesh) -> None:
 def test_dtypes_that_gloo_does_not_know_travel_as_bytes(world):
     world.run(2, rare)
     world.run(3, rare)
+
+
+# -- tensor subclasses
+
+HOST = acc.Offload(params="host", optimizer="host")
+
+
+class Dropped(Tensor):
+    """Says nothing of how it is gathered."""
+
+
+def subclassed() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 4))
+    model[0].weight = nn.Parameter(Packed(model[0].weight.detach()))
+    model[4].weight = nn.Parameter(Levels(model[4].weight.detach()), requires_grad=False)
+    return model
+
+
+def kept(mesh, strategy: acc.Strategy) -> None:
+    """Subclasses with FSDP's hooks compute as under `fully_shard`, bit for bit."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reference = subclassed()
+    for i in (0, 4):
+        fully_shard(reference[i], mesh=mesh, mp_policy=policy)
+    fully_shard(reference, mesh=mesh, mp_policy=policy)
+    precision = acc.Precision(params=torch.bfloat16, reduce=torch.float32)
+    model = acc.shard(
+        subclassed(), mesh=mesh, strategy=strategy, precision=precision, units=lambda name, _: name in ("0", "4")
+    )
+    assert [type(model[i].weight.to_local()) for i in (0, 4)] == [Packed, Levels]
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(mesh.get_rank()))
+    pair, losses = (reference, model), []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    for step in range(3):
+        for m, optimizer in zip(pair, optimizers, strict=True):
+            losses.append(m(x[step].bfloat16()).float().square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(losses[-2], losses[-1]), step
+
+
+def not_kept(mesh) -> None:
+    def refuses(match: str, model: nn.Module, **options: Any) -> None:
+        before = [type(p.data) for p in model.parameters()]
+        with pytest.raises(acc.UsageError, match=match):
+            acc.shard(model, mesh=mesh, **options)
+        assert [type(p.data) for p in model.parameters()] == before, "a refusal leaves the model as it was"
+
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Dropped))
+    refuses("parameter '0.weight' is a Dropped, a tensor subclass without fsdp_pre_all_gather", model)
+    refuses("Packed, which says itself how it is gathered; such tensors are not offl", subclassed(), offload=HOST)
+    refuses("Packed, which says itself how it is gathered, and no_shard keeps", subclassed(), strategy=acc.NO_SHARD)
+    refuses("is a Packed, and sync=True sends plain tensors only", subclassed(), sync=True)
+
+
+def test_tensor_subclasses_are_kept_or_refused_by_name(world):
+    world.run(2, kept, acc.FULL_SHARD)
+    world.run(2, kept, acc.SHARD_GRAD_OP)
+    world.run(2, not_kept)

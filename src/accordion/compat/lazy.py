@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.agreement import same_structure
-from accordion.compat.extensions import extended_groups, is_extended
 from accordion.compat.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.lease import Lease, backward_ended
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
@@ -25,6 +24,7 @@ from accordion.engine.hooks import Hooks
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Habits, Unit
 from accordion.errors import UsageError
+from accordion.extensions import extended_groups, is_extended
 from accordion.memory.step import own_parameters
 from accordion.shard import plan_groups, wire, with_tiers
 from accordion.units import Owned, other_units_read, owned_parameters

@@ -14,9 +14,6 @@ from accordion import _torch
 
 STREAM_ORDERED = ("nccl", "xccl", "rccl", "hccl")
 SENDING_RANKS = 8  # up to here gloo's ranks send each other large parts; the number of messages grows with its square
-GLOO_DTYPES = frozenset(
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8]
-)
 TAG = 1 << 20  # of those messages, above what callers number theirs with
 
 
@@ -94,8 +91,6 @@ class Link:
         One launch on a stream-ordered backend. gloo copies in and out of a coalesced gather, and has none for CUDA tensors.
         """
         if self._async or not self._coalesces:
-            if self.is_gloo and not GLOO_DTYPES.issuperset([full.dtype for full in fulls]):
-                fulls, shards = ([t.view(torch.uint8) for t in tensors] for tensors in (fulls, shards))
             gather, options, pairs = self.group._allgather_base, self._gather_options, zip(fulls, shards, strict=True)
             return self._pending(*[gather(full, shard, options) for full, shard in pairs])
         if fulls:

@@ -88,8 +88,8 @@ def read_outside(error: BaseException, units: Iterable[Unit]) -> UsageError:
             mine = [(name, unit) for m, attr, name, unit in places if m is module and is_shard(m, attr)]
             read = f" ({', '.join(name for name, _ in mine)} of unit {mine[0][1].name!r})" if mine else ""
     return UsageError(
-        f"the forward read a parameter of a unit{read} outside of that unit's own forward, where it is a shard; choose `units` so "
-        f"that one holds all that read it, or name the method in entry_point. The units are: {names}."
+        f"the forward read a parameter of a unit{read} outside of that unit's own forward, where it is a shard; choose `units` "
+        f"so that one holds all that read it, or name the method in entry_point. The units are: {names}."
     )
 
 
