@@ -94,4 +94,5 @@ def read_outside(error: BaseException, units: Iterable[Unit]) -> UsageError:
 
 
 def is_shard(module: nn.Module, attr: str) -> bool:
-    return isinstance(dict.get(module._parameters, attr), DTensor)
+    params: dict[str, Any] = module._parameters
+    return isinstance(params.get(attr), DTensor)
