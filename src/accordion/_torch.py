@@ -214,11 +214,36 @@ def answer_anomaly_checks() -> None:
     node of this rank, so this rank's rows answer: a reduction here would be a collective of the ranks that came this far
     only. Asked by anybody else it is `aten.any`, for which DTensor has a rule. Handlers have no public name.
     """
-    dispatcher: Any = DTensor._op_dispatcher
-    operator, propagator = torch.ops.aten._is_any_true.default, dispatcher.sharding_propagator
+    if not has_rule(torch.ops.aten._is_any_true.default):
+        answer_operator(torch.ops.aten._is_any_true.default, _is_any_true)
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether DTensor knows an operator. No public name."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules)
-    if not any(operator in known for known in rules):
-        dispatcher._custom_op_handlers.setdefault(operator, _is_any_true)
+    return any(operator in known for known in rules)
+
+
+def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors, unless somebody is. No public name."""
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, answer)  # type: ignore[arg-type]
+
+
+def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor itself does for an operator that has an answer. No public name."""
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    answer = answers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if answer is not None:
+            answers[operator] = answer
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which another is a view, as autograd has it."""
+    return tensor._base
 
 
 def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

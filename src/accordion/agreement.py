@@ -20,6 +20,7 @@ from accordion.engine.collectives import Link, broadcast, extremes, reduced
 from accordion.engine.group import Wiring
 from accordion.engine.watch import Watch
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
+from accordion.extensions import inner_tensors
 from accordion.units import Owned
 
 log = logging.getLogger("accordion")
@@ -310,6 +311,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
     The same for every order of summation, as integers wrap around.
     """
+    if type(tensor.data) is not Tensor:  # a subclass: what it is made of, where it tells
+        sums = [checksum(inner) for inner in inner_tensors(tensor)]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.numel():

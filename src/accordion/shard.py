@@ -8,7 +8,7 @@ import logging
 import socket
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from accordion.config import (
     checkpointing_named,
     debug_modes,
 )
+from accordion.dtensors import answer_for_dtensors
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
 from accordion.engine.collectives import Link, alone, device_type_of_job, gathered_rows, own_communicator
@@ -44,10 +45,12 @@ from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit, is_layer
 from accordion.engine.watch import Watch
 from accordion.errors import UsageError
+from accordion.extensions import check_extended, extended_groups, extended_rows, is_extended, rows_mesh
 from accordion.heap import keep_what_is_freed
 from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
+from accordion.replaced import replace, replace_by_subclass
 from accordion.state import attach_state_dict_hooks
 from accordion.units import (
     Owned,
@@ -108,12 +111,15 @@ def shard(
         check_hooks(owned)
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
+        check_extended(owned, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
         given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing)
         given |= settings_of([name for name, _ in chosen], precisions, offloads)
         same_structure(owned, chosen, strategy, wiring, given)
         value_of = same_values(model, owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
-        planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
+        extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
+        plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
+        planned = [plan_groups(mine, own) for mine, own in zip(plain, precisions, strict=True)]
         check_activations(offloads, checkpoint_activations)
         wiring = with_tiers(wiring, offloads, planned, offload)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
@@ -131,6 +137,10 @@ def shard(
                     param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
                     if value is None:
                         engine.unfilled.add(id(param.sharded))
+            for o, c in extended[i]:
+                rows = extended_rows(o.original.detach(), c, wiring.shard.rank, wiring.device)
+                o.original = replace_by_subclass(o, rows, mesh, _placements(c, mesh, strategy))
+            groups += extended_groups(extended[i], own, wiring, (i, name), rows_mesh(mesh))
             inputs = own.params if own.cast_inputs else None
             outputs = own.output if i == 0 or own is not precision else None
             unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
@@ -144,6 +154,7 @@ def shard(
         checkpoint_forward(chosen[i][1], checkpointing, parking_of(engine, i))
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
+    answer_for_dtensors()
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
     _announce(engine, owned, chosen, mesh)
@@ -279,6 +290,8 @@ def _one_node(link: Link, device: torch.device) -> bool:
 
 
 def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
+    if is_extended(o.original):  # rows are what subclasses know how to cut
+        return Cut(tuple(o.original.shape), 0, wiring.shard.num_ranks)
     return cut(o.original.shape, wiring.shard.num_ranks, gathered_dtype(o, precision).itemsize)
 
 
@@ -325,41 +338,6 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     if strategy.optim_over_replicas:
         return [_torch.StridedShard(c.dim, split_factor=mesh.size(1)), Shard(c.dim)]
     return [Replicate(), Shard(c.dim)] if strategy.hybrid else [Shard(c.dim)]
-
-
-def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
-    shape = o.original.shape
-    stride = torch.empty(shape, device="meta").stride()
-    # Of a local tensor on the meta device: any other would be moved to the mesh's, and rows may rest on the host.
-    rows = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
-    sharded = nn.Parameter(_torch.as_dtensor(local, rows), requires_grad=o.original.requires_grad)
-    for original in (*reversed(o.others), o.original):
-        vars(sharded).update(_torch.marks_of(original))
-    _torch.hand_over_hooks(o.original, sharded)
-    for ref, attr in o.places:
-        module = ref()
-        assert module is not None
-        module._parameters[attr] = sharded
-    for original in (o.original, *o.others):
-        if type(original.data) is torch.Tensor:
-            original.data = original.data.new_empty(0)
-            original.__class__ = Moved
-        vars(original)["moved_to"] = sharded
-    return sharded
-
-
-class Moved(nn.Parameter):
-    """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
-
-    moved_to: nn.Parameter
-
-    @property
-    def grad(self) -> NoReturn:  # type: ignore[override]
-        raise UsageError(
-            "this optimizer was made before shard(), so its parameters are not the model's any more; "
-            "make the optimizer from model.parameters() after shard()."
-        )
 
 
 def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:

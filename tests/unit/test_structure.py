@@ -57,6 +57,8 @@ ORDER = [
     "report",
     "shard",
     "additions",
+    "dtensors",
+    "replaced",
     "pretrained",
     "initialise",
     "adapters",
@@ -65,6 +67,7 @@ ORDER = [
     "agreement",
     "optim",
     "memory",
+    "extensions",
     "units",
     "activations",
     "engine",
@@ -95,6 +98,20 @@ ENGINE = [
     "schedule",
     "layout",
 ]
+# Imports for types alone that run back up, (file, what it names): a circle of seven files. No new one may come, and one that
+# goes is taken from here.
+RUN_BACK = {
+    ("engine", "hooks"),
+    ("engine", "autograd"),
+    ("reads", "hooks"),
+    ("together", "hooks"),
+    ("together", "autograd"),
+    ("unit", "engine"),
+    ("unit", "autograd"),
+    ("window", "unit"),
+    ("reduced", "group"),
+    ("home", "streams"),
+}
 PURE = ["engine/layout.py", "engine/schedule.py"]
 CORE = [
     "shard.py",
@@ -102,6 +119,9 @@ CORE = [
     "optim.py",
     "units.py",
     "activations.py",
+    "dtensors.py",
+    "extensions.py",
+    "replaced.py",
     "initialise.py",
     "config.py",
     "heap.py",
@@ -115,22 +135,10 @@ CORE = [
 OPTIONAL = {"checkpoint/sums.py": {"xxhash"}, "checkpoint/folders.py": {"fsspec"}}
 
 
-def imports(path: Path, *, typing_too: bool = False) -> set[str]:
-    """Modules that a file imports, outside of `if TYPE_CHECKING`."""
-    tree = ast.parse(path.read_text())
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.If)
-            and isinstance(node.test, ast.Name)
-            and node.test.id == "TYPE_CHECKING"
-            and not typing_too
-        ):
-            skipped.update(n for child in node.body for n in ast.walk(child))
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, those under `if TYPE_CHECKING` too: who names a class must know its file."""
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -158,13 +166,18 @@ def test_imports_between_parts_go_one_way() -> None:
                     assert rank[target] >= rank[part], f"{path.name} imports {name}, against the arrows"
 
 
-def test_imports_inside_the_engine_go_one_way() -> None:
+def test_imports_inside_the_engine_go_one_way_but_for_those_that_are_listed() -> None:
     rank = {part: i for i, part in enumerate(ENGINE)}
     assert sorted(rank) == sorted(p.stem for p in files("engine") if p.stem != "__init__")
+    back = set()
     for part in ENGINE:
         for name in imports(SOURCE / "engine" / f"{part}.py"):
             if name.startswith("accordion.engine.") and (target := name.split(".")[2]) in rank:
-                assert rank[target] > rank[part], f"engine/{part}.py imports {name}, against the arrows"
+                assert target != part, f"engine/{part}.py imports itself"
+                if rank[target] < rank[part]:
+                    back.add((part, target))
+    assert not back - RUN_BACK, f"imports against the arrows: {sorted(back - RUN_BACK)}"
+    assert not RUN_BACK - back, f"these arrows are gone, take them from RUN_BACK: {sorted(RUN_BACK - back)}"
 
 
 def test_pure_files_know_no_tensors() -> None:
