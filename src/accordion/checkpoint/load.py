@@ -19,6 +19,7 @@ from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.gather import OF_RANKS
+from accordion.checkpoint.own_states import OwnStates, own_states
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
 from accordion.checkpoint.restore import differences, restored
@@ -70,7 +71,7 @@ def load(
     team = Team.of(model_tensors(model)[0].values())
     for _ in range(TURNS):
         with closing(team.agree(lambda: _files(path, state or {}))) as files:
-            plan = _checked(files, path, partial(_plan, files, model, optimizer, state or {}, team, strict), team)
+            plan = _checked(files, path, partial(_planned, files, model, optimizer, state or {}, team, strict), team)
             if plan is None:
                 continue
             _fill(files, plan, optimizer, state or {}, team)
@@ -86,7 +87,7 @@ def _checked(files: Files, path: str | os.PathLike[str], plan: Callable[[], _Pla
     """
     try:
         _check_same(files, team)
-        made = team.agree(plan)
+        made = plan()
         _check_all(files, made, team)
     except CheckpointError:
         if any(team.gathered(int(mark_of(lambda: checkpoint_at(path)) != files.mark))):
@@ -170,7 +171,7 @@ def _files(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files
     return steady(lambda: checkpoint_at(path), opened)
 
 
-def _plan(
+def _planned(
     files: Files,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -178,10 +179,24 @@ def _plan(
     team: Team,
     strict: bool,
 ) -> _Plan:
+    """`_plan` on every rank. Raises `CheckpointError` on all where it fails on one; a collective."""
+    found = team.agree(lambda: contents(model, optimizer))
+    own = own_states(files, found, team)
+    return team.agree(lambda: _plan(files, found, optimizer, own, state, team, strict))
+
+
+def _plan(
+    files: Files,
+    found: Contents,
+    optimizer: torch.optim.Optimizer | None,
+    own: OwnStates | None,
+    state: Mapping[str, Stateful],
+    team: Team,
+    strict: bool,
+) -> _Plan:
     """Compare the checkpoint with what is to be filled, and list what this rank reads."""
     manifest, folder = files.manifest, files.folder
-    found = contents(model, optimizer)
-    unlike = differences(manifest, found)
+    unlike = differences(manifest, found, own)
     if unlike and strict:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
     files.check_sizes()
@@ -190,9 +205,10 @@ def _plan(
     kept: dict[str, Any] = {}
     made: dict[str, Tensor] = {}
     if optimizer is not None:
-        kept, made = restored(manifest, found, optimizer)
+        kept, made = restored(manifest, found, optimizer, own)
         targets += made.items()
-    fresh = {id(tensor) for name, tensor in made.items() if tensor is not found.tensors.get(name)}
+    held = {id(tensor) for tensor in found.tensors.values()}
+    fresh = {id(tensor) for tensor in made.values()} - held
     try:
         reads = [read for name, t in targets for read in _reads(name, manifest.tensors[name], t, fresh=id(t) in fresh)]
         extra = decode(manifest.extra, _no_tensor)
@@ -207,7 +223,7 @@ def _fits(entry: Entry, tensor: Tensor) -> bool:
 
 def _state_source(manifest: Manifest, team: Team) -> str:
     """Whose state this rank takes: its own where as many ranks saved, else the first one's."""
-    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.endswith("/state")}
+    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
         raise CheckpointError("it was saved without state; load it without state.")
     own = state_name(team.index)

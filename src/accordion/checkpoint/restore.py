@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from accordion.checkpoint.format import CODES, DTYPES, Entry, Manifest, holds
+from accordion.checkpoint.own_states import OwnStates
 from accordion.checkpoint.state import Contents
 from accordion.checkpoint.values import Json, decode
 from accordion.errors import CheckpointError
@@ -18,7 +19,7 @@ from accordion.errors import CheckpointError
 LONGEST_NAME = 300  # letters of one that a message lists
 
 
-def differences(manifest: Manifest, found: Contents) -> list[str]:
+def differences(manifest: Manifest, found: Contents, own: OwnStates | None = None) -> list[str]:
     """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
     wanted = {name: tensor for name, tensor in found.tensors.items() if name.startswith("model/")}
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
@@ -48,7 +49,7 @@ def differences(manifest: Manifest, found: Contents) -> list[str]:
     )
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
-    return unlike
+    return unlike + ([own.why] if own is not None and own.why is not None else [])
 
 
 def _code(tensor: Tensor) -> str:
@@ -82,15 +83,20 @@ def _optimizer_differences(saved: Json, own: Json) -> list[str]:
 
 
 def restored(
-    manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer
+    manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer, own: OwnStates | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled.
+    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled. `own`: of this rank.
 
     What the checkpoint does not hold, or in another shape, stays as it is; `differences` says so.
     """
     made: dict[str, Tensor] = {}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
+        if own is not None and param is not None and name.startswith(own.prefix):
+            state, local = own.tensor(manifest, name, param, found.tensors.get(name.removeprefix(own.prefix)))
+            if local.numel():
+                made[name] = local
+            return state
         if name not in manifest.tensors:
             raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
         made[name] = _fitting(name, manifest.tensors[name], param, found.tensors.get(name))
@@ -106,13 +112,14 @@ def restored(
             for group, saved in zip(groups, words["groups"], strict=True)
         ]
     state = dict(now["state"])
-    for group, own in zip(groups, found.optimizer["groups"], strict=True):
-        for index, name in zip(group["params"], own["params"], strict=True):
+    for group, ours in zip(groups, found.optimizer["groups"], strict=True):
+        for index, name in zip(group["params"], ours["params"], strict=True):
             param, entry = found.tensors["model/" + name], manifest.tensors.get("model/" + name)
-            fits = entry is None or entry.shape == tuple(param.shape)
+            fits = (entry is None or entry.shape == tuple(param.shape)) and not (own and name in own.misfits)
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:
-                state[index] = decode(words["state"][name], partial(tensor_for, param))
+                saved = words["state"][name] if own is None else own.put_into(name, words["state"][name])
+                state[index] = decode(saved, partial(tensor_for, param))
                 if not isinstance(state[index], dict):
                     raise CheckpointError(f"the optimizer's state of {name} is no dict.")
     return {"state": state, "param_groups": groups}, made
