@@ -18,6 +18,7 @@ from accordion.errors import UsageError
 from accordion.memory.entries import local_state, write_back
 from accordion.memory.in_backward import refuse_in_backward
 from accordion.memory.step import defer, engines_of, expose, prepare
+from accordion.row_marks import mark_rows, refuse_other_rows
 
 Opt = TypeVar("Opt", bound=Optimizer)
 ELEMENTWISE = (
@@ -103,11 +104,15 @@ class LocalStep:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's own, of the rows of this rank; the states say so wherever they are taken (see `row_marks`)."""
         self._wait()
         expose(self._as_optimizer())
+        mark_rows(self._as_optimizer())
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; called by all ranks together. Raises `UsageError` on all where one has states of other rows."""
+        refuse_other_rows(self._as_optimizer(), state_dict)
         self._wait()
         super().load_state_dict(state_dict)  # type: ignore[misc]
         prepare(self._as_optimizer(), type(self).__mro__[2])

@@ -22,6 +22,7 @@ class InBlocks(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
+        self.table = (torch.arange(256) - 128) / 127
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -44,7 +45,7 @@ class InBlocks(torch.optim.Optimizer):
             return
         state["codes"] = torch.full_like(p, 128, dtype=torch.uint8)
         state["absmax"] = torch.zeros(-(-p.numel() // BLOCK))
-        state["table"] = (torch.arange(256) - 128) / 127
+        state["table"] = self.table  # one for all
 
     def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         if "wide" in state:

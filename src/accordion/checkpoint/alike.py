@@ -47,7 +47,7 @@ def same_on_all(
     facts = team.agree(lambda: _facts(found) if len(team.ranks) > 1 else {})
     apart = differing(team, facts)
     _refuse(apart)
-    places: list[Place] = [tuple(json.loads(name)) for name in sorted(apart)]
+    places: list[Place] = [(param, key) for param, key in map(json.loads, sorted(apart))]
     if places and not rank_states:
         raise CheckpointError(
             f"the optimizer's states {named(places)} are neither shaped like the rows of their rank nor equal on all ranks, so "
@@ -169,7 +169,7 @@ def _refuse(apart: Mapping[str, list[str]]) -> None:
 OWN = "$rank"  # stands in the manifest for a state that each rank keeps for itself
 
 
-def _of_local_rows(found: Contents, optimizer: torch.optim.Optimizer | None) -> list[str]:
+def _of_local_rows(found: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
     """Places that hold for the rows of this rank alone though ranks may not differ in them, be it that there is one rank.
 
     A step on local tensors makes of them what is not shaped like them. Counts of steps are no function of rows.

@@ -55,9 +55,9 @@ class OwnStates:
             return self._placed(name, local, param), local
         entry = manifest.tensors[name]
         dtype, is_sharded = DTYPES[entry.dtype], name in self.sharded
-        if present is not None and not (is_sharded or isinstance(present, DTensor)):
-            if tuple(present.shape) == entry.shape and present.dtype == dtype:
-                return present, present
+        plain = None if is_sharded or isinstance(present, DTensor) else present
+        if plain is not None and tuple(plain.shape) == entry.shape and plain.dtype == dtype:
+            return plain, plain
         local = torch.empty(entry.shape, dtype=dtype, device=param.device if is_sharded else "cpu")
         return self._placed(name, local, param), local
 
@@ -121,11 +121,7 @@ def _words(files: Files, name: str) -> dict[str, Any]:
 def _checked(words: Json, manifest: Manifest, prefix: str) -> dict[str, Any]:
     """`words` where all that their readers take for granted is so."""
     rows, states, sharded, empty = (words[key] for key in ("rows", "states", "sharded", "empty"))
-    if (
-        not isinstance(rows, dict)
-        or not isinstance(sharded, list)
-        or not all(isinstance(name, str) for name in sharded)
-    ):
+    if not isinstance(rows, dict) or not all(isinstance(name, str) for name in sharded):
         raise ValueError("rows is no object or sharded no list of names")
     for param, key, _ in states:
         if not isinstance(param, str) or not isinstance(key, str | None):
@@ -134,11 +130,8 @@ def _checked(words: Json, manifest: Manifest, prefix: str) -> dict[str, Any]:
         sizes_are_good = len(shape) <= 64 and all(type(n) is int and 0 <= n < 2**31 for n in shape)
         if not sizes_are_good or 0 not in shape or code not in DTYPES or name in manifest.tensors:
             raise ValueError(f"{name} is not an empty tensor")
-    lost = [
-        name
-        for name in refers_to(states)
-        if name not in empty and not (name in manifest.tensors and name.startswith(prefix))
-    ]
+    own = {name for name in manifest.tensors if name.startswith(prefix)} | set(empty)
+    lost = [name for name in refers_to(states) if name not in own]
     if lost:
         raise ValueError(f"it refers to {lost[0]!r}, which is none of this rank's tensors")
     return dict(words)
