@@ -174,7 +174,8 @@ def _of_local_rows(found: Contents, optimizer: torch.optim.Optimizer | None) -> 
 
     A step on local tensors makes of them what is not shaped like them. Counts of steps are no function of rows.
     """
-    if not isinstance(optimizer, LocalStep):
+    given: object = optimizer
+    if not isinstance(given, LocalStep):
         return []
     return [
         (param, key)

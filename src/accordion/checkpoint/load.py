@@ -36,7 +36,8 @@ from accordion.checkpoint.state import (
 from accordion.checkpoint.team import Team, joined
 from accordion.checkpoint.values import Json, decode
 from accordion.engine.autograd import engine_of
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.optim import LocalStep
 from accordion.state import settle
 
 SHOWN = 8  # faults of a damaged checkpoint that a message lists
@@ -53,12 +54,15 @@ def load(
     """Fill `model` and `optimizer` from a checkpoint of any number of ranks; called by all ranks together.
 
     `model`: its shapes, dtypes and placements decide what each rank reads, into the tensors that are there.
-    `optimizer`: its state is made where it has none. `state`: objects whose `load_state_dict` gets what this rank saved, or
+    `optimizer`: its state is made where it has none; a parameter group takes the options of the group that its parameters were
+    in. `state`: objects whose `load_state_dict` gets what this rank saved, or
     what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
     rest as it is and says what in one warning. Returns the `extra` that was saved.
 
     Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
-    changes, naming every missing, extra or misshapen tensor, or every file and tensor that is damaged.
+    changes, naming every missing, extra or misshapen tensor, every file and tensor that is damaged, an optimizer of another
+    kind, or one that does not take its state: it is asked once before the tensors are read into it. Objects in `state` are
+    given theirs after that, one by one; those before one that refuses keep what they got.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -125,15 +129,17 @@ def _fill(
 ) -> None:
     """Do what `load` says; no rank begins a part of it before all have ended the one before."""
     words = team.agree(lambda: _of_this_rank(files, plan, state))
-    weights, others = plan.of_model(), plan.of_optimizer()
+    # Who refuses what he is given refuses it before any tensor changes; the weights are last.
+    if optimizer is not None:
+        team.agree(lambda: _try(optimizer, plan.optimizer))
+    for key, thing in state.items():
+        team.agree(partial(_give, key, thing, words))
     with torch.no_grad():
-        team.agree(lambda: files.fill_all(others))
+        team.agree(lambda: files.fill_all(plan.of_optimizer()))
     if optimizer is not None:
         team.agree(lambda: _restore(optimizer, plan.optimizer))
-    for key, thing in state.items():
-        team.agree(partial(thing.load_state_dict, words[key]))
-    with torch.no_grad():  # last: who refuses what he is given refuses it before any weight changes
-        team.agree(lambda: files.fill_all(weights))
+    with torch.no_grad():
+        team.agree(lambda: files.fill_all(plan.of_model()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,23 @@ class _Plan:
         return [read for read in self.reads if not read.name.startswith("model/")]
 
 
+def _try(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Let the optimizer take a state whose tensors are not filled yet, to see whether it does; it has its own again then."""
+    given: object = optimizer
+    before = dict(vars(optimizer))
+    try:
+        if isinstance(given, LocalStep):
+            super(LocalStep, given).load_state_dict(state)  # type: ignore[misc]
+        else:
+            optimizer.load_state_dict(state)
+    except Exception as error:
+        raise _not_taken(
+            f"{type(optimizer).__name__} does not take the optimizer's state that was saved", error
+        ) from error
+    finally:
+        vars(optimizer).update(before)
+
+
 def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Give the optimizer its state. Where it does not take it, it has its own groups and states again."""
     before = dict(vars(optimizer))
@@ -164,6 +187,19 @@ def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     except BaseException:
         vars(optimizer).update(before)
         raise
+
+
+def _give(key: str, thing: Stateful, words: Mapping[str, Any]) -> None:
+    try:
+        thing.load_state_dict(words[key])
+    except Exception as error:
+        raise _not_taken(f"state[{key!r}] does not take what was saved of it", error) from error
+
+
+def _not_taken(what: str, error: Exception) -> Exception:
+    if isinstance(error, AccordionError):
+        return error
+    return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
 
 
 def _files(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:

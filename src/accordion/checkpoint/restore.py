@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from accordion.checkpoint.format import CODES, DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.own_states import OwnStates
-from accordion.checkpoint.state import Contents
+from accordion.checkpoint.state import Contents, optimizer_name
 from accordion.checkpoint.values import Json, decode
 from accordion.errors import CheckpointError
 
@@ -70,16 +70,44 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 def _optimizer_differences(saved: Json, own: Json) -> list[str]:
     if saved is None:
         return ["it was saved without an optimizer; load it without one"]
+    if not _is_related(saved, own):
+        names = [optimizer_name(words) for words in (saved, own)]
+        return [f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states mean other things"]
     theirs, ours = ([group["params"] for group in words["groups"]] for words in (saved, own))
-    if len(theirs) != len(ours):
-        return [f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}"]
     unlike = []
-    for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+    if len(theirs) != len(ours):
+        unlike.append(f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}")
+    all_theirs, all_ours = ({name for names in groups for name in names} for groups in (theirs, ours))
+    for i, our in enumerate(ours):
+        where = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
+        unlike += _listed(where, (name for name in our if name not in all_theirs))
+    for i, their in enumerate(theirs):
         unlike += _listed(
-            f"missing in the checkpoint's parameter group {i}", (name for name in our if name not in their)
+            f"only in the checkpoint's parameter group {i}", (name for name in their if name not in all_ours)
         )
-        unlike += _listed(f"only in the checkpoint's parameter group {i}", (name for name in their if name not in our))
+    for i, their in enumerate(_sources(saved, own)):
+        if len(their) > 1:
+            told = ", ".join(map(str, their))
+            unlike.append(
+                f"parameter group {i} is of groups {told} of the checkpoint, so that its options stay its own"
+            )
+        elif their and their != [i]:
+            unlike.append(
+                f"parameter group {i} is group {their[0]} of the checkpoint (with strict=False it takes that one's options)"
+            )
     return unlike
+
+
+def _is_related(saved: Json, own: Json) -> bool:
+    """Whether one of the two kinds of optimizers is the other, or made of it; a converted checkpoint names none."""
+    theirs, ours = saved.get("kind") or [], own["kind"]
+    return not theirs or theirs[0] in ours or ours[0] in theirs
+
+
+def _sources(saved: Json, own: Json) -> list[list[int]]:
+    """For each group of the optimizer, those of the checkpoint that have parameters of it."""
+    theirs = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
+    return [sorted({theirs[name] for name in group["params"] if name in theirs}) for group in own["groups"]]
 
 
 def restored(
@@ -103,14 +131,12 @@ def restored(
         return made[name]
 
     words, now = manifest.optimizer, optimizer.state_dict()
-    if words is None:
+    if words is None or not _is_related(words, found.optimizer):
         return now, made
-    groups = now["param_groups"]
-    if len(groups) == len(words["groups"]):
-        groups = [
-            {**group, **decode(saved["options"], partial(tensor_for, None)), "params": group["params"]}
-            for group, saved in zip(groups, words["groups"], strict=True)
-        ]
+    groups = []
+    for group, sources in zip(now["param_groups"], _sources(words, found.optimizer), strict=True):
+        options = words["groups"][sources[0]]["options"] if len(sources) == 1 else {}
+        groups.append({**group, **decode(options, partial(tensor_for, None)), "params": group["params"]})
     state = dict(now["state"])
     for group, ours in zip(groups, found.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
