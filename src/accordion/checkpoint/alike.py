@@ -58,6 +58,11 @@ def same_on_all(
     return team.agree(lambda: _split(found, places, of_rows, team)) if of_rows else (found, None)
 
 
+def same_kind_on_all(found: Contents, team: Team) -> None:
+    """Raise `CheckpointError` on all ranks where they have optimizers of several kinds, or one has none; a collective."""
+    _refuse(differing(team, {KIND: optimizer_name(found.optimizer)}), "load")
+
+
 def differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
     """Those of `facts` that are not the same on all ranks, with what each rank has, "" for nothing. A collective."""
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True))))) == 1:
@@ -149,7 +154,7 @@ def refers_to(value: Json) -> Iterator[str]:
 # -- what is refused
 
 
-def _refuse(apart: Mapping[str, list[str]]) -> None:
+def _refuse(apart: Mapping[str, list[str]], who: str = "save") -> None:
     """Raise `CheckpointError` where ranks differ in more than states."""
     for begins, what in ((MODEL, "models"), (KIND, "optimizers"), (GROUP, "groups of the optimizer")):
         names = [name for name in apart if name.startswith(begins)]
@@ -159,8 +164,8 @@ def _refuse(apart: Mapping[str, list[str]]) -> None:
             subject = "" if begins == KIND else f"in {names[0]} "
             told = [values[i] or "nothing" for i in (0, other)]
             raise CheckpointError(
-                f"ranks hold different {what}: {subject}rank 0 has {told[0]} and rank {other} has {told[1]}; save needs the same "
-                "model and optimizer, with the same options, on every rank."
+                f"ranks hold different {what}: {subject}rank 0 has {told[0]} and rank {other} has {told[1]}; {who} needs the "
+                "same model and optimizer, with the same options, on every rank."
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accordion.checkpoint.alike import same_kind_on_all
 from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.folders import checkpoint_at
@@ -30,6 +31,7 @@ from accordion.checkpoint.state import (
     contents,
     local_data,
     model_tensors,
+    only_one,
     own_box,
     state_name,
 )
@@ -73,6 +75,7 @@ def load(
         settle(engine, "loads a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
+    optimizer = team.agree(partial(only_one, optimizer))
     for _ in range(TURNS):
         with closing(team.agree(lambda: _files(path, state or {}))) as files:
             plan = _checked(files, path, partial(_planned, files, model, optimizer, state or {}, team, strict), team)
@@ -217,6 +220,7 @@ def _planned(
 ) -> _Plan:
     """`_plan` on every rank. Raises `CheckpointError` on all where it fails on one; a collective."""
     found = team.agree(lambda: contents(model, optimizer))
+    same_kind_on_all(found, team)
     own = own_states(files, found, team)
     return team.agree(lambda: _plan(files, found, optimizer, own, state, team, strict))
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from accordion.checkpoint.state import (
     contents,
     local_data,
     model_tensors,
+    only_one,
     own_box,
     own_coordinate,
     placement_words,
@@ -90,6 +92,7 @@ def save(
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())
+    optimizer = team.agree(partial(only_one, optimizer))
     target = team.agree(lambda: _target(path, state or {}, keep))
     found, of_rank = same_on_all(team.agree(lambda: contents(model, optimizer)), optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
@@ -200,7 +203,9 @@ def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[Part]:
     words = encode({key: thing.state_dict() for key, thing in state.items()}, where, tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            raise CheckpointError(f"{name} is sharded; the state of a rank holds plain tensors only.")
+            raise CheckpointError(
+                f"{name} is sharded; the state of a rank holds plain tensors only: pass an optimizer as optimizer=."
+            )
     return _whole_parts({where: _as_bytes(words), **tensors})
 
 

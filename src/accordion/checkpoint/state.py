@@ -15,7 +15,7 @@ from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, Cut, box_of
 from accordion.checkpoint.values import Json, encode
 from accordion.errors import CheckpointError, UsageError
-from accordion.optim import LocalStep
+from accordion.optim import LocalStep, inner_of
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
 
@@ -44,6 +44,19 @@ def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
             raise UsageError(
                 f"state[{key!r}] is a {type(thing).__name__}, which has no {method}; plain values belong into `extra`."
             )
+
+
+def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer that steps, of one around another. Raises `UsageError` for what is none, several in a list say."""
+    if optimizer is None:
+        return None
+    inner = inner_of(optimizer)
+    if not all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict")):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; a checkpoint holds the states of one torch.optim.Optimizer: put its "
+            "parameters into one optimizer, or save each under a path of its own."
+        )
+    return inner
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Contents:
