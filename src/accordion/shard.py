@@ -44,6 +44,7 @@ from accordion.engine.layout import Cut, cut
 from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit, is_layer
 from accordion.engine.watch import Watch
+from accordion.entry_points import check_entry_point
 from accordion.errors import UsageError
 from accordion.extensions import check_extended, extended_groups, extended_rows, is_extended, rows_mesh
 from accordion.heap import keep_what_is_freed
@@ -171,8 +172,7 @@ def entry_point(module: nn.Module, name: str) -> None:
         raise UsageError(
             f"{type(module).__name__} is no unit; entry points are methods of the sharded model or of a unit's module."
         )
-    if not callable(getattr(type(module), name, None)):
-        raise UsageError(f"{type(module).__name__} has no method {name!r}; name one that its class defines.")
+    check_entry_point(module, name)
     unit.engine.siblings[unit.index].attach_method(module, name)
 
 

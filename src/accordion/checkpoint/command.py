@@ -109,6 +109,12 @@ def _inspect(options: argparse.Namespace) -> Found:
         f"saved by {found['saved_by'].get('num_ranks')} ranks, torch {found['saved_by'].get('torch')}",
         f"checksums: {found['checksum']}; optimizer: {'none' if found['optimizer'] is None else 'yes'}",
     ]
+    places, num_ranks = found["rank_states"]["states"], found["rank_states"]["num_ranks"]
+    if places:
+        keys = ", ".join(sorted({str(key) for _, key in places}))
+        lines.append(
+            f"states of {num_ranks} ranks that load on as many alone: {keys} of {len({p for p, _ in places})} parameters"
+        )
     shown = list(tensors.items())[: None if options.all else SHOWN]
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in shown]
     if len(shown) < len(tensors):

@@ -245,6 +245,12 @@ def _check_words(optimizer: Json, extra: Json, saved_by: Json) -> None:
     described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
     if optimizer is not None and not (described and isinstance(optimizer["state"], dict)):
         raise CheckpointError("its optimizer is not described by groups and state.")
+    kind, of_rows = ([] if optimizer is None else optimizer.get(key, []) for key in ("kind", "of_rows"))
+    pairs = all(
+        len(place) == 2 and _is_text(place[0]) and (place[1] is None or _is_text(place[1])) for place in of_rows
+    )
+    if not (pairs and all(map(_is_text, kind))):
+        raise CheckpointError("its optimizer's kind and what it keeps of rows are not described by names.")
 
 
 def _within(value: Json) -> Iterable[Json]:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accordion.checkpoint.alike import same_kind_on_all
 from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.gather import OF_RANKS
+from accordion.checkpoint.own_states import OwnStates, own_states
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
 from accordion.checkpoint.restore import differences, restored
@@ -29,13 +31,15 @@ from accordion.checkpoint.state import (
     contents,
     local_data,
     model_tensors,
+    only_one,
     own_box,
     state_name,
 )
 from accordion.checkpoint.team import Team, joined
 from accordion.checkpoint.values import Json, decode
 from accordion.engine.autograd import engine_of
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.optim import LocalStep
 from accordion.state import settle
 
 SHOWN = 8  # faults of a damaged checkpoint that a message lists
@@ -52,12 +56,15 @@ def load(
     """Fill `model` and `optimizer` from a checkpoint of any number of ranks; called by all ranks together.
 
     `model`: its shapes, dtypes and placements decide what each rank reads, into the tensors that are there.
-    `optimizer`: its state is made where it has none. `state`: objects whose `load_state_dict` gets what this rank saved, or
+    `optimizer`: its state is made where it has none; a parameter group takes the options of the group that its parameters were
+    in. `state`: objects whose `load_state_dict` gets what this rank saved, or
     what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
     rest as it is and says what in one warning. Returns the `extra` that was saved.
 
     Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
-    changes, naming every missing, extra or misshapen tensor, or every file and tensor that is damaged.
+    changes, naming every missing, extra or misshapen tensor, every file and tensor that is damaged, an optimizer of another
+    kind, or one that does not take its state: it is asked once before the tensors are read into it. Objects in `state` are
+    given theirs after that, one by one; those before one that refuses keep what they got.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -68,9 +75,10 @@ def load(
         settle(engine, "loads a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
+    optimizer = team.agree(partial(only_one, optimizer))
     for _ in range(TURNS):
         with closing(team.agree(lambda: _files(path, state or {}))) as files:
-            plan = _checked(files, path, partial(_plan, files, model, optimizer, state or {}, team, strict), team)
+            plan = _checked(files, path, partial(_planned, files, model, optimizer, state or {}, team, strict), team)
             if plan is None:
                 continue
             _fill(files, plan, optimizer, state or {}, team)
@@ -86,7 +94,7 @@ def _checked(files: Files, path: str | os.PathLike[str], plan: Callable[[], _Pla
     """
     try:
         _check_same(files, team)
-        made = team.agree(plan)
+        made = plan()
         _check_all(files, made, team)
     except CheckpointError:
         if any(team.gathered(int(mark_of(lambda: checkpoint_at(path)) != files.mark))):
@@ -124,15 +132,17 @@ def _fill(
 ) -> None:
     """Do what `load` says; no rank begins a part of it before all have ended the one before."""
     words = team.agree(lambda: _of_this_rank(files, plan, state))
-    weights, others = plan.of_model(), plan.of_optimizer()
+    # Who refuses what he is given refuses it before any tensor changes; the weights are last.
+    if optimizer is not None:
+        team.agree(lambda: _try(optimizer, plan.optimizer))
+    for key, thing in state.items():
+        team.agree(partial(_give, key, thing, words))
     with torch.no_grad():
-        team.agree(lambda: files.fill_all(others))
+        team.agree(lambda: files.fill_all(plan.of_optimizer()))
     if optimizer is not None:
         team.agree(lambda: _restore(optimizer, plan.optimizer))
-    for key, thing in state.items():
-        team.agree(partial(thing.load_state_dict, words[key]))
-    with torch.no_grad():  # last: who refuses what he is given refuses it before any weight changes
-        team.agree(lambda: files.fill_all(weights))
+    with torch.no_grad():
+        team.agree(lambda: files.fill_all(plan.of_model()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,23 @@ class _Plan:
         return [read for read in self.reads if not read.name.startswith("model/")]
 
 
+def _try(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Let the optimizer take a state whose tensors are not filled yet, to see whether it does; it has its own again then."""
+    given: object = optimizer
+    before = dict(vars(optimizer))
+    try:
+        if isinstance(given, LocalStep):
+            super(LocalStep, given).load_state_dict(state)  # type: ignore[misc]
+        else:
+            optimizer.load_state_dict(state)
+    except Exception as error:
+        raise _not_taken(
+            f"{type(optimizer).__name__} does not take the optimizer's state that was saved", error
+        ) from error
+    finally:
+        vars(optimizer).update(before)
+
+
 def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Give the optimizer its state. Where it does not take it, it has its own groups and states again."""
     before = dict(vars(optimizer))
@@ -165,12 +192,25 @@ def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         raise
 
 
+def _give(key: str, thing: Stateful, words: Mapping[str, Any]) -> None:
+    try:
+        thing.load_state_dict(words[key])
+    except Exception as error:
+        raise _not_taken(f"state[{key!r}] does not take what was saved of it", error) from error
+
+
+def _not_taken(what: str, error: Exception) -> Exception:
+    if isinstance(error, AccordionError):
+        return error
+    return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
+
+
 def _files(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:
     check_stateful(state, "load_state_dict")
     return steady(lambda: checkpoint_at(path), opened)
 
 
-def _plan(
+def _planned(
     files: Files,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -178,10 +218,25 @@ def _plan(
     team: Team,
     strict: bool,
 ) -> _Plan:
+    """`_plan` on every rank. Raises `CheckpointError` on all where it fails on one; a collective."""
+    found = team.agree(lambda: contents(model, optimizer))
+    same_kind_on_all(found, team)
+    own = own_states(files, found, team)
+    return team.agree(lambda: _plan(files, found, optimizer, own, state, team, strict))
+
+
+def _plan(
+    files: Files,
+    found: Contents,
+    optimizer: torch.optim.Optimizer | None,
+    own: OwnStates | None,
+    state: Mapping[str, Stateful],
+    team: Team,
+    strict: bool,
+) -> _Plan:
     """Compare the checkpoint with what is to be filled, and list what this rank reads."""
     manifest, folder = files.manifest, files.folder
-    found = contents(model, optimizer)
-    unlike = differences(manifest, found)
+    unlike = differences(manifest, found, own)
     if unlike and strict:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
     files.check_sizes()
@@ -190,9 +245,10 @@ def _plan(
     kept: dict[str, Any] = {}
     made: dict[str, Tensor] = {}
     if optimizer is not None:
-        kept, made = restored(manifest, found, optimizer)
+        kept, made = restored(manifest, found, optimizer, own)
         targets += made.items()
-    fresh = {id(tensor) for name, tensor in made.items() if tensor is not found.tensors.get(name)}
+    held = {id(tensor) for tensor in found.tensors.values()}
+    fresh = {id(tensor) for tensor in made.values()} - held
     try:
         reads = [read for name, t in targets for read in _reads(name, manifest.tensors[name], t, fresh=id(t) in fresh)]
         extra = decode(manifest.extra, _no_tensor)
@@ -207,7 +263,7 @@ def _fits(entry: Entry, tensor: Tensor) -> bool:
 
 def _state_source(manifest: Manifest, team: Team) -> str:
     """Whose state this rank takes: its own where as many ranks saved, else the first one's."""
-    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.endswith("/state")}
+    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
         raise CheckpointError("it was saved without state; load it without state.")
     own = state_name(team.index)

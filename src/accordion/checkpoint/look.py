@@ -20,7 +20,10 @@ BLOCK = 2**22  # elements that are compared at once
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the manifest says: who saved, tensors with dtype, shape, bytes and chunks, groups of the optimizer, `extra`."""
+    """What the manifest says: who saved, tensors with dtype, shape, bytes and chunks, groups of the optimizer, `extra`.
+
+    `rank_states`: states of the optimizer that hold for the rows of their rank, [parameter, key] each, and how many ranks.
+    """
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
     return {
@@ -32,6 +35,10 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         "tensors": {name: _about(entry) for name, entry in manifest.tensors.items()},
         "aliases": dict(manifest.aliases),
         "optimizer": None if optimizer is None else [group["options"] for group in optimizer["groups"]],
+        "rank_states": {
+            "num_ranks": manifest.saved_by.get("num_ranks"),
+            "states": (optimizer or {}).get("of_rows", []),
+        },
         "extra": manifest.extra,
     }
 
@@ -51,8 +58,8 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
     """How two checkpoints differ: names in one alone, other shapes and dtypes, values that differ, other words.
 
     Tensors are compared by value, whatever ranks saved them; `values`: name -> how many elements differ, and by how much at
-    most. What ranks keep for themselves is not compared. Host memory: twice the largest tensor. Every byte is checked first.
-    Raises `CheckpointError` where one of them is damaged.
+    most. What ranks keep of `state` is not compared; what they keep of the optimizer is. Host memory: twice the largest tensor.
+    Every byte is checked first. Raises `CheckpointError` where one of them is damaged.
     """
     folders = [checkpoint_at(path) for path in (one, other)]
     with (
@@ -81,13 +88,17 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
 
 def _all_of(manifest: Manifest) -> Iterator[Read]:
     """All that is compared."""
-    chunks = ((n, e, c) for n, e, c in manifest.chunks() if not n.startswith(OF_RANKS))
+    chunks = ((n, e, c) for n, e, c in manifest.chunks() if _is_compared(n))
     return (Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in chunks)
 
 
+def _is_compared(name: str) -> bool:
+    return not name.startswith(OF_RANKS) or name.split("/")[2:3] == ["optimizer"]
+
+
 def _names(manifest: Manifest) -> dict[str, str]:
-    """Every name of a tensor but those of ranks, and the name that has the data."""
-    own = {name: name for name in manifest.tensors if not name.startswith(OF_RANKS)}
+    """Every name of a tensor but those of `state` and of checksums, and the name that has the data."""
+    own = {name: name for name in manifest.tensors if _is_compared(name)}
     return {**own, **manifest.aliases}
 
 

@@ -8,12 +8,14 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accordion.checkpoint.alike import OfRank, same_on_all
 from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
 from accordion.checkpoint.folders import Folder, Local, folder_at
@@ -27,6 +29,7 @@ from accordion.checkpoint.state import (
     contents,
     local_data,
     model_tensors,
+    only_one,
     own_box,
     own_coordinate,
     placement_words,
@@ -57,6 +60,7 @@ def save(
     *,
     extra: Json = None,
     state: Mapping[str, Stateful] | None = None,
+    rank_states: bool = False,
     background: bool = False,
     keep: int = 0,
 ) -> Saving:
@@ -71,7 +75,12 @@ def save(
     `background`: returns as soon as everything is copied to host memory, and writes in a thread. A later save waits for it;
     where it failed, the next step of `optimizer`, the next save or `wait()` of what is returned raises.
 
-    The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed.
+    `rank_states`: states of the optimizer that are neither shaped like their shard nor equal on all ranks (scales of blocks of
+    an 8-bit optimizer, a vector for each matrix) are kept for each rank, and load on as many ranks under the same cut alone.
+    Without it they are refused: no rank's is right for another.
+
+    The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed, and, before
+    anything is written, where ranks hold other models, optimizers, options or such states.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -83,10 +92,12 @@ def save(
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())
+    optimizer = team.agree(partial(only_one, optimizer))
     target = team.agree(lambda: _target(path, state or {}, keep))
-    found = team.agree(lambda: contents(model, optimizer))
+    found, of_rank = same_on_all(team.agree(lambda: contents(model, optimizer)), optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
-    job = team.agree(lambda: _job(target, name, place, found, team, extra, state or {}, keep))
+    own = team.agree(lambda: [*_state_parts(state or {}, team), *_optimizer_parts(of_rank)])
+    job = team.agree(lambda: _job(target, name, place, found, team, extra, own, keep))
     if not background:
         job.run(team.agree)
         return Saving.done()
@@ -158,16 +169,10 @@ def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: i
 
 
 def _job(
-    target: Folder,
-    name: str,
-    place: str,
-    found: Contents,
-    team: Team,
-    extra: Json,
-    state: Mapping[str, Stateful],
-    keep: int,
+    target: Folder, name: str, place: str, found: Contents, team: Team, extra: Json, own: list[Part], keep: int
 ) -> Job:
-    parts = [*_own_parts(found.tensors, team), *_state_parts(state, team)]
+    """`own`: what this rank keeps for itself."""
+    parts = [*_own_parts(found.tensors, team), *own]
     return Job(
         target=target,
         name=name,
@@ -198,9 +203,25 @@ def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[Part]:
     words = encode({key: thing.state_dict() for key, thing in state.items()}, where, tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            raise CheckpointError(f"{name} is sharded; the state of a rank holds plain tensors only.")
-    text = torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
-    return [Part(name, box_of(t.shape, ()), t.detach()) for name, t in {where: text, **tensors}.items() if t.numel()]
+            raise CheckpointError(
+                f"{name} is sharded; the state of a rank holds plain tensors only: pass an optimizer as optimizer=."
+            )
+    return _whole_parts({where: _as_bytes(words), **tensors})
+
+
+def _optimizer_parts(of_rank: OfRank | None) -> list[Part]:
+    """What this rank keeps of the optimizer for itself, in the same way."""
+    if of_rank is None:
+        return []
+    return _whole_parts({of_rank.name: _as_bytes(of_rank.words), **of_rank.tensors})
+
+
+def _as_bytes(words: Json) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
+
+
+def _whole_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+    return [Part(name, box_of(t.shape, ()), t.detach()) for name, t in tensors.items() if t.numel()]
 
 
 def _form(found: Contents, team: Team, extra: Json) -> Manifest:
