@@ -424,6 +424,20 @@ def ranks_of(mesh: Any) -> list[int]:
         return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 by itself; of a kind that does not say, yes."""
+    ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if ask is None:
+        return True
+    return bool(ask(including_emulation=False) if device.type == "cuda" else ask())
+
+
+def runtime_version(device_type: str) -> str | None:
+    """Of the library that torch was built with for such devices (CUDA's, ROCm's, XPU's); None where torch does not say."""
+    known = (torch.version.cuda or torch.version.hip) if device_type == "cuda" else None
+    return known or getattr(torch.version, device_type, None)
+
+
 def sleep_on_device() -> None:
     """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; elsewhere nothing. No public name."""
     if torch.cuda.is_available():

@@ -72,6 +72,7 @@ ORDER = [
     "activations",
     "engine",
     "config",
+    "devices",
     "heap",
     "errors",
 ]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from accordion.devices import Devices
 from accordion.errors import UsageError
 from accordion.train import launch
 from accordion.train.config import LaunchConfig
@@ -79,30 +80,37 @@ PLACE = Place(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", 
     ("choice", "place", "gpus", "expected"),
     [
         (LaunchConfig(), None, 0, ("cpu", 2)),
-        (LaunchConfig(), None, 8, ("cuda", 8)),
+        (LaunchConfig(), None, 8, ("xpu", 8)),
         (LaunchConfig(nproc=3), None, 0, ("cpu", 3)),
-        (LaunchConfig(nproc=3), None, 8, ("cuda", 3)),
+        (LaunchConfig(nproc=3, device="xpu"), None, 8, ("xpu", 3)),
         (LaunchConfig(device="cpu"), None, 8, ("cpu", 2)),
-        (LaunchConfig(), PLACE, 4, ("cuda", 8)),
+        (LaunchConfig(), PLACE, 4, ("xpu", 8)),
         (LaunchConfig(nproc=4), PLACE, 0, ("cpu", 8)),
     ],
 )
 def test_device_and_ranks(choice: LaunchConfig, place: Place | None, gpus: int, expected: tuple[str, int]) -> None:
-    assert choose(choice, place, gpus) == expected
+    assert choose(choice, place, Devices("xpu" if gpus else "cpu", gpus)) == expected
 
 
 @pytest.mark.parametrize(
     ("choice", "place", "gpus", "message"),
     [
-        (LaunchConfig(device="cuda"), None, 0, "no GPU is found"),
-        (LaunchConfig(nproc=3), None, 2, "3 ranks are more than the 2 GPUs"),
-        (LaunchConfig(), PLACE, 3, "4 ranks are more than the 3 GPUs"),
+        (
+            LaunchConfig(device="cuda"),
+            None,
+            0,
+            "launch.device is 'cuda' and this machine has no accelerator; take 'auto' or 'cpu'",
+        ),
+        (LaunchConfig(device="cuda"), None, 2, "has 2 devices of type 'xpu'; take 'auto', 'cpu' or 'xpu'"),
+        (LaunchConfig(device="gpu"), None, 1, "has 1 device of type 'xpu'"),
+        (LaunchConfig(nproc=3), None, 2, "3 ranks are more than this machine has, 2 devices"),
+        (LaunchConfig(), PLACE, 3, "4 ranks are more than this machine has, 3 devices"),
         (LaunchConfig(nproc=2), PLACE, 8, "torchrun started 4"),
     ],
 )
 def test_what_cannot_be_started_is_named(choice: LaunchConfig, place: Place | None, gpus: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        choose(choice, place, gpus)
+        choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 
 
 def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:

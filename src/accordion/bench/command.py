@@ -9,8 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from accordion.bench import checkpoint, host, offload, pages, scale
 from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
 from accordion.bench.checkpoint import CheckpointLoop
@@ -37,6 +35,7 @@ from accordion.bench.report import show, write
 from accordion.bench.scale import Network
 from accordion.bench.trainer import start
 from accordion.config import nearest
+from accordion.devices import devices_here, devices_named
 from accordion.errors import UsageError
 
 SUBCOMMANDS = {
@@ -66,19 +65,17 @@ def run(words: list[str]) -> int:
 
 
 def device_of(asked: str) -> str:
-    """`cpu` or `cuda`. Raises `UsageError` for a GPU that is not there."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is 'cuda' but no GPU is found; take 'cpu', or check `nvidia-smi`.")
-    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
+    """The type of device to measure on. Raises `UsageError` for one that is not there."""
+    return devices_named(asked, "device", devices_here()).type
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Ranks on this machine; on CPU they share its cores. Raises `UsageError` for more ranks than GPUs."""
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    num_ranks = nproc or gpus or 2
-    if num_ranks < 1 or (gpus and num_ranks > gpus):
+    """Ranks on this machine; on CPU they share its cores. Raises `UsageError` for more ranks than accelerators."""
+    devices = devices_named(device, "device", devices_here())
+    num_ranks = nproc or devices.count or 2
+    if num_ranks < 1 or (devices.count and num_ranks > devices.count):
         raise UsageError(
-            f"nproc is {nproc} and {gpus or 'no'} GPUs are found; take 1 or more, at most one for each GPU."
+            f"nproc is {nproc} and this machine has {devices}; take 1 or more, at most one for each device."
         )
     return World(num_ranks=num_ranks, device_type=device, threads=max(1, num_cores() // num_ranks))
 

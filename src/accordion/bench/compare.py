@@ -17,6 +17,7 @@ from accordion.bench.model import loss_of, shape_of
 from accordion.bench.ranks import BenchError, Team, World, interleaved
 from accordion.bench.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
 from accordion.bench.trainer import Trainer, start
+from accordion.devices import name_of
 
 LOSS_STEPS = 3
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
@@ -181,8 +182,8 @@ def step_flops(setting: Setting) -> float:
 
 def _peak(team: Team, setting: Setting, world: World) -> Peak:
     """From the data sheet where it is known, else from a matrix product on every rank at once."""
-    if world.device_type == "cuda":
-        name = torch.cuda.get_device_name()
+    if world.device_type != "cpu":
+        name = name_of(world.device_type)
         if known := known_peak_flops(name, setting.bf16):
             return Peak(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
     flops = sum(team.ask("matmul_flops"))

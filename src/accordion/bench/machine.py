@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 import accordion
+from accordion import _torch
+from accordion.devices import name_of
 
 # Dense bf16, without sparsity: NVIDIA's data sheets of each product. The first name found in the device's name counts.
 PEAK_BF16_FLOPS = {
@@ -27,17 +29,18 @@ PEAK_BF16_FLOPS = {
 
 def describe(device_type: str) -> dict[str, Any]:
     """Plain data for the head of a result."""
-    on_gpu = {"cuda": torch.version.cuda or torch.version.hip, "gpus": torch.cuda.device_count()}
+    driver = _torch.runtime_version(device_type)
     return {
         "system": platform.platform(),
         "processor": _processor(),
         "cores": num_cores(),
         "memory_bytes": _memory_bytes(),
-        "device": torch.cuda.get_device_name() if device_type == "cuda" else "cpu",
+        "device": name_of(device_type),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accordion": accordion.__version__,
-        **(on_gpu if device_type == "cuda" else {}),
+        **({} if device_type == "cpu" else {"devices": torch.accelerator.device_count()}),
+        **({} if driver is None else {device_type: driver}),
     }
 
 

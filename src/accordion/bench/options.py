@@ -39,7 +39,7 @@ class CompareOptions:
         seq: tokens in a sequence; 0: what suits the model
         precision: fp32, or bf16 over fp32 parameters
         nproc: ranks on this machine; 0: one for each GPU found, else 2
-        device: auto takes the GPUs where there are some
+        device: auto takes the accelerators of this machine where there are some; cpu, or the type of a device
         rounds: turns of each contender, interleaved
         steps: counted steps of a turn
         dir: folder for the JSON and HTML files
@@ -51,7 +51,7 @@ class CompareOptions:
     seq: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     nproc: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     rounds: int = 5
     steps: int = 5
     dir: str = "runs/bench"
@@ -128,7 +128,7 @@ class MemoryOptions:
         batch: sequences of one rank in a step; 0: what suits the model
         seq: tokens in a sequence; 0: what suits the model
         ranks: simulated ranks
-        device: auto takes a GPU where there is one
+        device: auto takes an accelerator where there is one; cpu, or the type of a device
         rounds: steps of each that are measured, interleaved
         dir: folder for the JSON and HTML files
     """
@@ -138,7 +138,7 @@ class MemoryOptions:
     batch: int = 0
     seq: int = 0
     ranks: int = 8
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     rounds: int = 3
     dir: str = "runs/bench"
 
@@ -150,7 +150,7 @@ class CheckpointOptions:
     Args:
         mib: of state, over all ranks
         nproc: ranks on this machine
-        device: auto takes the GPUs where there are some
+        device: auto takes the accelerators of this machine where there are some; cpu, or the type of a device
         rounds: turns of each, interleaved; one more before them is not counted
         to: folder on the disk that is measured; what is written there is taken away again
         dir: folder for the JSON and HTML files
@@ -158,7 +158,7 @@ class CheckpointOptions:
 
     mib: int = 1024
     nproc: int = 2
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     rounds: int = 5
     to: str = "runs/bench/checkpoints"
     dir: str = "runs/bench"

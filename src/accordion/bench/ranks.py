@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.bench import still
+from accordion.devices import Devices, backend_of
 from accordion.errors import AccordionError
 
 
@@ -57,13 +58,13 @@ class World:
 
     def seats(self, port: int) -> list[Seat]:
         count = self.num_ranks if self.group == "real" else 1
-        gpus = torch.cuda.device_count() if self.device_type == "cuda" else 1
-        default = "gloo" if self.device_type == "cpu" else "cpu:gloo,cuda:nccl"
+        devices = Devices(self.device_type, 0 if self.device_type == "cpu" else torch.accelerator.device_count())
+        default = backend_of(self.device_type)
         return [
             Seat(
                 rank=rank,
                 num_ranks=self.num_ranks,
-                device=torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", rank % gpus),
+                device=devices.at(rank),
                 group=self.group,
                 port=port,
                 backend=self.backend or default,
@@ -199,8 +200,8 @@ def _serve(
 
 def join(seat: Seat) -> None:
     """Make this process the rank that `seat` says."""
-    if seat.device.type == "cuda":
-        torch.cuda.set_device(seat.device)
+    if seat.device.type != "cpu":
+        torch.accelerator.set_device_index(seat.device.index)
     if seat.group == "real":
         store: Any = TCPStore("127.0.0.1", seat.port, is_master=False)
         dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.num_ranks)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accordion.bench.machine import describe, num_cores
 from accordion.bench.page import Page, Table
 from accordion.bench.ranks import Seat, Team, World
+from accordion.devices import devices_here, devices_named
 from accordion.errors import UsageError
 from accordion.plan.hardware import GB, GIB, REACHED
 
@@ -64,8 +65,8 @@ class Meter:
         return self._timed(lambda: dist.all_gather_into_tensor(full, own), repeats=10)
 
     def memory_gib(self) -> float:
-        if self._device.type == "cuda":
-            return float(torch.cuda.mem_get_info()[1] / GIB)
+        if self._device.type != "cpu":
+            return float(torch.accelerator.get_memory_info()[1] / GIB)
         return float(describe("cpu")["memory_bytes"] / GIB / self._seat.num_ranks)
 
     def _timed(self, work: Callable[[], object], repeats: int = 0) -> float:
@@ -83,8 +84,8 @@ class Meter:
         return median(found)
 
     def _ready(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
 def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -> dict[str, Any]:
@@ -92,12 +93,12 @@ def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -
 
     The card's figures are such that the high end of the assumed rates is what was measured.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    most = torch.cuda.device_count() if device == "cuda" else max(2, num_cores())
-    num_ranks = num_ranks or (most if device == "cuda" else 2)
+    devices = devices_named(device or "auto", "device", devices_here())
+    device, most = devices.type, devices.count or max(2, num_cores())
+    num_ranks = num_ranks or devices.count or 2
     if not 1 <= num_ranks <= most:
         raise UsageError(f"--gpus is {num_ranks}; this machine is measured with 1 to {most} ranks.")
-    sizes = sizes or (GPU_SIZES if device == "cuda" else CPU_SIZES)
+    sizes = sizes or (CPU_SIZES if devices.is_cpu else GPU_SIZES)
     threads = max(1, num_cores() // num_ranks) if device == "cpu" else 1
     with Team("measure", World(num_ranks=num_ranks, device_type=device, threads=threads), Meter, [sizes]) as team:
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-import torch
 from jsonargparse import ArgumentParser
 from torch.distributed.distributed_c10d import Store
 
+from accordion.devices import devices_here
 from accordion.errors import UsageError
 from accordion.train import launch, loop
 from accordion.train.config import NUMBERS, Config, check, flat, spread
@@ -63,7 +63,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if place is not None:
         launch.guarded(_started_rank, config, named, cache)
         return 0
-    device, world = launch.choose(config.launch, None, torch.cuda.device_count())
+    device, world = launch.choose(config.launch, None, devices_here())
     config = translated(spread(config, named, world), named, world)
     config, expected = planned(config, named, world, device, Screen().note)
     prepared = prepare(config, world, world, cache, Screen().note, partial(check_free, job=None))
@@ -74,7 +74,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 def _started_rank(place: launch.Place, store: Store, config: Config, named: frozenset[str], cache: Path) -> None:
     """One rank that another launcher started: the first on each host prepares for the others."""
     watch_store(store, place.rank, config.launch.timeout_s)
-    device, world = launch.choose(config.launch, place, torch.cuda.device_count())
+    device, world = launch.choose(config.launch, place, devices_here())
     config = translated(spread(config, named, world), named, world)
     if config.train.plan != "none":
         raise UsageError(

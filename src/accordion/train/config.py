@@ -170,12 +170,12 @@ class LaunchConfig:
     Args:
         nproc: ranks on this machine where accordion starts them itself (not under torchrun or srun); 0: one for each GPU
             found, else 2
-        device: `auto` takes the GPUs where there are some
+        device: `auto` takes the accelerators of this machine where there are some; `cpu`, or a type of device (cuda, xpu, npu)
         timeout_s: seconds after which a rank ends that waits for another one, or for the machine that keeps the job's store
     """
 
     nproc: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     timeout_s: int = 600
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
+from accordion.devices import Devices, devices_named
 from accordion.errors import AccordionError, UsageError
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.owner import job_of
@@ -38,7 +39,6 @@ START_S = 600  # in which all ranks of a start must have come to the store
 LAST_PORT = 65535
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # where torchrun's variables say that the store is
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
-Device = Literal["cpu", "cuda"]
 Entry = Callable[..., None]
 """What a rank runs, called with (place, store, *args); a module's own function, so that other processes can import it."""
 T = TypeVar("T")
@@ -110,12 +110,10 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def choose(choice: Choice, place: Place | None, gpus: int) -> tuple[Device, int]:
-    """Device and number of ranks in all. Raises `UsageError` for more ranks on this machine than GPUs in it."""
-    device: Device = "cpu" if choice.device == "cpu" or (choice.device == "auto" and gpus == 0) else "cuda"
-    if device == "cuda" and gpus == 0:
-        raise UsageError("launch.device is 'cuda' but no GPU is found; take 'cpu', or check `nvidia-smi`.")
-    world = choice.nproc or (gpus if device == "cuda" else CPU_RANKS)
+def choose(choice: Choice, place: Place | None, here: Devices) -> tuple[str, int]:
+    """The type of device and the number of ranks in all. Raises `UsageError` for more ranks on this machine than devices."""
+    devices = devices_named(choice.device, "launch.device", here)
+    world = choice.nproc or devices.count or CPU_RANKS
     needed = world
     if place is not None:
         if choice.nproc not in (0, place.local_world):
@@ -123,11 +121,11 @@ def choose(choice: Choice, place: Place | None, gpus: int) -> tuple[Device, int]
                 f"launch.nproc is {choice.nproc} but {place.starter} started {place.local_world} ranks; leave it out."
             )
         world, needed = place.world, place.local_rank + 1
-    if device == "cuda" and needed > gpus:
+    if not devices.is_cpu and needed > devices.count:
         raise UsageError(
-            f"{needed} ranks are more than the {gpus} GPUs found here; lower launch.nproc, or take --launch.device cpu."
+            f"{needed} ranks are more than this machine has, {devices}; lower launch.nproc, or take --launch.device cpu."
         )
-    return device, world
+    return devices.type, world
 
 
 def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:

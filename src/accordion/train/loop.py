@@ -21,18 +21,20 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accordion as acc
+from accordion import _torch
 from accordion.checkpoint import RandomState, load, save
 from accordion.checkpoint.background import saver_of
 from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import COMPUTE_DTYPES, strategy_named
 from accordion.config import Place as Lies
+from accordion.devices import backend_of
 from accordion.plan.language import language_model
 from accordion.train import checkpoints
 from accordion.train.config import Config, TrainConfig, as_yaml, flat
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
 from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.evaluate import sample, token_losses, validation_loss
-from accordion.train.launch import Device, Place, first_of_all
+from accordion.train.launch import Place, first_of_all
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
@@ -46,7 +48,7 @@ LAST_LR = 0.1  # the cosine ends at this share of the peak
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
 
-def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
+def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: str) -> None:
     """Train as `config` says: the whole of one rank."""
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -117,20 +119,20 @@ class Run:
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
-def _join(place: Place, store: Store, kind: Device, timeout: timedelta) -> torch.device:
+def _join(place: Place, store: Store, kind: str, timeout: timedelta) -> torch.device:
     """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout`."""
     if kind == "cpu":
         device = torch.device("cpu")
     else:
-        device = torch.device("cuda", place.local_rank)
+        device = torch.device(kind, place.local_rank)
         torch.accelerator.set_device_index(place.local_rank)
     dist.init_process_group(
-        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        backend_of(kind),
         store=PrefixStore("accordion/group", store),
         rank=place.rank,
         world_size=place.world,
         timeout=timeout,
-        device_id=device if kind == "cuda" else None,
+        device_id=None if kind == "cpu" else device,
     )
     return device
 
@@ -199,7 +201,7 @@ def _precision(name: str, device: torch.device) -> str:
         return name
     if device.type == "cpu":
         return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if _torch.has_bf16(device) else "fp16"
 
 
 def _optimizer(model: nn.Module, options: TrainConfig, theirs: Settings | None) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, Precision
+from accordion.devices import name_of
 from accordion.errors import UsageError
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.language import language_model
@@ -21,7 +22,6 @@ from accordion.plan.rig import Subject
 from accordion.plan.search import search
 from accordion.plan.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
 from accordion.train.config import Config
-from accordion.train.launch import Device
 from accordion.train.metrics import StepMetrics
 from accordion.train.model import configuration
 from accordion.units import AUTO, units_named
@@ -37,7 +37,7 @@ class Expected:
 
 
 def planned(
-    config: Config, named: AbstractSet[str], num_ranks: int, device: Device, say: Callable[[str], None]
+    config: Config, named: AbstractSet[str], num_ranks: int, device: str, say: Callable[[str], None]
 ) -> tuple[Config, Expected | None]:
     """`config` with the fastest strategy, checkpointing and offload that fit; what `named` keys say stays. Raises `UsageError`.
 
@@ -69,11 +69,11 @@ def planned(
     return with_choice(config, best.choice, space), expected
 
 
-def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: Device) -> Space:
+def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: str) -> Space:
     """What is left to look for. On CPU ranks the host is the device: there is nowhere to offload to."""
     shard = config.shard
     offloads: Sequence[str] = [NO_OFFLOAD]
-    if device == "cuda":
+    if device != "cpu":
         offloads = [name for name in OFFLOADS if name != "disk"]  # which takes a folder that nobody named
         if named & {"shard.offload_params", "shard.offload_optimizer"}:
             offloads = [offload_named(shard.offload_params, shard.offload_optimizer)]
@@ -88,7 +88,7 @@ def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: De
         precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
         tokens=config.data.seq_len,
         sharding={"units": units_named(config.shard.units, "shard.units")},
-        device=device,
+        device="cpu" if device == "cpu" else "cuda",  # whose operators a trace knows, for any accelerator
     )
 
 
@@ -131,8 +131,8 @@ def _subject(config: object, where: str, seq: int, micro_batch: int) -> Subject:
     return language_subject(config, where, micro_batch, seq)
 
 
-def _precision(name: str, device: Device) -> str:
-    return name if name != "auto" else "bf16" if device == "cuda" else "fp32"
+def _precision(name: str, device: str) -> str:
+    return name if name != "auto" else "fp32" if device == "cpu" else "bf16"
 
 
 def _expected(best: Candidate) -> Expected:
@@ -153,7 +153,7 @@ def _said(choice: Choice) -> str:
     return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])
 
 
-def card_of(device: Device, num_ranks: int) -> Gpu:
+def card_of(device: str, num_ranks: int) -> Gpu:
     """The card of this machine, with its own memory; of CPU ranks, a share of the machine, with rates of a guess."""
     if device == "cpu":
         memory = host_gib() / num_ranks
@@ -167,12 +167,12 @@ def card_of(device: Device, num_ranks: int) -> Gpu:
             link_gbps=2,
             source="a guess",
         )
-    properties = torch.cuda.get_device_properties(0)
-    name, memory = properties.name.lower().replace(" ", ""), properties.total_memory / GIB
+    card, memory = name_of(device), torch.accelerator.get_memory_info(0)[1] / GIB
+    name = card.lower().replace(" ", "")
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
     if not known:
         raise UsageError(
-            f"train.plan: the card {properties.name!r} is not in the planner's table; choose with `accordion plan` and "
+            f"train.plan: the card {card!r} is not in the planner's table; choose with `accordion plan` and "
             "--gpu-memory-gib and its kin, and pass what it says to train."
         )
     return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory)), memory_gib=memory)
