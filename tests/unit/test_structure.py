@@ -84,6 +84,7 @@ ENGINE = [
     "around",
     "reduction",
     "axis",
+    "undecided",
     "streams",
     "watch",
     "finite",
