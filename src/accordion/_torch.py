@@ -295,6 +295,11 @@ reduce_scatter_options: Callable[[bool], Any] = partial(_options, _c10d.ReduceSc
 all_reduce_options: Callable[[bool], Any] = partial(_options, _c10d.AllreduceOptions)
 
 
+def checks_groups() -> bool:
+    """Whether torch puts a wrapper that compares what ranks ask around each backend: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    return bool(_c10d.get_debug_level() == _c10d.DebugLevel.DETAIL)
+
+
 def gather_coalesced(group: Any) -> Callable[..., Any]:
     """Many gathers in one launch; torch 2.13 renamed `allgather_into_tensor_coalesced`."""
     return getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # type: ignore[no-any-return]
@@ -358,6 +363,15 @@ def ranks_of(mesh: Any) -> list[int]:
 
     with unset_fake_temporarily():
         return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def blocking_events(module: Any) -> Callable[[], Any]:
+    """What makes events of a device module for which a thread waits without spinning; None where it has no such kind."""
+    try:
+        module.Event(blocking=True)
+    except TypeError:
+        return lambda: None
+    return partial(module.Event, blocking=True)
 
 
 def sleep_on_device() -> None:

@@ -260,7 +260,7 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiri
         gather_lane=Lane(device, watch, late),
         reduce_lane=(reduce_lane := Lane(device, watch, late)),
         replicate_lane=Lane(device, watch, late) if strategy.hybrid else reduce_lane,
-        fetch_lane=Lane(device, watch, late),
+        fetch_lane=Lane(device, watch, late).for_threads(),
         watch=watch,
         device=device,
         home=on_device(device),

@@ -205,4 +205,4 @@ def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard.py"]}
     print(f"engine/ and shard.py: {sum(counted.values())} lines", counted)
     assert max(counted.values()) <= 400, counted
-    assert sum(counted.values()) <= 4850, "growth needs a reason in docs/design.md"
+    assert sum(counted.values()) <= 4900, "growth needs a reason in docs/design.md"
