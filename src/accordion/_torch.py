@@ -26,6 +26,9 @@ _new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 StridedShard = _StridedShard
 """Rows cut first by a later mesh axis; what a parameter is under an optimizer sharded over replicas too (all versions)."""
 
+TENSOR_MAKERS, SUBCLASS_MAKERS = "torch._utils", "torch._tensor"
+"""Modules of the functions by which pickles of `torch.save` name tensors; read as words, never called (all versions)."""
+
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward that runs on this thread, -1 outside of one. No public name."""
 
@@ -211,17 +214,62 @@ def answer_anomaly_checks() -> None:
     node of this rank, so this rank's rows answer: a reduction here would be a collective of the ranks that came this far
     only. Asked by anybody else it is `aten.any`, for which DTensor has a rule. Handlers have no public name.
     """
-    dispatcher: Any = DTensor._op_dispatcher
-    operator, propagator = torch.ops.aten._is_any_true.default, dispatcher.sharding_propagator
+    if not has_rule(torch.ops.aten._is_any_true.default):
+        answer_operator(torch.ops.aten._is_any_true.default, _is_any_true)
+
+
+def has_rule(operator: Any) -> bool:
+    """Whether DTensor knows an operator. No public name."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
     rules = (propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules)
-    if not any(operator in known for known in rules):
-        dispatcher._custom_op_handlers.setdefault(operator, _is_any_true)
+    return any(operator in known for known in rules)
+
+
+def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors, unless somebody is. No public name."""
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, answer)  # type: ignore[arg-type]
+
+
+def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor itself does for an operator that has an answer. No public name."""
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    answer = answers.pop(operator, None)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        if answer is not None:
+            answers[operator] = answer
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which another is a view, as autograd has it."""
+    return tensor._base
 
 
 def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if torch.is_anomaly_check_nan_enabled() and current_graph_task() != -1:
         return operator(local_of(args[0]))  # type: ignore[no-any-return]
     return torch.ops.aten.any.default(args[0])  # type: ignore[no-any-return]
+
+
+def settle_before_unscale() -> None:
+    """Let `torch.amp.GradScaler.unscale_` be right where sharded gradients lie on the host of an accelerator; set once.
+
+    It copies its scale to the host without waiting, into pinned memory, and the kernel of the host reads that at once (2.11 to
+    2.15): gradients times anything. So the host waits for the copy here, after it and before the kernel.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    known = handlers[operator]
+    if getattr(known, "func", None) is not _unscale_settled:
+        handlers[operator] = partial(_unscale_settled, known)
+
+
+def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`args`: DTensors, and where an overflow is told and the scale, both beside the gradients' own rows."""
+    if args[2].device.type == "cpu" and torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+    return unscale(operator, args, kwargs)
 
 
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
@@ -266,7 +314,8 @@ def _alone() -> list[tuple[int, ...]]:
             return grads
 
     with torch.enable_grad():
-        plain, viewed = Asks.apply(*[torch.ones(1, 1, requires_grad=True) for _ in range(2)])  # type: ignore[no-untyped-call]
+        both = [torch.ones(1, 1, requires_grad=True, device="cpu") for _ in range(2)]
+        plain, viewed = Asks.apply(*both)  # type: ignore[no-untyped-call]
         (plain * 2 + viewed.t() * 2).backward()
     return found
 
@@ -350,6 +399,21 @@ def named_group(
 def backend_of(group: Any, device: torch.device) -> str:
     """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...)."""
     return str(group._get_backend(device).name()).lower()
+
+
+def timeout_s_of_job() -> float:
+    """Seconds after which a collective of this job's process group fails. No public name."""
+    group: Any = torch.distributed.group.WORLD
+    backend = None if group is None else group._get_backend(group._device_types[0])
+    options = getattr(backend, "options", None)
+    found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
+    return float(found.total_seconds())
+
+
+def wraps_backends() -> bool:
+    """Whether `TORCH_DISTRIBUTED_DEBUG=DETAIL` has torch put a wrapper around each backend. No exported name."""
+    c10d: Any = torch.distributed
+    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
 def ranks_of(mesh: Any) -> list[int]:

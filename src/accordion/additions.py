@@ -1,9 +1,9 @@
-"""Parameters that come into a model after `shard`: each rank would train its own in silence, so the next forward refuses them."""
+"""Parameters that come into a model after `shard`, or get another shape: refused, each rank would train its own in silence."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,6 +14,8 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 
+RESIZES = "resize_token_embeddings"  # of transformers' models
+
 
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
     """From the next forward on, for as long as the model lives. Raises `UsageError` in that forward."""
@@ -21,6 +23,15 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
     for handle in (on_module(additions.saw), on_parameter(additions.saw)):
         weakref.finalize(model, handle.remove)
     model.register_forward_pre_hook(_torch.unseen_by_dynamo(additions.look), prepend=True)
+    for module in model.modules():
+        if callable(getattr(type(module), RESIZES, None)):
+            module.__dict__[RESIZES] = _refuse_to_resize
+
+
+def _refuse_to_resize(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        f"{RESIZES} was called after shard(), and an embedding's rows lie on all ranks then; resize the model before shard()."
+    )
 
 
 class Additions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -33,11 +33,10 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 130 when interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    speaks = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # every rank reads the same words
     try:
         return _run(words)
     except UsageError as error:
-        if speaks:
+        if _speaks(os.environ):
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except AccordionError as error:
@@ -49,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `accordion train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _speaks(environ: Mapping[str, str]) -> bool:
+    """Whether this process tells of bad input: ranks of a launcher all read the same words, and the first one speaks."""
+    started = "RANK" in environ and "WORLD_SIZE" in environ
+    rank = environ["RANK"] if started else environ.get("SLURM_PROCID", "0")
+    return not (rank.isascii() and rank.isdecimal()) or not rank.strip("0")
 
 
 def one_line(text: str) -> str:

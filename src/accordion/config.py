@@ -70,7 +70,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
     """A sentence naming the valid choices, the nearest one first where there is one."""
-    close = get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
 
 

@@ -22,4 +22,6 @@ class UsageError(AccordionError, ValueError):
 
 
 class NonFiniteError(AccordionError, ArithmeticError):
-    """`shard(debug="finite")` found NaN or inf; says in which unit and phase it came up first. Raised on every rank."""
+    """NaN or inf, raised on every rank: `shard(debug="finite")` says in which unit and phase it came up first, and
+    `clip_grad_norm_(error_if_nonfinite=True)` that the norm of the gradients is.
+    """

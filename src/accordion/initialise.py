@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
+from accordion.adapters import Resets, added_by, is_adapter
 from accordion.engine.collectives import extremes, reduced
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, Wiring
@@ -27,8 +28,10 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
 
     "Would" means: built on meta, `to_empty`, the same seed and device type, then the same init in the order of
     `model.apply`, children first. `init`: called with every module; None: transformers' `init_weights` for its models, and
-    `reset_parameters` for every other module. Seed all ranks alike before, as with `torch.manual_seed(0)`. A tied parameter
-    is drawn at each of its places and keeps the last draw; transformers ties afterwards, so there it keeps its source's.
+    `reset_parameters` for every other module; inside a model of transformers, for those of other packages, after it. Adapters
+    of PEFT begin by their own methods, as `reset_lora_parameters`, and DoRA's magnitudes follow. Seed all ranks alike
+    before, as with `torch.manual_seed(0)`. A tied parameter is drawn at each of its places and keeps the last draw;
+    transformers ties afterwards, so there it keeps its source's.
     Parameters are drawn contiguous and in the dtype of their shards. The memory beside the shards is one full parameter, and
     what the init itself takes. Buffers of the meta device are made too, by `init` or else by the code of their modules.
 
@@ -43,7 +46,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     with materialised_buffers(model, engine) as buffers:
         with init_mode(model, drafts=_retied(model) if init is None else ()) as fulls:
             if init is None:
-                _reset(model)
+                _reset(model, Resets.of(model))
             else:
                 model.apply(partial(_call, init, fulls))
         buffers.note(fulls)
@@ -107,20 +110,20 @@ class Buffers:
         """Name and owner of those that have no value yet. `but`: ids of meta tensors that do not count."""
         return {b.name: b.module for b in self._made if id(b.storage) not in self._computed and id(b.meta) not in but}
 
-    def compute_left(self, but: Iterable[int] = (), params: Collection[int] = ()) -> list[str]:
+    def compute_left(self, but: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
         """Run the modules' own code for buffers without a value, and for some parameters, by id; names of what it leaves.
 
-        It changes no other parameter and no random number; what it draws, it draws alike on all ranks.
+        It changes no other parameter and no random number; what it draws from `seed`, it draws alike on all ranks.
         """
         owners = list(dict.fromkeys(self.left(but).values()))
         if not owners and not params:
             return []
-        device = self._engine.wiring.device
+        device, holders = self._engine.wiring.device, _holders(self._model, params)
         with (
             torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
             init_mode(self._model, only=params) as fulls,
         ):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             fulls.mark_initialised()
             for top in _outermost_of_transformers(self._model):
                 inside = set(top.modules())
@@ -131,6 +134,8 @@ class Buffers:
                 reset = _reset_of(owner)
                 if reset is not None:
                     reset()
+            if params:
+                _reset(self._model, Resets.of(self._model), holders, families=False)
         self.note(fulls)
         return [*self.left(but), *(param.name for param in fulls.unwritten())]
 
@@ -198,29 +203,70 @@ def _init_as_transformers(top: Any) -> None:
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """`reset_parameters`, as torch calls it, or `_reset_parameters`, as its attention and transformer do."""
     for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
+        # What a wrapper's `__getattr__` finds is not its own.
+        method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
         if callable(method):
             return method  # type: ignore[no-any-return]
     return None
 
 
-def _reset(module: nn.Module) -> None:
-    """In the order of `nn.Module.apply`."""
-    if is_of_transformers(module):
-        _init_as_transformers(module)
+def _reset(
+    module: nn.Module,
+    adapters: Resets,
+    only: Collection[nn.Module] | None = None,
+    *,
+    families: bool = True,
+    known: Collection[str] = (),
+) -> None:
+    """In the order of `nn.Module.apply`. `only`: modules; others are passed over. `families`: models of transformers too.
+
+    `known`: packages whose classes the model of transformers around has initialised.
+    """
+    if only is not None and module not in only:
         return
+    if is_of_transformers(module):
+        if families and not known:  # the outermost initialises those inside
+            _init_as_transformers(module)
+        known = {*known, "torch", "transformers", _package_of(module)}
+    inside = list(added_by(module)) if is_adapter(module) else ()
     for child in module.children():
-        _reset(child)
-    reset = _reset_of(module)
-    if reset is not None:
-        reset()
+        _reset(child, adapters, only, families=families, known=() if child in inside else known)
+    if is_adapter(module):
+        adapters.reset(module)
+        adapters.follow(module)
+    elif _package_of(module) not in known:
+        reset = _reset_of(module)
+        if reset is not None:
+            reset()
+
+
+def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
+    """Compute anew which of some parameters, by id, follow from others: after these were loaded."""
+    adapters, holders = Resets.of(model), _holders(model, params)
+    with init_mode(model, only=params):
+        for module in model.modules():
+            if module in holders and is_adapter(module):
+                adapters.follow(module)
+
+
+def _package_of(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
+
+
+def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
+    """The modules that hold some parameters, by id, themselves or below."""
+    return {m for m in model.modules() if any(id(p) in params for p in m.parameters())} if params else set()
 
 
 def _check_resets(model: nn.Module) -> None:
     """Raise where parameters belong to a module that cannot reset them, and neither can one above it."""
+    check_adapters(model)
     missing = []
 
     def search(module: nn.Module, name: str) -> None:
+        if is_adapter(module):
+            search(module.get_submodule("base_layer"), f"{name}.base_layer".lstrip("."))
+            return
         if _reset_of(module) is not None or is_of_transformers(module):
             return
         own = [key for key, param in module._parameters.items() if param is not None]
@@ -234,6 +280,21 @@ def _check_resets(model: nn.Module) -> None:
         raise UsageError(
             f"{len(missing)} modules have parameters and no `reset_parameters`: {'; '.join(missing)}; give their classes one, "
             "or pass initialise() an `init` that is called with every module."
+        )
+
+
+def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
+    """Raise where an adapter cannot begin by its own method. `params`: ids; only adapters that hold one of them count."""
+    adapters, holders = Resets.of(model), None if params is None else _holders(model, params)
+    refused = [
+        f"{name or '(root)'}: {why}"
+        for name, module in model.named_modules()
+        if (holders is None or module in holders) and (why := adapters.problem(module)) is not None
+    ]
+    if refused:
+        raise UsageError(
+            f"{len(refused)} adapters cannot be initialised, the first is {refused[0]}; let them begin in another way, or give "
+            "them values by an `init` that initialise() calls with every module."
         )
 
 

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from accordion import _torch
 from accordion.engine.autograd import engine_of
 from accordion.engine.norm import Part, scale_to, total_norm
-from accordion.errors import UsageError
+from accordion.errors import NonFiniteError, UsageError
 from accordion.memory.entries import local_state, write_back
 from accordion.memory.in_backward import refuse_in_backward
 from accordion.memory.step import defer, engines_of, expose, prepare
+from accordion.row_marks import mark_rows, refuse_other_rows
 
 Opt = TypeVar("Opt", bound=Optimizer)
 ELEMENTWISE = (
@@ -103,19 +104,66 @@ class LocalStep:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's own, of the rows of this rank; the states say so wherever they are taken (see `row_marks`)."""
         self._wait()
         expose(self._as_optimizer())
+        mark_rows(self._as_optimizer())
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own; called by all ranks together. Raises `UsageError` on all where one has states of other rows."""
+        refuse_other_rows(self._as_optimizer(), state_dict)
         self._wait()
         super().load_state_dict(state_dict)  # type: ignore[misc]
         prepare(self._as_optimizer(), type(self).__mro__[2])
         expose(self._as_optimizer())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies alone, which call what is given; a pickle has to write it, and is refused then."""
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        return _Copied(type(self), reduced[1]), (), *reduced[2:]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wait()
         super().add_param_group(param_group)  # type: ignore[misc]
+
+
+class _Copied:
+    """Makes an empty optimizer of a wrapped class for a copy."""
+
+    def __init__(self, kind: type, args: tuple[Any, ...]) -> None:
+        self._kind, self._args = kind, args
+
+    def __call__(self) -> Any:
+        return self._kind.__new__(*self._args)
+
+    def __deepcopy__(self, memo: object) -> _Copied:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            f"a wrapped {self._kind.__name__} cannot be pickled: its parameters are shards of this rank and would be nobody's "
+            "model's; keep its state_dict() on each rank, or use acc.save."
+        )
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps: what another one, such as accelerate's, holds as its `optimizer`, else itself."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    is_outer = isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) and inner is not optimizer
+    return inner_of(inner) if is_outer else optimizer
+
+
+def _refuse_held_step(optimizer: Optimizer) -> None:
+    """Raise `UsageError` where an optimizer around another has taken its step, as it was before it is wrapped."""
+    while inner_of(optimizer) is not optimizer:
+        inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
+        if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):
+            raise UsageError(
+                f"{type(optimizer).__name__} holds the step of the {type(inner).__name__} in it already, as it does beside a "
+                "gradient scaler; call wrap_optimizer on that one before it is prepared."
+            )
+        optimizer = inner
 
 
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
@@ -123,11 +171,20 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
     Its interface, param_groups and state stay as they were, with DTensors in them. Without it a step is right, and slower.
     Only where what becomes of an element depends on that element alone: so it is for most of torch.optim, and for others
-    where `elementwise` promises it. Raises `UsageError` for the rest, and where the optimizer was made before `shard`.
+    where `elementwise` promises it. Of an optimizer around another (accelerate's) the one inside is wrapped. Raises
+    `UsageError` for the rest, and where the optimizer was made before `shard`.
+
+    Its `state_dict` holds the rows of this rank; `load_state_dict` is called by all ranks together, and refuses on all of them
+    what another rank wrote. It can be copied and not be pickled.
     """
     given: object = optimizer
     if not isinstance(given, Optimizer):
         raise UsageError(f"wrap_optimizer takes a torch.optim.Optimizer, not {type(given).__name__}.")
+    if inner_of(given) is not given:
+        if not isinstance(inner_of(given), LocalStep):
+            _refuse_held_step(given)
+        wrap_optimizer(inner_of(given), elementwise=elementwise)
+        return optimizer
     if isinstance(given, LocalStep):
         return optimizer
     name = type(given).__name__
@@ -158,11 +215,14 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     return optimizer
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """Scale the gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before, 0-d float32.
 
     The norm is over all elements of all gradients, as on one device; one number is reduced over ranks. The same on all ranks.
-    Gradients of parameters that are not sharded count as they are, and must be equal on all ranks.
+    Gradients of parameters that are not sharded count as they are, and must be equal on all ranks. `error_if_nonfinite`: raise
+    `NonFiniteError` on every rank, before any gradient changes, where the norm is NaN or inf; reads the device.
     """
     given: object = model
     if not isinstance(given, nn.Module):
@@ -187,5 +247,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     others = [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
     found = [*parts.values(), Part([], others)]
     norm = total_norm(found, float(norm_type), engine.wiring.device)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise NonFiniteError(
+            f"the norm of the gradients is {norm.item()}, so they were not clipped; leave out the step, or error_if_nonfinite to "
+            'clip all the same; shard(debug="finite") names where it came up.'
+        )
     scale_to([tensor for part in found for tensor in part.tensors], max_norm, norm)
     return norm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,18 +16,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from accordion.checkpoint.format import PLAIN_FILE
+from accordion.checkpoint.format import holds
+from accordion.checkpoint.outside import HF_INDEX, HF_SINGLE, read_header, read_index
 from accordion.checkpoint.state import WRAPPERS, local_data
 from accordion.checkpoint.team import Team
 from accordion.engine.engine import Engine
 from accordion.engine.group import own_rows
 from accordion.errors import CheckpointError, UsageError
-from accordion.initialise import is_of_transformers, materialised_buffers
+from accordion.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
 from accordion.rows import Rows, as_rows, stored
 from accordion.state import settle, sharded_engine
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PREFIXES = ("model.", "transformer.", "module.")  # of models inside models and of DistributedDataParallel
+SINGLE, INDEX = HF_SINGLE, HF_INDEX
+PREFIXES = (
+    "model.",
+    "transformer.",
+    "module.",
+    "base_model.model.",
+)  # of models inside models, DistributedDataParallel, PEFT
+INSIDE = (*WRAPPERS, "base_layer.")  # an adapter of PEFT has this beside its own
 # Saved by old versions of transformers, recomputed now.
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -44,7 +50,9 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
     Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
     transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
-    parameters keep what they hold.
+    parameters keep what they hold, and those that `shard` found on the meta device and nothing has filled since are
+    initialised by the modules' own code, as `initialise` does, with random numbers of the first rank's seed. Layers inside
+    PEFT's adapters are found under the names that they had without.
 
     Raises `CheckpointError` on every rank before any weight changes, naming every missing, extra or misshapen tensor.
     """
@@ -55,16 +63,33 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     team = Team.of(model.parameters())
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         source = team.agree(lambda: local_folder(folder))
-        found, own = team.agree(lambda: _fitting(model, engine, source, list(ignore), stack))
+        patterns = list(ignore)
+        found, own = team.agree(lambda: _fitting(model, engine, source, patterns, stack))
+        never_filled = set(_unfilled(model, engine, patterns))
+        left_out = never_filled - {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        seed = int(team.shared(str(torch.initial_seed()))[0])
         filled = {id(tensor) for name, tensor in names_of(model).items() if name in found}
         with materialised_buffers(model, engine) as buffers:
-            left = team.agree(lambda: buffers.compute_left(but=filled, params=own))
+            check_adapters(model, left_out)
+            left = team.agree(lambda: buffers.compute_left(but=filled, params=own | left_out, seed=seed))
             if left:
+                kinds = "buffers and parameters" if left_out else "buffers"
                 raise UsageError(
-                    f"{len(left)} buffers of the meta device are not in {source} and no module computes them: {', '.join(left)}; "
-                    "compute them in the `reset_parameters` of their modules, or build these modules off the meta device."
+                    f"{len(left)} {kinds} of the meta device are not in {source} and no module computes them: "
+                    f"{', '.join(left)}; compute them in the `reset_parameters` of their modules, or build these modules off the "
+                    "meta device."
                 )
             team.agree(lambda: _read(model, engine, found))
+            if left_out:
+                follow_loaded(model, left_out)
+
+
+def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> list[int]:
+    """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
+    ignored = {id(tensor) for name, tensor in names_of(model).items() if _matches(name, ignore)}
+    params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
+    empty = set(blank(params, engine.wiring))
+    return [id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored]
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -182,9 +207,14 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
             )
-        for wrapper in WRAPPERS:
-            key = key.replace(wrapper, "")
-        result[key] = tensor
+        plain = key
+        for wrapper in INSIDE:
+            plain = plain.replace(wrapper, "")
+        if plain in result:
+            raise CheckpointError(
+                f"{key} and another tensor of the model are both {plain} without the names of wrappers; rename one of them."
+            )
+        result[plain] = tensor
     return result
 
 
@@ -193,8 +223,7 @@ def _misfits(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[s
     for name, f in found.items():
         tensor = wanted[name]
         there, here = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (f.rows, tensor))
-        same_kind = f.rows.dtype.is_floating_point == tensor.dtype.is_floating_point
-        if f.rows.shape != tensor.shape or not same_kind or f.rows.dtype.is_complex != tensor.dtype.is_complex:
+        if f.rows.shape != tensor.shape or not holds(tensor.dtype, f.rows.dtype):
             stored_as = "" if f.stored_as == (name,) else f" (from {', '.join(f.stored_as)})"
             result.append(f"{name} is {there} in the folder{stored_as} and {here} in the model")
     return result
@@ -244,7 +273,7 @@ def _named(
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
     """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
     names = [key]
-    for wrapper in WRAPPERS:
+    for wrapper in INSIDE:
         key = key.replace(wrapper, "")
     while True:
         names.append(key)
@@ -308,8 +337,9 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
     wrong: list[str] = []
     for name in dict.fromkeys(places.values() if places is not None else [SINGLE]):
         try:
+            read_header(folder / name)
             files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             wrong.append(f"{name}: {error}")
     if wrong:
         raise CheckpointError(f"{folder} has files that cannot be read: {'; '.join(wrong)}.")
@@ -326,18 +356,9 @@ def _places(folder: Path) -> dict[str, str] | None:
     """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
     if (folder / SINGLE).is_file():
         return None
-    try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder / INDEX} is no index of safetensors: {type(error).__name__}: {error}."
-        ) from error
-    if bad:
-        raise CheckpointError(f"{folder / INDEX} names {bad[0]!r}, which is not the plain name of a safetensors file.")
-    return dict(places)
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.")
+    return read_index(folder)
 
 
 # -- reading

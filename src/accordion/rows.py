@@ -39,7 +39,7 @@ class Rows:
         return Rows(shape, self.dtype, fill)
 
     def whole(self) -> Tensor:
-        into = torch.empty(self.shape, dtype=self.dtype)
+        into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(into, (0,) * into.dim())
         return into
 

@@ -8,7 +8,7 @@ import logging
 import socket
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.activations import checkpoint_forward
 from accordion.additions import refuse_additions
-from accordion.agreement import on_every_rank, same_structure, same_values, settings_of
+from accordion.agreement import arguments_of, on_every_rank, place_buffers, same_structure, same_values, settings_of
 from accordion.config import (
     FULL_SHARD,
     Offload,
@@ -32,9 +32,10 @@ from accordion.config import (
     checkpointing_named,
     debug_modes,
 )
+from accordion.dtensors import answer_for_dtensors
 from accordion.engine.autograd import engine_of
 from accordion.engine.axis import Axis
-from accordion.engine.collectives import Link, alone, broadcast, device_type_of_job, gathered_rows, own_communicator
+from accordion.engine.collectives import Link, alone, device_type_of_job, gathered_rows, own_communicator
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group, Param, Planned, Wiring, messages, own_rows
 from accordion.engine.home import on_device
@@ -43,13 +44,25 @@ from accordion.engine.layout import Cut, cut
 from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit, is_layer
 from accordion.engine.watch import Watch
+from accordion.entry_points import check_entry_point
 from accordion.errors import UsageError
+from accordion.extensions import check_extended, extended_groups, extended_rows, is_extended, rows_mesh
 from accordion.heap import keep_what_is_freed
 from accordion.memory.budget import Shape, check_activations, within
 from accordion.memory.step import own_parameters
 from accordion.memory.tiers import Tiers, parking_of
+from accordion.replaced import replace, replace_by_subclass
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, other_units_read, owned_parameters
+from accordion.units import (
+    Owned,
+    UnitChoice,
+    by_unit,
+    check_hooks,
+    choose_units,
+    gathered_dtype,
+    other_units_read,
+    owned_parameters,
+)
 
 log = logging.getLogger("accordion")
 
@@ -70,10 +83,11 @@ def shard(
 ) -> nn.Module:
     """Shard `model` in place over the ranks of `mesh` and return it; call it on every rank, before making an optimizer.
 
-    `model`: real, equal on all ranks (a checksum tells; `sync=True` takes the first rank's), or on the meta device, then
-    its shards are zeros until they are loaded. `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default
-    all ranks. `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable
-    (name, module) -> bool, `only_blocks()`; by default the repeated blocks, and embeddings and heads about as large as one.
+    `model`: real, equal on all ranks (a checksum tells, of buffers in the state dict too), or on the meta device, then its
+    shards are zeros until they are loaded. `sync=True` takes the first rank's values; the others may be on meta.
+    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `units`: what is gathered together:
+    module classes or their names, `min_params(n)`, a callable (name, module) -> bool, `only_blocks()`; by default the
+    repeated blocks, and embeddings and heads about as large as one.
     `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
@@ -82,7 +96,7 @@ def shard(
     in which NaN or inf came up first.
     Afterwards each parameter is a DTensor at its optimizer's placement.
 
-    Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where ranks hold different models.
+    Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where arguments or models differ, naming both.
     """
     precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
     check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
@@ -95,13 +109,18 @@ def shard(
         wiring = wire(mesh, strategy, scale, late="streams" in modes)
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
-        _check_hooks(owned)
+        check_hooks(owned)
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
-        same_structure(owned, chosen, strategy, wiring, settings_of(precisions, offloads))
-        same_values(owned, wiring, sync)
+        check_extended(owned, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
+        given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing)
+        given |= settings_of([name for name, _ in chosen], precisions, offloads)
+        same_structure(owned, chosen, strategy, wiring, given)
+        value_of = same_values(model, owned, wiring, sync)
         cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
-        planned = [plan_groups(mine, own) for mine, own in zip(cuts, precisions, strict=True)]
+        extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
+        plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
+        planned = [plan_groups(mine, own) for mine, own in zip(plain, precisions, strict=True)]
         check_activations(offloads, checkpoint_activations)
         wiring = with_tiers(wiring, offloads, planned, offload)
         engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
@@ -113,9 +132,16 @@ def shard(
             for group in groups:
                 for param, local in zip(group.params, group.home.locals, strict=True):
                     o = by_name[param.name]
-                    if not o.original.is_meta:
-                        local.copy_(own_rows(o.original.detach(), param.cut, wiring))
+                    value = value_of(o)
+                    if value is not None:
+                        local.copy_(own_rows(value, param.cut, wiring))
                     param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
+                    if value is None:
+                        engine.unfilled.add(id(param.sharded))
+            for o, c in extended[i]:
+                rows = extended_rows(o.original.detach(), c, wiring.shard.rank, wiring.device)
+                o.original = replace_by_subclass(o, rows, mesh, _placements(c, mesh, strategy))
+            groups += extended_groups(extended[i], own, wiring, (i, name), rows_mesh(mesh))
             inputs = own.params if own.cast_inputs else None
             outputs = own.output if i == 0 or own is not precision else None
             unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
@@ -123,12 +149,13 @@ def shard(
             own_parameters(unit)
         for unit, reads in zip(engine.units, other_units_read([[m] for _, m in chosen], owned), strict=True):
             unit.reads = reads
-        _place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
+        place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
     deep = [i for i, (_, module) in enumerate(chosen) if i and not is_layer(module)]
     for i in deep[:: checkpointing.every] if checkpointing.every else ():
         checkpoint_forward(chosen[i][1], checkpointing, parking_of(engine, i))
     attach_state_dict_hooks(model)
     _torch.answer_anomaly_checks()
+    answer_for_dtensors()
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
     _announce(engine, owned, chosen, mesh)
@@ -145,8 +172,7 @@ def entry_point(module: nn.Module, name: str) -> None:
         raise UsageError(
             f"{type(module).__name__} is no unit; entry points are methods of the sharded model or of a unit's module."
         )
-    if not callable(getattr(type(module), name, None)):
-        raise UsageError(f"{type(module).__name__} has no method {name!r}; name one that its class defines.")
+    check_entry_point(module, name)
     unit.engine.siblings[unit.index].attach_method(module, name)
 
 
@@ -174,16 +200,6 @@ def _check(model: nn.Module, reduce_op: str) -> None:
         if not param.dtype.is_floating_point and param.requires_grad:
             raise UsageError(
                 f"parameter {name!r} is {param.dtype} and requires gradients; only floating ones are trained."
-            )
-
-
-def _check_hooks(owned: list[Owned]) -> None:
-    """Two objects over one memory have a gradient each, and so hooks; of the one sharded parameter they would see the sum."""
-    for o in owned:
-        if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
-            raise UsageError(
-                f"{', '.join(o.names)} are parameters over one memory, and one of them has a hook on its gradient, which would "
-                "become a hook on the sum; make them one object before shard(), or register the hook after it."
             )
 
 
@@ -274,6 +290,8 @@ def _one_node(link: Link, device: torch.device) -> bool:
 
 
 def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
+    if is_extended(o.original):  # rows are what subclasses know how to cut
+        return Cut(tuple(o.original.shape), 0, wiring.shard.num_ranks)
     return cut(o.original.shape, wiring.shard.num_ranks, gathered_dtype(o, precision).itemsize)
 
 
@@ -320,56 +338,6 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     if strategy.optim_over_replicas:
         return [_torch.StridedShard(c.dim, split_factor=mesh.size(1)), Shard(c.dim)]
     return [Replicate(), Shard(c.dim)] if strategy.hybrid else [Shard(c.dim)]
-
-
-def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
-    shape = o.original.shape
-    stride = torch.empty(shape, device="meta").stride()
-    # Of a local tensor on the meta device: any other would be moved to the mesh's, and rows may rest on the host.
-    rows = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
-    sharded = nn.Parameter(_torch.as_dtensor(local, rows), requires_grad=o.original.requires_grad)
-    for original in (*reversed(o.others), o.original):
-        vars(sharded).update(_torch.marks_of(original))
-    _torch.hand_over_hooks(o.original, sharded)
-    for ref, attr in o.places:
-        module = ref()
-        assert module is not None
-        module._parameters[attr] = sharded
-    for original in (o.original, *o.others):
-        if type(original.data) is torch.Tensor:
-            original.data = original.data.new_empty(0)
-            original.__class__ = Moved
-        vars(original)["moved_to"] = sharded
-    return sharded
-
-
-class Moved(nn.Parameter):
-    """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
-
-    moved_to: nn.Parameter
-
-    @property
-    def grad(self) -> NoReturn:  # type: ignore[override]
-        raise UsageError(
-            "this optimizer was made before shard(), so its parameters are not the model's any more; "
-            "make the optimizer from model.parameters() after shard()."
-        )
-
-
-def _place_buffers(model: nn.Module, precisions: dict[int, Precision], wiring: Wiring, sync: bool) -> None:
-    def place(module: nn.Module, precision: Precision) -> None:
-        precision = precisions.get(id(module), precision)
-        for key, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                dtype = precision.buffers if buffer.is_floating_point() else None
-                module._buffers[key] = buffer.to(device=wiring.device, dtype=dtype)
-        for child in module.children():
-            place(child, precision)
-
-    place(model, precisions[id(model)])
-    if sync:
-        broadcast([b for b in model.buffers() if not b.is_meta], [wiring.shard.gather, wiring.replicate.gather])
 
 
 def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
+from accordion.agreement import checksums, differences, form_of
 from accordion.engine.autograd import engine_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
-from accordion.errors import UsageError
+from accordion.errors import DivergenceError, UsageError
 from accordion.memory.in_backward import refuse_in_backward
 from accordion.memory.step import unit_of
 
@@ -159,6 +160,8 @@ def is_first_rank(engine: Engine) -> bool:
 def attach_state_dict_hooks(model: nn.Module) -> None:
     """Let `load_state_dict` take full tensors as well as sharded ones: each rank keeps its rows.
 
+    Collective where it is given anything but this rank's rows of every parameter: ranks compare names, shapes and checksums
+    first, and `DivergenceError` is raised on all of them, before anything changes, where these differ.
     It and `state_dict` wait for steps under way, also those of a part of the model, whatever part that is.
     """
     model.register_load_state_dict_pre_hook(_cut_full_tensors)
@@ -190,22 +193,46 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Each rank's rows in place of full tensors, on which ranks agree first; a state dict of rows is each rank's own affair."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in _all_params(engine)}
-    for name, sharded in module.named_parameters(remove_duplicate=False):
-        given, param = state.get(prefix + name), params.get(id(sharded))
-        if (
-            param is None
-            or not isinstance(sharded, DTensor)
-            or not isinstance(given, Tensor)
-            or given.shape != sharded.shape
-        ):
+    named = module.named_parameters(remove_duplicate=False)
+    wanted = {
+        prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)
+    }
+    if not all(_is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
+        _agree_on(engine, {key: given for key, given in state.items() if key.startswith(prefix)})
+    for key, sharded in wanted.items():
+        given, param = state.get(key), params[id(sharded)]
+        if not isinstance(given, Tensor) or given.shape != sharded.shape or _is_sharded_alike(given, sharded):
             continue  # torch's own message names missing and misshapen tensors
         if isinstance(given, DTensor):
-            if given.placements == sharded.placements and given.device_mesh == sharded.device_mesh:
-                continue
             given = given.full_tensor()
         local = _torch.local_of(sharded)
         rows = own_rows(given, param.cut, engine.wiring).to(device=local.device, dtype=local.dtype)
-        state[prefix + name] = _torch.as_dtensor(rows.contiguous(), sharded)
+        state[key] = _torch.as_dtensor(rows.contiguous(), sharded)
+
+
+def _is_sharded_alike(given: object, sharded: DTensor) -> bool:
+    """Whether it is a tensor of which this rank's rows are those of a sharded parameter."""
+    return (
+        isinstance(given, DTensor)
+        and given.shape == sharded.shape
+        and given.placements == sharded.placements
+        and given.device_mesh == sharded.device_mesh
+    )
+
+
+def _agree_on(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Raise `DivergenceError` on every rank where ranks load other tensors: each would cut its rows of another model."""
+    settle(engine, "loads full tensors (load_state_dict)")
+    local = {k: t for k, t in state.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
+    sums = checksums(local)
+    facts = {f"{key!r}": f"{form_of(given)} {sums.get(key, '')}".rstrip() for key, given in state.items()}
+    unlike = differences(facts, engine.wiring.watch, "compares what load_state_dict is given")
+    if unlike:
+        raise DivergenceError(
+            f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "
+            "on every rank, or broadcast the first rank's before."
+        )

@@ -1,4 +1,4 @@
-"""The README's first program starts where there is an accelerator, whatever its library is called and whoever is asked for a backend."""
+"""The first program of the README starts where there is an accelerator, whatever its library is called."""
 
 import os
 import subprocess
@@ -48,7 +48,8 @@ def ranks(program, *args, num_ranks=2, **environ):
 def test_the_example_trains_on_the_accelerator():
     out = ranks(ROOT / "examples" / "train_tiny.py")
     losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("step ")]
-    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_the_group_says_where_ranks_compute(tmp_path):

@@ -269,8 +269,8 @@ def hostile_values(path, mark):
     out = io.BytesIO()
     torch.save(Payload(mark), out)
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.offset, info.length = len(data), len(out.getvalue())
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "step"]
+    info.offset, info.length = len(data), len(out.getvalue())
     file.write_bytes(data + out.getvalue())
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 

@@ -226,17 +226,18 @@ import torch
 from torch import nn
 from accordion.checkpoint import disk, save
 
-real = os.pwrite
+real, last_line = os.pwrite, threading.Event()
 
 def late(*words):
-    while threading.main_thread().is_alive():
-        time.sleep(0.01)
+    last_line.wait()
+    time.sleep(0.05)  # the program has come to its end by then: Python waits for the writers' threads
     return real(*words)
 
 os.pwrite, disk.BUFFER_BYTES = late, 2**18
 model = nn.Module()
 model.a = nn.Parameter(torch.full((2**20,), 3.0))
 save(sys.argv[1], model, background=True)
+last_line.set()
 """
 
 
@@ -246,3 +247,13 @@ def test_a_program_that_ends_ends_its_save_first(tmp_path):
     model.a = nn.Parameter(torch.zeros(2**20))
     load(tmp_path / "c", model)
     assert (model.a == 3).all()
+
+
+def test_a_save_that_fails_when_the_program_has_ended_is_told(tmp_path):
+    fails = ENDS.replace("return real(*words)", 'raise OSError(28, "No space left on device")')
+    ended = subprocess.run(
+        [sys.executable, "-c", fails, tmp_path / "c"], check=True, timeout=300, capture_output=True, text=True
+    )
+    assert ended.stderr.count("the checkpoint in the background was not written") == 1
+    assert "No space left" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,6 +1,8 @@
 """Checkpoints on remote storage, through fsspec: in memory, and on a local S3 server."""
 
 import os
+import subprocess
+import sys
 import uuid
 
 import pytest
@@ -151,6 +153,28 @@ def test_on_s3(s3):
     assert os.environ["AWS_ENDPOINT_URL"]
     round_trip("s3://bucket/run")
     torn("s3://bucket/other", s3)
+
+
+ENDS = """
+import sys
+import torch
+from torch import nn
+from accordion.checkpoint import save
+
+model = nn.Module()
+model.a = nn.Parameter(torch.full((2**20,), 3.0))
+save(sys.argv[1], model, background=True)
+"""
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_program_that_ends_ends_its_save_to_s3_first(s3):
+    path = f"s3://bucket/{uuid.uuid4().hex}"
+    subprocess.run([sys.executable, "-c", ENDS, path], check=True, timeout=300)
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(2**20))
+    load(path, model)
+    assert (model.a == 3).all()
 
 
 def sharded(mesh, seed):

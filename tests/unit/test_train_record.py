@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from accordion.train.config import TrainConfig
 from accordion.train.loop import lr_at
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.screen import Screen, human, units_table
+from tests.disks import fill, mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -38,7 +40,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 
 
 def test_a_line_and_scalars_for_each_step(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, 0) as log:
+    with MetricsLog(tmp_path, 0, print) as log:
         log.step(line(1))
         log.step(line(2, math.nan))
         log.validation(2, 2.25)
@@ -52,13 +54,79 @@ def test_a_line_and_scalars_for_each_step(tmp_path: Path) -> None:
 
 
 def test_a_resumed_record_has_each_step_once(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, 0) as log:
+    with MetricsLog(tmp_path, 0, print) as log:
         for step in range(1, 6):
             log.step(line(step))
-    with MetricsLog(tmp_path, 3) as log:
+    with MetricsLog(tmp_path, 3, print) as log:
         log.step(line(4, 7.0))
     found = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(entry["step"], entry["loss"]) for entry in found] == [(1, 2.5), (2, 2.5), (3, 2.5), (4, 7.0)]
+
+
+def test_a_record_that_goes_on_keeps_what_it_has_where_the_disk_is_full(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        with MetricsLog(disk, 0, print) as log:
+            for step in range(1, 6):
+                log.step(line(step))
+        fill(disk)
+        before = (disk / "metrics.jsonl").read_text()
+        with pytest.raises(OSError, match="No space left"):
+            MetricsLog(disk, 3, print)
+        assert (disk / "metrics.jsonl").read_text() == before
+
+
+def test_a_full_disk_is_told_once_and_the_record_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    with mounted(tmp_path / "disk", "size=64k") as disk, MetricsLog(disk, 0, said.append) as log:
+        log.step(line(1))
+        filler = fill(disk)
+        steps = range(2, 40)
+        for step in steps:
+            log.step(line(step))
+            log.validation(step, 2.0)
+        assert 1 <= len(said) <= 2
+        assert f"metrics.jsonl in {disk} cannot be written (No space left on device); training goes on" in " ".join(
+            said
+        )
+        filler.unlink()
+        log.step(line(40))
+        log.validation(40, 2.0)
+        found = [json.loads(text)["step"] for text in (disk / "metrics.jsonl").read_text().splitlines()]
+        assert found == [*range(1, len(found)), 40]
+        assert 40 in scalars(disk, "loss")
+        fill(disk)
+        for step in steps:
+            log.step(line(step))
+        assert 2 <= len(said) <= 4
+
+
+def test_a_folder_that_is_gone_is_told_once_and_written_to_when_it_is_back(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with MetricsLog(folder, 0, said.append) as log:
+        log.step(line(1))
+        shutil.rmtree(folder)
+        log.step(line(2))
+        log.validation(2, 2.0)
+        assert len(said) == 1
+        assert "metrics.jsonl and events.out.tfevents" in said[0]
+        assert said[0].endswith("cannot be written (No such file or directory); training goes on")
+        folder.mkdir()
+        log.step(line(3))
+        log.validation(3, 2.0)
+    assert len(said) == 1
+    assert [json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()] == [3]
+    assert scalars(folder, "loss") == {3: 2.5}
+    assert scalars(folder, "validation_loss") == {3: 2.0}
+
+
+def test_tensorboard_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    for first, last, loss in ((0, 6, 2.5), (3, 5, 7.0)):
+        with MetricsLog(tmp_path, first, print) as log:
+            for step in range(first + 1, last):
+                log.step(line(step, loss))
+    assert scalars(tmp_path, "loss") == {1: 2.5, 2: 2.5, 3: 2.5, 4: 7.0}
 
 
 def test_peak_bytes_grows_with_what_is_held() -> None:

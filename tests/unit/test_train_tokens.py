@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
 
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
 from accordion.train.sources import Source, find
 from accordion.train.tokens import (
     END_OF_TEXT,
+    LONGEST_WORD,
     TokenFiles,
     Vocabulary,
+    _parted,
     cached_tokens,
     cached_vocabulary,
     check_fits,
@@ -137,3 +141,28 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 def test_training_is_deterministic(tmp_path: Path) -> None:
     source = corpus(tmp_path)
     assert train_vocabulary(source, 400) == train_vocabulary(source, 400)
+
+
+@pytest.mark.parametrize("run", ["a", "1", "-", "_", " ", "\n", "é", "語", "\u0301"])
+def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str) -> None:
+    """Its time goes with the square of the longest word: the words that it gets are counted."""
+    met: list[str] = []
+
+    def train(self: Tokenizer, texts: Iterator[str], trainer: object) -> None:
+        met.extend(texts)
+
+    text = "it is, " + run * 20000 + " and so on " * 500
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(Tokenizer, "train_from_iterator", train)
+    train_vocabulary(find(DataConfig(path=str(tmp_path / "a.txt"))), 300)
+    words = [
+        word for part in met for word, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
+    ]
+    assert max(map(len, words)) <= 2 * LONGEST_WORD * len(run.encode())
+    assert "".join(met) == text
+
+
+def test_text_without_long_runs_is_trained_on_as_it_is() -> None:
+    text = "".join("a,é 1_"[i % 6] * (1 + i % LONGEST_WORD) for i in range(3000))
+    assert list(_parted(text)) == [text]
+    assert list(_parted("")) == [""]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
+from accordion.compat.lazy import parts_below
 from accordion.engine.schedule import Phase
 from tests.devices import device
 from tests.world import models
@@ -352,6 +353,32 @@ def resharding_set(mesh) -> None:
 
 def test_resharding_is_set_between_steps(world):
     world.run(2, resharding_set)
+
+
+def stepped_and_unsharded(mesh) -> None:
+    """At the end of a backward its units are stepped, and what `unshard` shows goes."""
+    wanted = None
+    for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
+        model = sharded(ours, mesh)
+        for part in parts_below([model]):
+            part.offload = offload
+        one_loss(model)  # makes the engine, which the optimizer is told of
+        optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            loss = one_loss(model, step)
+            model.blocks[1].unshard()
+            loss.backward()
+            assert not any(unit.window.is_shown for unit in model.__dict__["_accordion"].engine.units)
+            assert all((p.grad is None) == offload.step_in_backward for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [p.to_local() for p in model.parameters()]
+        wanted = wanted or found
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(world):
+    world.run(2, stepped_and_unsharded)
 
 
 def prefetched(mesh) -> None:

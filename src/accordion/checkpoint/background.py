@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from accordion import _torch
-from accordion.checkpoint.team import Team, agreed, told
+from accordion.checkpoint.peers import Peers
+from accordion.checkpoint.team import QUOTED, Team, agreed, told
 from accordion.checkpoint.writing import HostBuffer, Layout
 from accordion.errors import CheckpointError
 
+log = logging.getLogger("accordion")
+
 T = TypeVar("T")
-PATIENCE_S = 1800.0  # for the slowest rank, as torch's process groups have
+MARGIN_S = 5.0  # beyond the time-out of the job's process group
 GRACE_S = 60.0  # for the others where this program has come to its end
 POLL_S = 0.005
 SAVER = "_accordion_saver"  # attribute of a model
@@ -69,6 +75,8 @@ class Saver:
         self._buffer = HostBuffer()
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._agreement: StoreAgreement | None = None  # of the save that was begun last
+        self._ends_with_program = False
 
     def __deepcopy__(self, memo: object) -> Saver:
         return Saver()
@@ -92,16 +100,52 @@ class Saver:
     ) -> Saving:
         """Copy what `plan` lays out, then call `run(agree, host)` in a thread."""
         host = team.agree(lambda: self._buffer.copy(plan))
-        self._saving = saving = Saving(lambda: run(agree, host)).start()
+        agree.meet()
+        self._agreement = agree
+        if not self._ends_with_program:
+            self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
+        self._saving = saving = Saving(partial(agree.during, partial(run, agree, host))).start()
         if optimizer is not None and optimizer not in self._watched:
             self._watched.add(optimizer)
             optimizer.register_step_post_hook(self._look)
         return saving
 
+    def end(self) -> None:
+        """Wait for the save that is under way when the program ends, and tell if it failed: nobody else will."""
+        if self._agreement is not None:
+            self._agreement.program_ends.set()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            log.error("%s", error)
+
     def _look(self, *_: object) -> None:
         """Raise what became of a save behind a step: the step is done, so ranks may hear of it at different ones."""
         if self._saving is not None and self._saving.is_done:
             self.wait()
+
+
+def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
+    """Have Python call a method of a living object when the program ends, while thread pools still take work. True: it will.
+
+    Python closes the pools of `concurrent.futures` first, then waits for threads, then runs what `atexit` knows. Libraries of
+    remote storage look up addresses in such pools, so a save that is merely waited for as a thread fails. Python has no public
+    name for that moment; 3.11 to 3.13 (and the newest in 2026) have this one, which `concurrent.futures` itself uses.
+    """
+
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        return False
+    try:
+        register(call)
+    except RuntimeError:  # the program is ending already
+        return False
+    return True
 
 
 def saver_of(model: nn.Module) -> Saver:
@@ -117,6 +161,23 @@ class StoreAgreement:
     def __init__(self, store: Any, prefix: str, team: Team) -> None:
         self._store, self._prefix, self._team = store, prefix, team
         self._count = 0
+        self._timeout_s = team.timeout_s
+        self._peers: Peers | None = None
+        self._lost = ""  # why this rank gave up waiting for the others
+        self.program_ends = threading.Event()  # set by who waits for the save then
+
+    def meet(self) -> None:
+        """Have this rank notice where another one ends. A collective."""
+        if self._store is not None:
+            self._peers = Peers.meet(self._team)
+
+    def during(self, save: Callable[[], None]) -> None:
+        """Do `save`, and let the others know where this rank gives it up."""
+        try:
+            save()
+        finally:
+            if self._peers is not None:
+                self._peers.close(self._lost)
 
     @classmethod
     def of(cls, team: Team, name: str) -> StoreAgreement:
@@ -153,13 +214,28 @@ class StoreAgreement:
 
     def _until(self, ready: Callable[[], bool], what: str) -> None:
         """Ask again and again: a wait in the store would block the other threads' requests."""
-        deadline, pause_s = time.monotonic() + PATIENCE_S, POLL_S
+        begun, pause_s = time.monotonic(), POLL_S
         ended: float | None = None
-        while not ready():
+        while not self._asked(ready):
             now = time.monotonic()
-            if ended is None and not threading.main_thread().is_alive():
+            if ended is None and (self.program_ends.is_set() or not threading.main_thread().is_alive()):
                 ended = now
-            if now > deadline or (ended is not None and now > ended + GRACE_S):
-                raise CheckpointError(f"other ranks did not come to {what!r} in time; one of them has ended.")
+            if (lost := self._peers and self._peers.lost()) and not self._asked(ready):
+                self._give_up(lost)
+            if now > begun + self._timeout_s + MARGIN_S or (ended is not None and now > ended + GRACE_S):
+                self._give_up(f"other ranks did not come to {what!r} within {now - begun:.0f} s, one may have ended")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
+
+    def _asked(self, ready: Callable[[], bool]) -> bool:
+        """What the store says, which ends with the rank that has it."""
+        try:
+            return ready()
+        except RuntimeError as error:
+            self._give_up(
+                f"the job's store does not answer, its rank has ended ({str(error).splitlines()[0][:QUOTED]})"
+            )
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._lost = why.rstrip(".")
+        raise CheckpointError(f"{self._lost}.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -45,8 +47,27 @@ def run(words: list[str]) -> int:
         found = JOBS[options.job][2](options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    print(json.dumps(_plain(found.words), indent=2) if options.json else "\n".join(found.lines))
+    _print(json.dumps(_plain(found.words), indent=2) if options.json else "\n".join(found.lines))
     return found.code
+
+
+def _print(text: str) -> None:
+    """Write it out to its last byte; letters that the terminal has not are written as escapes.
+
+    Raises `CheckpointError` where it cannot be written, to a full disk say.
+    """
+    try:
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError as error:
+            print(text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True)
+    except BrokenPipeError:  # `| head`
+        raise
+    except OSError as error:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left of it would fail at exit once more
+        raise CheckpointError(f"what was found cannot be written out: {error.strerror}.") from error
 
 
 def _plain(value: Any) -> Any:
@@ -88,6 +109,12 @@ def _inspect(options: argparse.Namespace) -> Found:
         f"saved by {found['saved_by'].get('num_ranks')} ranks, torch {found['saved_by'].get('torch')}",
         f"checksums: {found['checksum']}; optimizer: {'none' if found['optimizer'] is None else 'yes'}",
     ]
+    places, num_ranks = found["rank_states"]["states"], found["rank_states"]["num_ranks"]
+    if places:
+        keys = ", ".join(sorted({str(key) for _, key in places}))
+        lines.append(
+            f"states of {num_ranks} ranks that load on as many alone: {keys} of {len({p for p, _ in places})} parameters"
+        )
     shown = list(tensors.items())[: None if options.all else SHOWN]
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in shown]
     if len(shown) < len(tensors):

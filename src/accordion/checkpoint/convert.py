@@ -17,11 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accordion.checkpoint.folders import Folder, Local, Remote, checkpoint_at, folder_at
-from accordion.checkpoint.foreign import HF_INDEX, HF_SINGLE, Foreign, open_foreign
+from accordion.checkpoint.foreign import Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
 from accordion.checkpoint.gather import described
 from accordion.checkpoint.load import whole
-from accordion.checkpoint.reading import Files, Read, read_manifest
+from accordion.checkpoint.outside import HF_INDEX, HF_SINGLE
+from accordion.checkpoint.reading import Files, Read, opened
 from accordion.checkpoint.sums import PIECE_BYTES, kind_here
 from accordion.checkpoint.writing import layout, write
 from accordion.errors import CheckpointError, UsageError
@@ -34,10 +35,12 @@ LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # what stands be
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
     """Write what another format holds as a checkpoint; returns what was found, and what of it is left out.
 
-    `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save`; nothing
-    is unpickled but tensors and, from DCP's metadata, a short list of names. Host memory: one source file at a time. A
-    source on remote storage is copied to this machine's folder for temporary files first.
-    Raises `CheckpointError` for a source that is damaged or names anything else, `UsageError` for one of no known format.
+    `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save` since torch
+    1.6. Pickles are read without running anything they name. Every tensor that the source promises is there once, or all is
+    refused. Host memory: 100 MiB beside the tensors of one source file. A source on remote storage is copied to this
+    machine's folder for temporary files first.
+    Raises `CheckpointError` for a source that is damaged, holds no tensors of a model, is absurd in its size or names
+    anything but tensors, `UsageError` for one of no known format.
     """
     try:
         at = folder_at(source)
@@ -118,7 +121,7 @@ def export(
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
     folder = checkpoint_at(source)
-    with closing(Files(folder, read_manifest(folder))) as files:
+    with closing(opened(folder)) as files:
         _check_model(files)
         begun = at.with_name(f".{at.name}.tmp")
         shutil.rmtree(begun, ignore_errors=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import re
-import shutil
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from accordion.checkpoint import claims
 from accordion.checkpoint.disk import LocalReader, created
 from accordion.checkpoint.format import MANIFEST
 from accordion.errors import CheckpointError, UsageError
+
+TURNS = 3  # of looking for what has two names one after the other
 
 
 class Writer(Protocol):
@@ -43,7 +45,10 @@ class Folder(Protocol):
         """The files in it and their bytes. Raises `FileNotFoundError`, `NotADirectoryError` where it is no folder."""
 
     def folders(self) -> list[str]:
-        """Names of the folders in it, without hidden ones."""
+        """Names of the folders in it, without hidden ones; none where it is not there.
+
+        A checkpoint that is being replaced is among them.
+        """
 
     def inside(self, name: str) -> Folder:
         """A folder in it."""
@@ -55,11 +60,15 @@ class Folder(Protocol):
     def written_at(self, name: str) -> int:
         """When a file was written last, in ns."""
 
+    def mark(self) -> object:
+        """Another one once another checkpoint has taken this name; None where there is none at the moment."""
+
     def begin(self, save: str) -> Folder:
         """An empty folder for a new checkpoint of this name; what a killed save left there is removed.
 
-        `save`: a word that no other save has, so that two jobs that save under one name never write into one folder. Raises
-        `CheckpointError` where this name belongs to something else.
+        `save`: a word that no other save has, 8 hexadecimal digits, so that two jobs that save under one name never write
+        into one folder. Raises `CheckpointError` where this name belongs to something else, `UsageError` where nothing can
+        have it.
         """
 
     def begun(self, save: str) -> Folder:
@@ -69,15 +78,28 @@ class Folder(Protocol):
         """A context that gives a `Writer`, to which `num_bytes` are written; at its end the file is on the disk."""
 
     def commit(self, begun: Folder) -> None:
-        """Make what `begin` gave, its manifest written, the checkpoint of this name."""
+        """Make what `begin` gave, its manifest written, the checkpoint of this name. On the rank that called `begin`."""
 
     def discard(self) -> None:
-        """Remove it and all in it, so that no half of it is ever seen under its name."""
+        """Remove it and all in it, so that no half of it is ever seen under its name. Raises `OSError`."""
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """The folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec."""
-    text = os.fspath(path).removeprefix("file://")
+    """The folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec.
+
+    Raises `UsageError` for what is no path; the current folder is called ".".
+    """
+    if path is None:
+        raise UsageError("the path is None; where `latest` gave it, there is no checkpoint yet.")
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise UsageError(f"the path is a {type(path).__name__}; pass a string or a pathlib.Path.") from None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError("the path is bytes, or holds a zero byte; pass a string or a pathlib.Path.")
+    text = text.removeprefix("file://")
+    if not text:
+        raise UsageError('the path is empty; the current folder is called ".".')
     return Remote.at(text) if "://" in text else Local(Path(os.path.abspath(text)))
 
 
@@ -87,43 +109,51 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def readable(folder: Folder) -> Folder:
-    """`folder`, or where a save was killed while it replaced an older checkpoint of this name, the older one."""
-    if isinstance(folder, Local) and not folder.path.exists() and (folder.replaced().path / MANIFEST).is_file():
-        return folder.replaced()
+    """`folder`, or while a save replaces a checkpoint of this name, or was killed then, the one that was there."""
+    for _ in range(TURNS if isinstance(folder, Local) else 0):
+        assert isinstance(folder, Local)
+        if os.path.lexists(folder.path):
+            break
+        old = [(mark[-1], path) for path in claims.beside(folder.path, "old") if (mark := Local(path).mark())]
+        if old:
+            return Local(max(old)[1])
     return folder
 
 
 class Local:
-    """A folder of a file system."""
+    """A folder of a file system. What `begin` gave owns a lock, which tells other jobs that its save lives."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
 
     def __str__(self) -> str:
         return str(self.path)
 
     def sizes(self) -> dict[str, int]:
+        found = {}
         with os.scandir(self.path) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it goes while we look
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def folders(self) -> list[str]:
-        try:
-            with os.scandir(self.path) as entries:
-                return [entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."]
+        try:  # twice: one that gets its name while we look may be seen under neither
+            return list(dict.fromkeys([*self._folders(), *self._folders()]))
         except FileNotFoundError:
             return []
 
+    def _folders(self) -> Iterator[str]:
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                name = claims.replaced(entry.name) or entry.name
+                if (name != entry.name or name[0] != ".") and _is_folder(entry):
+                    yield name
+
     def inside(self, name: str) -> Local:
         return Local(self.path / name)
-
-    def replaced_names(self) -> set[str]:
-        """Names in it whose checkpoint was being replaced when the save was killed."""
-        try:
-            with os.scandir(self.path) as entries:
-                old = {e.name[1:-4] for e in entries if e.name[0] == "." and e.name.endswith(".old") and e.is_dir()}
-        except FileNotFoundError:
-            return set()
-        return {name for name in old if not (self.path / name).exists()}
 
     def open(self, name: str) -> Reader:
         return LocalReader(self.path / name)
@@ -134,28 +164,38 @@ class Local:
     def written_at(self, name: str) -> int:
         return (self.path / name).stat().st_mtime_ns
 
+    def mark(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self.path / MANIFEST)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
     def begin(self, save: str) -> Local:
         path = self.path
-        if path.exists() and not (path / MANIFEST).is_file() and (not path.is_dir() or any(path.iterdir())):
-            raise CheckpointError(f"{path} exists and is no checkpoint; pass another path or remove it.")
-        begun, rest = self.begun(save), re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]+\.)?tmp")
-        for left in path.parent.iterdir() if path.parent.is_dir() else ():
-            if rest.fullmatch(left.name):
-                shutil.rmtree(left)  # of a save that was killed
+        claims.check_name(path)
+        claims.check_free(path)
+        for left in claims.beside(path, "tmp"):
+            if not claims.lives(left):
+                claims.remove_quietly(left)  # of a save that was killed
+        for left in claims.beside(path, "gone"):
+            claims.remove_quietly(left)
         made = [above for above in path.parents if not above.exists()]
         if made:
             path.parent.mkdir(parents=True, exist_ok=True)
         for above in made:
             _sync(above.parent)
+        begun = self.begun(save)
         begun.path.mkdir()
+        try:
+            begun._lock = claims.lock(begun.path)
+        except OSError:
+            begun.path.rmdir()
+            raise
         return begun
 
     def begun(self, save: str) -> Local:
-        return Local(self.path.with_name(f".{self.path.name}.{save}.tmp"))
-
-    def replaced(self) -> Local:
-        """What had this name while another takes it: a kill between two renames leaves it there."""
-        return Local(self.path.with_name(f".{self.path.name}.old"))
+        return Local(claims.hidden(self.path, save, "tmp"))
 
     @contextmanager
     def create(self, name: str, num_bytes: int) -> Iterator[Writer]:
@@ -164,32 +204,54 @@ class Local:
                 f"{self.path}, made by rank 0, is not seen here; checkpoints need storage that all ranks share, and no other "
                 "job that saves under this name."
             )
-        with created(self.path / name, num_bytes) as file:
-            yield file
+        try:
+            with created(self.path / name, num_bytes) as file:
+                yield file
+        except OSError as error:
+            raise _with_path(error, self.path / name) from None
 
     def commit(self, begun: Folder) -> None:
+        """Give `begun` this name, in steps that leave one of the two whatever other saves do between them.
+
+        What is replaced is renamed to a name of its own, and removed when this one is in its place. What killed saves had
+        renamed before is older than this one, so it goes too; what another save renames from now on may be this one.
+        """
         assert isinstance(begun, Local)
+        held = begun.sizes()
         _sync(begun.path)
-        replaced = self.replaced().path
-        if os.path.lexists(self.path):
-            _remove(replaced)
-            self.path.rename(replaced)
+        left = claims.beside(self.path, "old")
+        replaced = claims.hidden(self.path, begun.path.name.split(".")[-2], "old")
+        claims.check_free(self.path)
         try:
+            if os.path.lexists(self.path):
+                self.path.rename(replaced)
             begun.path.rename(self.path)
-        except OSError:
-            if os.path.lexists(replaced):
+        except OSError as error:
+            with suppress(OSError):  # not there, or another save was faster
                 replaced.rename(self.path)
-            raise
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+            raise CheckpointError(
+                f"{self.path} was saved by another job at the same time; no other job may save under this name."
+            ) from error
+        if self.sizes() != held:  # its lock too: until it has its name it is not to be taken for a rest
+            raise CheckpointError(
+                f"{self.path} is not what was written there, another job saved or removed files; the one before is {replaced}."
+            )
+        begun._release(self.path)
         _sync(self.path.parent)
-        _remove(replaced)
+        for one in [*left, *([replaced] if os.path.lexists(replaced) else [])]:
+            claims.remove_quietly(one)
+
+    def _release(self, path: Path) -> None:
+        """Give back the lock, which lies in `path` now."""
+        if self._lock is not None:
+            handle, self._lock = self._lock, None
+            claims.unlock(path, handle)
 
     def discard(self) -> None:
-        doomed = self.path
-        if doomed.name[0] != ".":
-            doomed = doomed.with_name(f".{doomed.name}.gone")
-            _remove(doomed)
-            self.path.rename(doomed)
-        _remove(doomed)
+        self._release(self.path)
+        claims.remove(self.path)
 
 
 class Remote:
@@ -240,6 +302,9 @@ class Remote:
 
     def written_at(self, name: str) -> int:
         return int(self._storage.modified(self._at(name)).timestamp() * 1e9)
+
+    def mark(self) -> object:
+        return 0  # nothing is replaced there
 
     def begin(self, save: str) -> Remote:
         try:
@@ -345,12 +410,12 @@ def _last(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _remove(path: Path) -> None:
-    """A folder and all in it, or a link to one alone."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one, or cannot be looked at: then whoever reads it says so."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno != errno.ELOOP
 
 
 def _sync(folder: Path) -> None:
@@ -358,5 +423,13 @@ def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise _with_path(error, folder) from None
     finally:
         os.close(handle)
+
+
+def _with_path(error: OSError, path: Path) -> OSError:
+    """A full disk does not say which one it is."""
+    named = error.filename is not None or error.errno is None
+    return error if named else OSError(error.errno, error.strerror, str(path))

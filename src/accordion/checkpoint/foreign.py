@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import os
-import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from accordion._torch import TENSOR_MAKERS
 from accordion.checkpoint.boxes import Box, box_of
-from accordion.checkpoint.folders import Local
-from accordion.checkpoint.format import DTYPES, MOST_DIMS, PLAIN_FILE
-from accordion.checkpoint.gather import Stored, read_head, stored_in
+from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.gather import Stored
+from accordion.checkpoint.outside import (
+    BROKEN,
+    HF_INDEX,
+    HF_SINGLE,
+    check_names,
+    mapped,
+    opened,
+    read_header,
+    read_index,
+    size_of,
+)
+from accordion.checkpoint.pickles import Meaning, Name, Record, most_pickle, read_pickle
+from accordion.checkpoint.saved import DTYPE_NAMES, LARGEST_EXPANDED, SUBCLASS, Held, Saved, called_list, is_archive
 from accordion.checkpoint.values import Json, encode
 from accordion.checkpoint.writing import Part
 from accordion.errors import CheckpointError, UsageError
 
-HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 DCP_METADATA = ".metadata"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # under which programs put a model's state dict
-LARGEST_EXPANDED = 2**26  # bytes of a tensor that is larger than the memory it is made of
+FREE_TENSORS = 2**14  # that any source may have; each takes 5 KB while it is converted
+BYTES_PER_TENSOR = 2**10  # beyond it, on average
+MOST_COPIES = 16  # of a file's bytes that its tensors may make: tied ones, and ones that are expanded
+SHOWN = 8  # tensors that a message names
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
@@ -46,13 +57,25 @@ class Foreign:
 
 def open_foreign(path: str | os.PathLike[str]) -> Foreign:
     """Raises `UsageError` for what is none of the formats, `CheckpointError` for what is damaged or not safe to read."""
-    at = Path(path)
+    found = _opened(Path(path))
+    if not found.shapes:
+        raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
+    num_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in found.shapes.values())
+    if len(found.shapes) > FREE_TENSORS + num_bytes // BYTES_PER_TENSOR:
+        raise CheckpointError(f"{path} has {len(found.shapes)} tensors, which is absurd for {num_bytes} bytes of them.")
+    return found
+
+
+def _opened(at: Path) -> Foreign:
     if (at / DCP_METADATA).is_file():
         return _dcp(at)
-    if at.is_dir() and ((at / HF_SINGLE).is_file() or (at / HF_INDEX).is_file()):
-        return _safetensors(at, _hf_files(at))
+    if (at / HF_SINGLE).is_file():
+        return _safetensors(at, None, [HF_SINGLE])
+    if (at / HF_INDEX).is_file():
+        places = read_index(at)
+        return _safetensors(at, places, sorted(set(places.values())))
     if at.is_file() and at.suffix == ".safetensors":
-        return _safetensors(at.parent, [at.name])
+        return _safetensors(at.parent, None, [at.name])
     if at.is_file():
         return _torch_file(at)
     raise UsageError(
@@ -60,198 +83,229 @@ def open_foreign(path: str | os.PathLike[str]) -> Foreign:
     )
 
 
+def _found(names: Mapping[Any, str]) -> None:
+    """Raise `CheckpointError` where two keys of a source, 1 and "1" say, stand for one of our names, or a name is no text."""
+    first: dict[str, Any] = {}
+    for key, name in names.items():
+        if name in first:
+            raise CheckpointError(
+                f"its keys {ascii(first[name])[:100]} and {ascii(key)[:100]} both stand for {name[:100]}."
+            )
+        first[name] = key
+    check_names(first)
+
+
 # -- safetensors
 
 
-def _hf_files(folder: Path) -> list[str]:
-    if (folder / HF_SINGLE).is_file():
-        return [HF_SINGLE]
-    try:
-        names = sorted(set(json.loads((folder / HF_INDEX).read_text())["weight_map"].values()))
-        bad = [name for name in names if not PLAIN_FILE.fullmatch(name) or ".." in name]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / HF_INDEX} is no index: {type(error).__name__}: {error}.") from error
-    if bad:
-        raise CheckpointError(
-            f"{folder / HF_INDEX} names {bad[0]!r}, which is not the plain name of a safetensors file."
-        )
-    return names
-
-
-def _safetensors(folder: Path, names: list[str]) -> Foreign:
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name in names:
-        for key, tensor in _mapped(folder, name):
-            shapes["model/" + key] = tensor.dtype, tuple(tensor.shape)
-    return Foreign(
-        kind="safetensors", shapes=shapes, files=tuple(_later(lambda n=name: _mapped(folder, n)) for name in names)
-    )
+def _safetensors(folder: Path, promised: Mapping[str, str] | None, names: Iterable[str]) -> Foreign:
+    """`promised`: the file of each tensor as an index says."""
+    held = {name: read_header(folder / name) for name in names}
+    where: dict[str, str] = {}
+    for name, tensors in held.items():
+        for tensor in tensors:
+            if tensor.name in where:
+                raise CheckpointError(f"{tensor.name} lies in {where[tensor.name]} and in {name} of {folder}.")
+            where[tensor.name] = name
+    lost = [f"{key} in {name}" for key, name in (promised or {}).items() if where.get(key) != name]
+    if lost:
+        more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+        raise CheckpointError(f"{folder / HF_INDEX} names tensors that are not there: {', '.join(lost[:SHOWN])}{more}.")
+    shapes = {"model/" + t.name: (DTYPES[t.dtype], t.shape) for tensors in held.values() for t in tensors}
+    files = tuple(_later(lambda n=name: _mapped(folder / n, held[n])) for name in held)
+    return Foreign(kind="safetensors", shapes=shapes, files=files)
 
 
 def _later(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[[], list[Part]]:
     return lambda: [Part("model/" + key, box_of(t.shape, ()), t) for key, t in read() if t.numel()]
 
 
-def _mapped(folder: Path, name: str) -> Iterator[tuple[str, Tensor]]:
+def _mapped(path: Path, stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a safetensors file; their memory is the file's."""
-    try:
-        with closing(Local(folder).open(name)) as reader:
-            stored, num_bytes = list(stored_in(read_head(reader))), reader.num_bytes
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / name} is no safetensors file: {type(error).__name__}: {error}.") from error
-    data = torch.from_numpy(np.memmap(folder / name, mode="c", dtype=np.uint8)) if num_bytes else torch.empty(0)
+    with opened(path) as file:
+        data = mapped(file)
     for held in stored:
-        if not _lies_in(held, num_bytes):
-            raise CheckpointError(
-                f"{held.name} of {folder / name} cannot be {held.dtype} of shape {held.shape} in bytes {held.at} to {held.end}."
-            )
         dtype, part = DTYPES[held.dtype], data[held.at : held.end]
         part = part if held.at % dtype.itemsize == 0 else part.clone()
         yield held.name, part.view(dtype).view(held.shape)
-
-
-def _lies_in(held: Stored, num_bytes: int) -> bool:
-    """Whether a header's words mean a tensor in a file of so many bytes."""
-    sizes = [held.at, held.end, *held.shape]
-    if not isinstance(held.dtype, str) or held.dtype not in DTYPES or len(held.shape) > MOST_DIMS:
-        return False
-    if not all(type(size) is int and size >= 0 for size in sizes) or not held.at <= held.end <= num_bytes:
-        return False
-    return held.end - held.at == math.prod(held.shape) * DTYPES[held.dtype].itemsize
-
-
-def _checked(name: str, tensor: Tensor) -> Tensor:
-    """Raise `CheckpointError` for a tensor that a file can say in few bytes and nobody can hold."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise CheckpointError(f"{name} is no plain tensor: {tensor.layout}, {tensor.dtype} on {tensor.device}.")
-    num_bytes, held = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-    if num_bytes > max(held, LARGEST_EXPANDED):
-        raise CheckpointError(f"{name} of shape {tuple(tensor.shape)} is absurd: {num_bytes} bytes made of {held}.")
-    return tensor
 
 
 # -- a file of torch.save
 
 
 def _torch_file(path: Path) -> Foreign:
-    try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
+    with opened(path) as file:
+        data = mapped(file)
+    if not is_archive(data):
         raise CheckpointError(
-            f"{path} cannot be read as tensors alone (torch.load with weights_only): {str(error).splitlines()[0]}"
-        ) from error
-    if not isinstance(held, dict):
-        raise CheckpointError(f"{path} holds a {type(held).__name__} and no state dict.")
-    left = []
-    inner = next((key for key in MODEL_KEYS if isinstance(held.get(key), dict)), None)
-    if inner is not None:
-        left = [str(key) for key in held if key != inner]
-        held = held[inner]
-    tensors = {str(key): _checked(str(key), value) for key, value in held.items() if isinstance(value, Tensor)}
-    left += [str(key) for key, value in held.items() if not isinstance(value, Tensor)]
+            f"{path} is no archive of torch.save, which its files are since torch 1.6; an older one must be saved again with a "
+            "newer torch, where its origin is trusted."
+        )
+    try:
+        saved = Saved(data)
+        held, left = saved.value, []
+        if not isinstance(held, dict):
+            raise CheckpointError(f"it holds a {type(held).__name__} and no state dict.")
+        inner = next((key for key in MODEL_KEYS if isinstance(held.get(key), dict)), None)
+        if inner is not None:
+            left = [str(key) for key in held if key != inner]
+            held = held[inner]
+        tensors = {key: value for key, value in held.items() if isinstance(value, Held)}
+        strange = [str(key) for key, value in held.items() if _is_strange(value)]
+        if strange:
+            raise CheckpointError(f"{strange[0][:100]} is no plain tensor.")
+        _found({key: str(key) for key in tensors})
+        num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        if num_bytes > LARGEST_EXPANDED + MOST_COPIES * data.numel():
+            raise CheckpointError(f"its tensors of {num_bytes} bytes are absurd, made of {data.numel()}.")
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be read as tensors alone: {error}") from None
+    left += [str(key) for key, value in held.items() if not isinstance(value, Held)]
     return Foreign(
         kind="torch.save",
-        shapes={"model/" + key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()},
-        files=(_later(lambda: iter(tensors.items())),),
+        shapes={f"model/{key}": (t.dtype, t.shape) for key, t in tensors.items()},
+        files=(_later(lambda: ((str(key), saved.tensor(t)) for key, t in tensors.items())),),
         left=tuple(left),
     )
+
+
+def _is_strange(value: object) -> bool:
+    """Whether it stands for a tensor of a kind that a checkpoint cannot hold: sparse, on meta, a subclass."""
+    what = value.what if isinstance(value, Record) else None
+    return isinstance(what, Name) and (what.module == TENSOR_MAKERS or what == SUBCLASS)
 
 
 # -- torch.distributed.checkpoint
 
 
-class _Record:
-    """Stands for whatever object the metadata names: keeps what it was made of, and does nothing."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
-        else:
-            self.args = state
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-class _Index(_Record):
-    """Where a chunk is looked for: `fqn` and `offset`."""
-
-    fqn: str
-    offset: tuple[int, ...] | None = None
-
-
-class _Tensors(_Record):
-    """What is said of a tensor."""
-
-    properties: _Record
-    size: tuple[int, ...]
-
-
-def _joined_path(*parts: str) -> str:
-    return "/".join(parts)
-
-
 _OF_DCP = "torch.distributed.checkpoint"
-ALLOWED: Mapping[tuple[str, str], Any] = {
-    (f"{_OF_DCP}.metadata", "Metadata"): _Record,
-    (f"{_OF_DCP}.metadata", "TensorStorageMetadata"): _Tensors,
-    (f"{_OF_DCP}.metadata", "BytesStorageMetadata"): _Record,
-    (f"{_OF_DCP}.metadata", "ChunkStorageMetadata"): _Record,
-    (f"{_OF_DCP}.metadata", "TensorProperties"): _Record,
-    (f"{_OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _Record,
-    (f"{_OF_DCP}.metadata", "MetadataIndex"): _Index,
-    (f"{_OF_DCP}.metadata", "StorageMeta"): _Record,
-    (f"{_OF_DCP}.filesystem", "_StorageInfo"): _Record,
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Record,
-    ("pathlib", "PosixPath"): _joined_path,
-    ("pathlib._local", "PosixPath"): _joined_path,
-    ("collections", "OrderedDict"): dict,
-    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
+_TENSORS, _INDEX, _INFO, _METADATA = (
+    Name(f"{_OF_DCP}.{module}", name)
+    for module, name in (
+        ("metadata", "TensorStorageMetadata"),
+        ("metadata", "MetadataIndex"),
+        ("filesystem", "_StorageInfo"),
+        ("metadata", "Metadata"),
+    )
+)
+ALLOWED = {
+    *(_TENSORS, _INDEX, _INFO, _METADATA),
+    *(
+        Name(f"{_OF_DCP}.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "StorageMeta",
+        )
+    ),
+    Name("torch", "Size"),
+    Name("torch.serialization", "_get_layout"),
+    Name("pathlib", "PosixPath"),
+    Name("pathlib._local", "PosixPath"),
+    Name("collections", "OrderedDict"),
+    *DTYPE_NAMES,
 }
+DCP = Meaning(allowed=ALLOWED.__contains__, called=called_list)
 
 
-class _AllowList(pickle.Unpickler):
-    """Reads DCP's metadata, which is a pickle: the names above become records of ours, every other name is refused."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one value of a DCP folder lies, or a part of a tensor: bytes of a file, and the part's first element."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise CheckpointError(f"its metadata, a pickle, names {module}.{name}, which is not allowed.")
-        return ALLOWED[module, name]
+    key: str
+    offset: tuple[int, ...] | None
+    file: str
+    at: int
+    num_bytes: int
 
 
 def _dcp(folder: Path) -> Foreign:
+    data_bytes = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+    with opened(folder / DCP_METADATA) as file:
+        num_bytes = size_of(file)
+        if num_bytes > most_pickle(data_bytes - num_bytes):
+            raise CheckpointError(
+                f"{folder / DCP_METADATA} has {num_bytes} bytes, which is absurd beside the other files."
+            )
+        text = file.read(num_bytes)
     try:
-        with open(folder / DCP_METADATA, "rb") as file:
-            metadata = _AllowList(file).load()
-        said, paths = metadata.state_dict_metadata, metadata.planner_data or {}
-        where = [(index.fqn, index.offset, info) for index, info in metadata.storage_data.items()]
-        tensors = {key: value for key, value in said.items() if isinstance(value, _Tensors)}
-        shapes = {key: (value.properties.args[0], tuple(value.size)) for key, value in tensors.items()}
-        wrong = [info.relative_path for *_, info in where if not _is_plain(info.relative_path)]
+        metadata = _of(read_pickle(text, DCP), _METADATA)
+        said, paths = metadata.get("state_dict_metadata"), metadata.get("planner_data") or {}
+        shapes = {
+            key: (DTYPE_NAMES[value.get("properties").state[0]], _checked_shape(value.get("size")))
+            for key, value in said.items()
+            if _is(value, _TENSORS)
+        }
+        places = [_place(_of(index, _INDEX), _of(info, _INFO)) for index, info in metadata.get("storage_data").items()]
+        names = _dcp_names(list(said), paths)
+        _found(names)
+        check_names([key for key in said if key not in names])
+        _check_places(places, said, shapes)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    except Exception as error:  # whatever a broken pickle meets
-        raise CheckpointError(f"{folder / DCP_METADATA} is damaged: {type(error).__name__}: {error}.") from error
-    if wrong:
-        raise CheckpointError(f"{folder / DCP_METADATA} names {wrong[0]!r}, which is not the plain name of a file.")
-    names = _dcp_names(list(said), paths)
-    optimizer, extra, left = _dcp_values(folder, where, names, said, paths)
+        raise CheckpointError(f"{folder / DCP_METADATA} cannot be used: {error}") from None
+    except BROKEN as error:
+        raise CheckpointError(
+            f"{folder / DCP_METADATA} is damaged: {type(error).__name__}: {str(error)[:300]}."
+        ) from error
+    optimizer, extra, left = _dcp_values(folder, places, shapes, names, paths)
     if optimizer is None:
         names = {key: name for key, name in names.items() if name.startswith("model/")}
-    kept = {key: names[key] for key in tensors if key in names}
-    files = sorted({info.relative_path for key, _, info in where if key in kept})
+    kept = {key: names[key] for key in shapes if key in names}
+    files = sorted({place.file for place in places if place.key in kept})
     return Foreign(
         kind="torch DCP",
         shapes={kept[key]: shapes[key] for key in kept},
-        files=tuple(_dcp_file(folder, file, where, kept, shapes) for file in files),
+        files=tuple(_dcp_file(folder, file, places, kept, shapes) for file in files),
         optimizer=optimizer,
         extra=extra,
-        left=(*left, *(key for key in tensors if key not in names)),
+        left=(*left, *(key for key in shapes if key not in names)),
     )
+
+
+def _is(value: object, what: Name) -> bool:
+    return isinstance(value, Record) and value.what == what
+
+
+def _of(value: Any, what: Name) -> Record:
+    if not _is(value, what):
+        raise CheckpointError(f"it has a {type(value).__name__} where a {what.name} is due.")
+    return value  # type: ignore[no-any-return]
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, tuple) or not all(type(rows) is int and rows >= 0 for rows in shape):
+        raise CheckpointError(f"{str(shape)[:100]} is no shape.")
+    return shape
+
+
+def _place(index: Record, info: Record) -> _Place:
+    key, offset = index.get("fqn"), index.state.get("offset")
+    file, at, num_bytes = (info.get(word) for word in ("relative_path", "offset", "length"))
+    if not _is_plain(file):
+        raise CheckpointError(f"it names {str(file)[:100]!r}, which is not the plain name of a file.")
+    if type(at) is not int or type(num_bytes) is not int or at < 0 or num_bytes < 0 or not isinstance(key, str):
+        raise CheckpointError(f"it puts {str(key)[:100]} nowhere in {file[:100]}.")
+    return _Place(key, None if offset is None else _checked_shape(offset), file, at, num_bytes)
+
+
+def _check_places(places: list[_Place], said: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless everything said has its places, each byte used once, a value that is no tensor one."""
+    count = dict.fromkeys(said, 0)
+    for place in places:
+        if place.key not in count:
+            raise CheckpointError(f"it says where {place.key[:100]} lies and not what it is.")
+        count[place.key] += 1
+    for key, found in count.items():
+        if found == 0 and (key not in shapes or all(shapes[key][1])):
+            raise CheckpointError(f"it does not say where {key[:100]} lies.")
+        if found > 1 and key not in shapes:
+            raise CheckpointError(f"it has {key[:100]} twice.")
+    spans = sorted((place.file, place.at, place.at + place.num_bytes, place.key) for place in places)
+    for one, other in pairwise(spans):
+        if one[0] == other[0] and other[1] < one[2]:
+            raise CheckpointError(f"it puts {one[3][:100]} and {other[3][:100]} into the same bytes of {one[0][:100]}.")
 
 
 def _is_plain(name: object) -> bool:
@@ -275,40 +329,42 @@ def _dcp_names(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[st
 def _dcp_file(
     folder: Path,
     file: str,
-    where: list[tuple[str, tuple[int, ...] | None, Any]],
+    places: list[_Place],
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> Callable[[], list[Part]]:
     def read() -> list[Part]:
         parts = []
-        for key, offset, info in where:
-            if info.relative_path == file and key in names:
-                tensor = _dcp_value(folder, info)
-                if not isinstance(tensor, Tensor) or tensor.dtype != shapes[key][0]:
+        with opened(folder / file) as opened_file:
+            data = mapped(opened_file)
+        for place in places:
+            if place.file == file and place.key in names:
+                saved = _dcp_saved(data, folder, place)
+                held, (dtype, shape) = saved.value, shapes[place.key]
+                if not isinstance(held, Held) or held.dtype != dtype or len(held.shape) != len(shape):
                     raise CheckpointError(
-                        f"{key} in {folder / file} is not the {shapes[key][0]} that {DCP_METADATA} says."
+                        f"{place.key} in {folder / file} is not the {dtype} of shape {shape} that {DCP_METADATA} says."
                     )
+                at = place.offset if place.offset is not None else (0,) * len(shape)
+                tensor = saved.tensor(held)
                 if tensor.numel():
-                    at = tuple(offset) if offset is not None else (0,) * tensor.dim()
-                    parts.append(Part(names[key], Box(at, tuple(tensor.shape)), tensor))
+                    parts.append(Part(names[place.key], Box(at, tuple(tensor.shape)), tensor))
         return parts
 
     return read
 
 
-def _dcp_value(folder: Path, info: Any) -> Any:
+def _dcp_saved(data: Tensor, folder: Path, place: _Place) -> Saved:
+    """What lies at a place of a file, whose bytes are `data`."""
     try:
-        with open(folder / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            room = os.fstat(file.fileno()).st_size - info.offset
-            if not 0 <= info.length <= room:
-                raise ValueError(f"{info.length} bytes from byte {info.offset} on are not there")
-            value = torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
-            return _checked(str(info.relative_path), value) if isinstance(value, Tensor) else value
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError) as error:
+        part = data[place.at : place.at + place.num_bytes]
+        if part.numel() != place.num_bytes:
+            raise CheckpointError(f"{place.num_bytes} bytes from byte {place.at} on are not there.")
+        return Saved(part)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{folder / info.relative_path} cannot be read as tensors alone: {str(error).splitlines()[0]}"
-        ) from error
+            f"{folder / place.file}: {place.key[:100]} cannot be read as tensors alone: {error}"
+        ) from None
 
 
 def _are_names(params: Any) -> bool:
@@ -318,18 +374,20 @@ def _are_names(params: Any) -> bool:
 
 def _dcp_values(
     folder: Path,
-    where: list[tuple[str, tuple[int, ...] | None, Any]],
+    places: list[_Place],
+    shapes: Mapping[str, Any],
     names: Mapping[str, str],
-    said: Mapping[str, Any],
     paths: Mapping[str, tuple[Any, ...]],
 ) -> tuple[Json, Json, list[str]]:
     """The optimizer's words, the other values, and names of values that JSON cannot hold."""
     groups: dict[int, dict[str, Any]] = {}
     extra, left = {}, []
-    for key, _, info in where:
-        if isinstance(said[key], _Tensors):
+    for place in places:
+        key = place.key
+        if key in shapes:
             continue
-        value, path = _dcp_value(folder, info), paths.get(key, (key,))
+        with opened(folder / place.file) as file:
+            value, path = _dcp_saved(mapped(file), folder, place).value, paths.get(key, (key,))
         try:
             encode(value, key)
         except CheckpointError:
@@ -345,10 +403,10 @@ def _dcp_values(
         ]
         return None, encode(extra, "extra"), left + lost
     state: dict[str, dict[str, Json]] = {}
-    for name in names.values():
+    for key, name in names.items():
         if name.startswith("optimizer/state/"):
-            param, _, leaf = name.removeprefix("optimizer/state/").rpartition("/")
-            state.setdefault(param, {})[leaf] = {"$tensor": name}
+            _, _, param, leaf = paths[key]
+            state.setdefault(str(param), {})[str(leaf)] = {"$tensor": name}
     words = [
         {
             "params": group["params"],

@@ -24,6 +24,7 @@ from accordion.errors import CheckpointError
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
+LONGEST_QUOTE = 1000  # letters of a message: what a forged manifest has for names may be long
 PLAIN_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")  # neither a path nor hidden
 TAIL = re.compile(rb',"crc32":"([0-9a-f]{8})"}\n')
 MOST_DIMS = 64  # torch has no more
@@ -106,6 +107,18 @@ class Manifest:
         return ((name, entry, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks)
 
 
+def holds(to: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether values of `saved` may be cast to `to` on load: floats to floats, as precisions go; integers to wider ones."""
+    if saved == to:
+        return True
+    if saved.is_floating_point or saved.is_complex:
+        return saved.is_floating_point == to.is_floating_point and saved.is_complex == to.is_complex
+    if to.is_floating_point or to.is_complex or torch.bool in (saved, to):
+        return False
+    a, b = torch.iinfo(saved), torch.iinfo(to)
+    return b.min <= a.min and a.max <= b.max
+
+
 def file_name(rank: int) -> str:
     """The file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
@@ -174,20 +187,23 @@ def parse(text: bytes) -> Manifest:
     Raises `CheckpointError` saying what is wrong; the caller adds where.
     """
     try:
-        words = json.loads(text, object_pairs_hook=_without_twins)
+        words = json.loads(text, object_pairs_hook=without_twins)
         if words["schema"] != SCHEMA:
-            raise CheckpointError(f"it has schema {words['schema']!r} and this version reads {SCHEMA}.")
+            raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}.")
         tail = TAIL.fullmatch(text[-TAIL_BYTES:])
         if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
             raise CheckpointError("it is damaged: its own checksum does not fit.")
         return _manifest(words)
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if len(str(error)) <= LONGEST_QUOTE:
+            raise
+        raise CheckpointError(f"{str(error)[:LONGEST_QUOTE]}...") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"it is damaged: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
-def _without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """For `json.loads`: an object whose keys are there once. Raises `ValueError`."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")
@@ -197,7 +213,7 @@ def _without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 def _manifest(words: Json) -> Manifest:
     kind, piece_bytes = words["checksum"], words["piece_bytes"]
     if kind not in DIGITS:
-        raise CheckpointError(f"its checksums are {kind!r} and this version knows {', '.join(DIGITS)}.")
+        raise CheckpointError(f"its checksums are {str(kind)[:100]!r} and this version knows {', '.join(DIGITS)}.")
     if not 1 <= _size(piece_bytes) <= LONGEST_PIECE:
         raise CheckpointError(f"piece_bytes is {piece_bytes}; it must be between 1 and {LONGEST_PIECE}.")
     files = {name: _file(name, value, kind) for name, value in words["files"].items()}
@@ -229,6 +245,12 @@ def _check_words(optimizer: Json, extra: Json, saved_by: Json) -> None:
     described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
     if optimizer is not None and not (described and isinstance(optimizer["state"], dict)):
         raise CheckpointError("its optimizer is not described by groups and state.")
+    kind, of_rows = ([] if optimizer is None else optimizer.get(key, []) for key in ("kind", "of_rows"))
+    pairs = all(
+        len(place) == 2 and _is_text(place[0]) and (place[1] is None or _is_text(place[1])) for place in of_rows
+    )
+    if not (pairs and all(map(_is_text, kind))):
+        raise CheckpointError("its optimizer's kind and what it keeps of rows are not described by names.")
 
 
 def _within(value: Json) -> Iterable[Json]:
@@ -277,7 +299,7 @@ def _check_bytes(manifest: Manifest) -> None:
 def _entry(name: str, words: Json) -> Entry:
     dtype, shape, placements = words["dtype"], _sizes(words["shape"]), words["placements"]
     if dtype not in DTYPES:
-        raise CheckpointError(f"{name} has the unknown dtype {dtype!r}.")
+        raise CheckpointError(f"{name} has the unknown dtype {str(dtype)[:100]!r}.")
     if math.prod(max(1, rows) for rows in shape) > MOST_ELEMENTS:
         raise CheckpointError(f"{name} of shape {str(shape)[:100]} is absurd.")
     chunks = tuple(_chunk(name, shape, chunk) for chunk in words["chunks"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accordion.checkpoint.alike import same_kind_on_all
 from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.folders import checkpoint_at
-from accordion.checkpoint.format import DTYPES, Entry, Manifest
+from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
 from accordion.checkpoint.gather import OF_RANKS
-from accordion.checkpoint.reading import Files, Read, read_manifest
+from accordion.checkpoint.own_states import OwnStates, own_states
+from accordion.checkpoint.prune import before
+from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
 from accordion.checkpoint.restore import differences, restored
-from accordion.checkpoint.state import Contents, Stateful, contents, local_data, model_tensors, own_box, state_name
-from accordion.checkpoint.team import Team
+from accordion.checkpoint.state import (
+    Contents,
+    Stateful,
+    check_stateful,
+    contents,
+    local_data,
+    model_tensors,
+    only_one,
+    own_box,
+    state_name,
+)
+from accordion.checkpoint.team import Team, joined
 from accordion.checkpoint.values import Json, decode
 from accordion.engine.autograd import engine_of
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import AccordionError, CheckpointError, UsageError
+from accordion.optim import LocalStep
 from accordion.state import settle
 
 SHOWN = 8  # faults of a damaged checkpoint that a message lists
@@ -42,12 +56,15 @@ def load(
     """Fill `model` and `optimizer` from a checkpoint of any number of ranks; called by all ranks together.
 
     `model`: its shapes, dtypes and placements decide what each rank reads, into the tensors that are there.
-    `optimizer`: its state is made where it has none. `state`: objects whose `load_state_dict` gets what this rank saved, or
+    `optimizer`: its state is made where it has none; a parameter group takes the options of the group that its parameters were
+    in. `state`: objects whose `load_state_dict` gets what this rank saved, or
     what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
     rest as it is and says what in one warning. Returns the `extra` that was saved.
 
     Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
-    changes, naming every missing, extra or misshapen tensor, or every file and tensor that is damaged.
+    changes, naming every missing, extra or misshapen tensor, every file and tensor that is damaged, an optimizer of another
+    kind, or one that does not take its state: it is asked once before the tensors are read into it. Objects in `state` are
+    given theirs after that, one by one; those before one that refuses keep what they got.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -58,35 +75,74 @@ def load(
         settle(engine, "loads a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
-    with closing(team.agree(lambda: _files(path))) as files:
-        plan = _loaded(files, model, optimizer, state or {}, team, strict)
-    if plan.left and team.leads:
-        warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
-    return plan.extra
+    optimizer = team.agree(partial(only_one, optimizer))
+    for _ in range(TURNS):
+        with closing(team.agree(lambda: _files(path, state or {}))) as files:
+            plan = _checked(files, path, partial(_planned, files, model, optimizer, state or {}, team, strict), team)
+            if plan is None:
+                continue
+            _fill(files, plan, optimizer, state or {}, team)
+            if plan.left and team.leads:
+                warnings.warn(f"{files.folder} was loaded in part: {'; '.join(plan.left)}.", stacklevel=2)
+            return plan.extra
+    raise CheckpointError(f"{path} was {REPLACED}")
 
 
-def _loaded(
+def _checked(files: Files, path: str | os.PathLike[str], plan: Callable[[], _Plan], team: Team) -> _Plan | None:
+    """What this load will do, all of whose bytes are as they were written. Raises `CheckpointError` on every rank; gives None
+    where what is wrong is that another checkpoint has taken the name since `files` were begun, as any rank sees it.
+    """
+    try:
+        _check_same(files, team)
+        made = plan()
+        _check_all(files, made, team)
+    except CheckpointError:
+        if any(team.gathered(int(mark_of(lambda: checkpoint_at(path)) != files.mark))):
+            return None
+        raise
+    return made
+
+
+def _check_same(files: Files, team: Team) -> None:
+    """Raise `CheckpointError` on every rank where ranks hold manifests of other checkpoints, however they spell the path."""
+    if len(set(team.gathered(files.digest))) > 1:
+        own = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
+        said = joined(team.shared(own), team.index, own)
+        raise CheckpointError(
+            f"ranks were given other checkpoints, {said}; pass the path of the same one on all ranks."
+        )
+
+
+def _check_all(files: Files, plan: _Plan, team: Team) -> None:
+    """Raise `CheckpointError` on every rank unless all that this load uses is as it was written."""
+    try:
+        team.agree(lambda: _check(files, plan, team))
+    except CheckpointError as error:
+        older = team.shared((before(files.folder) or "") if team.leads else "")[0]
+        more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
+        raise CheckpointError(f"{error}{more}") from error
+
+
+def _fill(
     files: Files,
-    model: nn.Module,
+    plan: _Plan,
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Stateful],
     team: Team,
-    strict: bool,
-) -> _Plan:
+) -> None:
     """Do what `load` says; no rank begins a part of it before all have ended the one before."""
-    plan = team.agree(lambda: _plan(files, model, optimizer, state, team, strict))
-    team.agree(lambda: _check(files, plan, team))
     words = team.agree(lambda: _of_this_rank(files, plan, state))
-    weights, others = plan.of_model(), plan.of_optimizer()
+    # Who refuses what he is given refuses it before any tensor changes; the weights are last.
+    if optimizer is not None:
+        team.agree(lambda: _try(optimizer, plan.optimizer))
+    for key, thing in state.items():
+        team.agree(partial(_give, key, thing, words))
     with torch.no_grad():
-        team.agree(lambda: files.fill_all(others))
+        team.agree(lambda: files.fill_all(plan.of_optimizer()))
     if optimizer is not None:
         team.agree(lambda: _restore(optimizer, plan.optimizer))
-    for key, thing in state.items():
-        team.agree(partial(thing.load_state_dict, words[key]))
-    with torch.no_grad():  # last: who refuses what he is given refuses it before any weight changes
-        team.agree(lambda: files.fill_all(weights))
-    return plan
+    with torch.no_grad():
+        team.agree(lambda: files.fill_all(plan.of_model()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +165,23 @@ class _Plan:
         return [read for read in self.reads if not read.name.startswith("model/")]
 
 
+def _try(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Let the optimizer take a state whose tensors are not filled yet, to see whether it does; it has its own again then."""
+    given: object = optimizer
+    before = dict(vars(optimizer))
+    try:
+        if isinstance(given, LocalStep):
+            super(LocalStep, given).load_state_dict(state)  # type: ignore[misc]
+        else:
+            optimizer.load_state_dict(state)
+    except Exception as error:
+        raise _not_taken(
+            f"{type(optimizer).__name__} does not take the optimizer's state that was saved", error
+        ) from error
+    finally:
+        vars(optimizer).update(before)
+
+
 def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Give the optimizer its state. Where it does not take it, it has its own groups and states again."""
     before = dict(vars(optimizer))
@@ -119,16 +192,25 @@ def _restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         raise
 
 
-def _files(path: str | os.PathLike[str]) -> Files:
-    folder = checkpoint_at(path)
-    manifest = read_manifest(folder)
+def _give(key: str, thing: Stateful, words: Mapping[str, Any]) -> None:
     try:
-        return Files(folder, manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder} cannot be checked: {error}") from error
+        thing.load_state_dict(words[key])
+    except Exception as error:
+        raise _not_taken(f"state[{key!r}] does not take what was saved of it", error) from error
 
 
-def _plan(
+def _not_taken(what: str, error: Exception) -> Exception:
+    if isinstance(error, AccordionError):
+        return error
+    return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
+
+
+def _files(path: str | os.PathLike[str], state: Mapping[str, Stateful]) -> Files:
+    check_stateful(state, "load_state_dict")
+    return steady(lambda: checkpoint_at(path), opened)
+
+
+def _planned(
     files: Files,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -136,10 +218,25 @@ def _plan(
     team: Team,
     strict: bool,
 ) -> _Plan:
+    """`_plan` on every rank. Raises `CheckpointError` on all where it fails on one; a collective."""
+    found = team.agree(lambda: contents(model, optimizer))
+    same_kind_on_all(found, team)
+    own = own_states(files, found, team)
+    return team.agree(lambda: _plan(files, found, optimizer, own, state, team, strict))
+
+
+def _plan(
+    files: Files,
+    found: Contents,
+    optimizer: torch.optim.Optimizer | None,
+    own: OwnStates | None,
+    state: Mapping[str, Stateful],
+    team: Team,
+    strict: bool,
+) -> _Plan:
     """Compare the checkpoint with what is to be filled, and list what this rank reads."""
     manifest, folder = files.manifest, files.folder
-    found = contents(model, optimizer)
-    unlike = differences(manifest, found)
+    unlike = differences(manifest, found, own)
     if unlike and strict:
         raise CheckpointError(f"{folder} does not fit: " + "; ".join(unlike) + ".")
     files.check_sizes()
@@ -148,9 +245,10 @@ def _plan(
     kept: dict[str, Any] = {}
     made: dict[str, Tensor] = {}
     if optimizer is not None:
-        kept, made = restored(manifest, found, optimizer)
+        kept, made = restored(manifest, found, optimizer, own)
         targets += made.items()
-    fresh = {id(tensor) for name, tensor in made.items() if tensor is not found.tensors.get(name)}
+    held = {id(tensor) for tensor in found.tensors.values()}
+    fresh = {id(tensor) for tensor in made.values()} - held
     try:
         reads = [read for name, t in targets for read in _reads(name, manifest.tensors[name], t, fresh=id(t) in fresh)]
         extra = decode(manifest.extra, _no_tensor)
@@ -160,12 +258,12 @@ def _plan(
 
 
 def _fits(entry: Entry, tensor: Tensor) -> bool:
-    return entry.shape == tuple(tensor.shape)
+    return entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype])
 
 
 def _state_source(manifest: Manifest, team: Team) -> str:
     """Whose state this rank takes: its own where as many ranks saved, else the first one's."""
-    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.endswith("/state")}
+    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
         raise CheckpointError("it was saved without state; load it without state.")
     own = state_name(team.index)
@@ -208,7 +306,7 @@ def _of_this_rank(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
 def whole(files: Files, name: str) -> Tensor:
     """A tensor of the checkpoint, whole and in host memory; its bytes are not checked."""
     entry = files.manifest.tensors[name]
-    into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    into = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
     for read in _reads(name, entry, into):
         files.fill(read)
     return into

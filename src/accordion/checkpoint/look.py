@@ -11,15 +11,20 @@ import torch
 
 from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import Entry, Manifest
+from accordion.checkpoint.gather import OF_RANKS
 from accordion.checkpoint.load import whole
-from accordion.checkpoint.reading import Files, faults_in, read_manifest
+from accordion.checkpoint.reading import Files, Read, faults_in, opened, read_manifest, steady
+from accordion.errors import CheckpointError
 
 BLOCK = 2**22  # elements that are compared at once
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the manifest says: who saved, tensors with dtype, shape, bytes and chunks, groups of the optimizer, `extra`."""
-    manifest = read_manifest(checkpoint_at(path))
+    """What the manifest says: who saved, tensors with dtype, shape, bytes and chunks, groups of the optimizer, `extra`.
+
+    `rank_states`: states of the optimizer that hold for the rows of their rank, [parameter, key] each, and how many ranks.
+    """
+    manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
     return {
         "path": str(checkpoint_at(path)),
@@ -30,6 +35,10 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         "tensors": {name: _about(entry) for name, entry in manifest.tensors.items()},
         "aliases": dict(manifest.aliases),
         "optimizer": None if optimizer is None else [group["options"] for group in optimizer["groups"]],
+        "rank_states": {
+            "num_ranks": manifest.saved_by.get("num_ranks"),
+            "states": (optimizer or {}).get("of_rows", []),
+        },
         "extra": manifest.extra,
     }
 
@@ -42,22 +51,28 @@ def _about(entry: Entry) -> dict[str, Any]:
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte; everything that is not as it was written, each naming file and tensor. Empty: all is good."""
-    return faults_in(checkpoint_at(path))
+    return steady(lambda: checkpoint_at(path), faults_in, bool)
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str, Any]:
     """How two checkpoints differ: names in one alone, other shapes and dtypes, values that differ, other words.
 
     Tensors are compared by value, whatever ranks saved them; `values`: name -> how many elements differ, and by how much at
-    most. What ranks keep for themselves is not compared. Host memory: twice the largest tensor.
+    most. What ranks keep of `state` is not compared; what they keep of the optimizer is. Host memory: twice the largest tensor.
+    Every byte is checked first. Raises `CheckpointError` where one of them is damaged.
     """
     folders = [checkpoint_at(path) for path in (one, other)]
     with (
-        closing(Files(folders[0], read_manifest(folders[0]))) as a,
-        closing(Files(folders[1], read_manifest(folders[1]))) as b,
+        closing(opened(folders[0])) as a,
+        closing(opened(folders[1])) as b,
     ):
         for files in (a, b):
             files.check_sizes()
+            faults = files.faults(_all_of(files.manifest))
+            if faults:
+                raise CheckpointError(
+                    f"{files.folder} is damaged, so it is not compared: {faults[0]}; verify tells all."
+                )
         ours, theirs = _names(a.manifest), _names(b.manifest)
         both = [name for name in ours if name in theirs]
         unlike = {name: _unlike(a.manifest.tensors[ours[name]], b.manifest.tensors[theirs[name]]) for name in both}
@@ -71,9 +86,19 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
         }
 
 
+def _all_of(manifest: Manifest) -> Iterator[Read]:
+    """All that is compared."""
+    chunks = ((n, e, c) for n, e, c in manifest.chunks() if _is_compared(n))
+    return (Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in chunks)
+
+
+def _is_compared(name: str) -> bool:
+    return not name.startswith(OF_RANKS) or name.split("/")[2:3] == ["optimizer"]
+
+
 def _names(manifest: Manifest) -> dict[str, str]:
-    """Every name of a tensor but those of ranks, and the name that has the data."""
-    own = {name: name for name in manifest.tensors if not name.startswith("rank/")}
+    """Every name of a tensor but those of `state` and of checksums, and the name that has the data."""
+    own = {name: name for name in manifest.tensors if _is_compared(name)}
     return {**own, **manifest.aliases}
 
 

@@ -4,79 +4,230 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
+import torch.distributed as dist
+
+from accordion.checkpoint import claims
 from accordion.checkpoint.folders import Folder, Local, folder_at, readable
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.reading import faults_in, read_manifest
+from accordion.checkpoint.reading import TURNS, faults_in, look_into, steady
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
+NO_CHECKPOINTS = ("lost+found",)  # what a file system has in its first folder, for its administrator alone
+NEVER = 2**63  # when something was written of which no time is known: it may be the newest
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
-    """Path of the newest checkpoint in `folder`, None if there is none; folders that are not complete do not count.
+    """Path of the newest complete checkpoint in `folder`, None if there is no checkpoint at all.
 
     Newest by the number at the end of its name, then by time. What decides is the manifests and the sizes of the files that
-    they list; no file points anywhere. `accordion checkpoint verify` reads every byte.
+    they list; no file points anywhere. `accordion checkpoint verify` reads every byte. Newer ones that are damaged are
+    passed over with a warning that names them. Raises `CheckpointError` where one that may be the newest cannot be read, or
+    where there are checkpoints and all are damaged.
     """
-    found = good_ones(folder_at(folder))
-    return str(found[-1]) if found else None
+    found = newest(folder)
+    if found.path is None and found.passed_over:
+        raise CheckpointError(f"in {folder_at(folder)} {found.words()}")
+    if found.passed_over and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(found.words(), stacklevel=2)
+    return found.path
 
 
-def good_ones(folder: Folder) -> list[Folder]:
-    """The complete checkpoints in `folder`, the newest last."""
-    names = set(folder.folders())
-    if isinstance(folder, Local):
-        names |= folder.replaced_names()
-    found = [(_age(at, name), at) for name in names if is_complete(at := readable(folder.inside(name)))]
-    return [at for _, at in sorted(found, key=lambda pair: pair[0])]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newest:
+    """`path`: the newest complete checkpoint of a folder, None if there is none.
+
+    `passed_over`: what is wrong with each newer one, the newest first; each names its path. Where there are some and `path` is
+    None, all checkpoints are damaged, and to begin anew would be a mistake.
+    """
+
+    path: str | None
+    passed_over: tuple[str, ...]
+
+    def words(self) -> str:
+        """What was passed over and how to go on, for a log or an error; "" where nothing was."""
+        wrong = "; ".join(text.rstrip(".") for text in self.passed_over)
+        if not wrong:
+            return ""
+        if self.path is None:
+            return f"there are checkpoints, and none is complete: {wrong}. Mend them, or move them away to begin anew."
+        return f"{self.path} is the newest complete checkpoint, newer ones are damaged: {wrong}. Mend them, or move them away."
 
 
-def is_complete(folder: Folder) -> bool:
-    """Whether its manifest is sound, and its files are all there with their sizes."""
+def newest(folder: str | os.PathLike[str]) -> Newest:
+    """What `latest` gives, with what it passed over and without a warning: for those who log in their own way.
+
+    Raises `CheckpointError` where a checkpoint that may be the newest cannot be read: nothing that cannot be read is taken for
+    absent.
+    """
+    listed: set[str] = set()
+    found = Newest(path=None, passed_over=())
+    for _ in range(TURNS):
+        candidates = _by_age(folder_at(folder))
+        before, listed = listed, {at.name for at in candidates}
+        if listed == before:
+            break  # else a job saved there, and removed what was the newest when it was listed
+        found = _newest_of(candidates)
+        if found.path is not None:
+            break
+    return found
+
+
+def _newest_of(candidates: list[_Candidate]) -> Newest:
+    wrong: list[str] = []
+    for at in reversed(candidates):
+        try:
+            why = at.fault()
+        except OSError as error:
+            raise CheckpointError(
+                f"{at} cannot be read ({error.strerror or error}), and it may be the newest checkpoint of {at.parent}; "
+                "try again, or pass the path of the one to take."
+            ) from error
+        if why is None:
+            return Newest(path=str(at), passed_over=tuple(wrong))
+        wrong += [why] if why else []
+    return Newest(path=None, passed_over=tuple(wrong))
+
+
+def before(folder: Folder) -> str | None:
+    """The newest complete checkpoint beside `folder` that is older; None if there is none, or it cannot be found."""
+    parent, _, own = str(folder).rpartition("/")
+    with suppress(CheckpointError, UsageError, OSError):
+        found = _by_age(folder_at(parent or "/"))
+        names = [at.name for at in found]
+        for at in reversed(found[: names.index(own)] if own in names else []):
+            with suppress(OSError):
+                if at.fault() is None:
+                    return str(at)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A name in a folder of checkpoints; what has it may be another checkpoint each time one looks."""
+
+    parent: Folder
+    name: str
+
+    def __str__(self) -> str:
+        return str(self.parent.inside(self.name))
+
+    def folder(self) -> Folder:
+        return readable(self.parent.inside(self.name))
+
+    def fault(self) -> str | None:
+        """As `fault_of`."""
+        return steady(self.folder, fault_of, lambda why: why is not None)
+
+    def age(self) -> tuple[int, int, str]:
+        number = NUMBER.search(self.name)
+        try:
+            written_at = self.folder().written_at(MANIFEST)
+        except OSError:
+            written_at = NEVER
+        return int(number[1]) if number else -1, written_at, self.name
+
+
+def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[_Candidate]:
+    """Where the folders in `folder` are, those that hold an older checkpoint first; nobody has looked into them yet."""
+    try:
+        names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
+    except NotADirectoryError:
+        raise CheckpointError(f"{folder} is a file, and no folder of checkpoints.") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
+    return sorted((_Candidate(folder, name) for name in names), key=_Candidate.age)
+
+
+def fault_of(folder: Folder) -> str | None:
+    """None if it is a complete checkpoint: its manifest is sound, and its files are all there with their sizes.
+
+    Else what is wrong, "" where nothing of a checkpoint is there, or not any more. Raises `OSError` where it cannot be read.
+    """
+    ours = False
     try:
         held = folder.sizes()
-        return MANIFEST in held and all(
-            held.get(name) == file.num_bytes for name, file in read_manifest(folder).files.items()
-        )
-    except (CheckpointError, OSError):
-        return False
+        ours = any(map(claims.RANK_FILE.fullmatch, held))
+        if MANIFEST not in held and not isinstance(folder, Local):
+            return ""  # a save is writing it, or was killed
+        files = look_into(folder)
+        ours = True
+        files.check_sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except CheckpointError as error:
+        return str(error) if ours else ""
+    return None
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> list[str]:
     """Remove all but the `keep` newest good checkpoints in `folder`; returns which. With `dry` it only says which.
 
-    What is not complete is neither counted nor removed: a save may be writing it; nor are links. Before any is removed one of
-    those that stay is read, every byte; where none of them is as it was written, more of the older ones stay, up to one that
-    is. Raises `UsageError` for `keep` below 1.
+    What is not complete is neither counted nor removed: a save may be writing it; nor are links, nor what holds other files
+    too. What an earlier removal has left is removed. Before any is removed one of those that stay is read, every byte; where
+    none of them is as it was written, more of the older ones stay, up to one that is. Raises `UsageError` for `keep` below 1,
+    `CheckpointError` where one cannot be removed.
     """
-    if keep < 1:
+    check_keep(keep)
+    if not keep:
         raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
-    found = _own(good_ones(folder_at(folder)))
+    at = folder_at(folder)
+    found = _good(_by_age(at))
     doomed = found[:-keep]
     if doomed:
         sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i])), 0)
         doomed = doomed[:sound]
-    for one in [] if dry else doomed:
-        one.discard()
-    return [str(one) for one in doomed]
+    rests = [Local(path) for _, path in claims.rests(at.path)] if isinstance(at, Local) else []
+    for one in [] if dry else [*doomed, *rests]:
+        _discard(one)
+    return [str(one) for one in (*doomed, *rests)]
 
 
-def prune_before(newest: Folder, keep: int) -> None:
-    """Remove old checkpoints beside `newest` whose names differ from its in the number at their end alone."""
-    parent, _, own = str(newest).rpartition("/")
-    stem = NUMBER.sub("", own)
-    like = [at for at in _own(good_ones(folder_at(parent))) if NUMBER.sub("", str(at).rpartition("/")[2]) == stem]
-    older = [at for at in like if str(at) != str(newest)]
+def check_keep(keep: int) -> None:
+    """Raise `UsageError` unless it is a number of checkpoints."""
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+        raise UsageError(f"keep is {keep!r}; it takes 1 or more, a number of checkpoints, and for a save 0 keeps all.")
+
+
+def prune_before(saved: Folder, keep: int) -> None:
+    """Remove old checkpoints beside `saved` whose names differ from its in the number at their end alone.
+
+    The `keep` newest of them stay, and so do `saved` and all that are newer. Raises `CheckpointError` where one that is to go
+    cannot be removed; a later call tries again, and says no more of it.
+    """
+    parent, _, own = str(saved).rpartition("/")
+    at, stem = folder_at(parent or "/"), NUMBER.sub("", own)
+    like = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
+    names = [str(one) for one in like]
+    older = like[: names.index(str(saved)) if str(saved) in names else 0]
+    for name, rest in claims.rests(at.path) if isinstance(at, Local) else []:
+        if NUMBER.sub("", name) == stem:
+            claims.remove_quietly(rest)
     for one in older[: max(0, len(like) - keep)]:
+        _discard(one)
+
+
+def _good(found: list[_Candidate]) -> list[Folder]:
+    """Those that are complete and may be removed: no links, which would count twice, and nothing that holds other files too."""
+    good = []
+    for at in found:
+        with suppress(OSError, CheckpointError):  # what cannot be read is not counted, so that more stay
+            folder = at.folder()
+            apart = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
+            if not apart and at.fault() is None:
+                good.append(folder)
+    return good
+
+
+def _discard(one: Folder) -> None:
+    try:
         one.discard()
-
-
-def _own(found: list[Folder]) -> list[Folder]:
-    """Without links, of which each would count as one more checkpoint than there is."""
-    return [at for at in found if not (isinstance(at, Local) and at.path.is_symlink())]
-
-
-def _age(folder: Folder, name: str) -> tuple[int, int, str]:
-    number = NUMBER.search(name)
-    return int(number[1]) if number else -1, folder.written_at(MANIFEST), name
+    except FileNotFoundError:
+        return  # another job was faster
+    except OSError as error:
+        raise CheckpointError(f"{one} cannot be removed, all of it: {error}") from error

@@ -3,44 +3,116 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.folders import Folder, Reader
+from accordion.checkpoint.claims import RANK_FILE
+from accordion.checkpoint.folders import Folder, Local, Reader
 from accordion.checkpoint.format import DTYPES, MANIFEST, Chunk, Entry, Manifest, parse
 from accordion.checkpoint.sums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
+T = TypeVar("T")
+DCP_METADATA = ".metadata"
+TURNS = 5  # of reading what is replaced meanwhile
+REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
 LARGEST_MANIFEST = 2**30
 SMALL_MANIFEST = 2**26  # of any checkpoint; beyond it a manifest is no larger than the tensors that it describes
+LONGEST_NAME = 300  # letters of a tensor's that a message names
 SHOWN = 3  # tensors of a file that a message names
 STAGE_BYTES = 2**26  # read at once where a tensor cannot be read in place
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """The manifest of a checkpoint. Raises `CheckpointError` where there is none or it is damaged."""
+    """The manifest of a checkpoint. Raises `CheckpointError` where there is none, it cannot be read, or it is damaged."""
+    return opened(folder).manifest
+
+
+def opened(folder: Folder) -> Files:
+    """The tensor files of a checkpoint, none of them opened yet. Raises `CheckpointError` as `read_manifest` does."""
     try:
-        sizes = folder.sizes()
-        if MANIFEST not in sizes:
-            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}.")
-        limit = min(LARGEST_MANIFEST, SMALL_MANIFEST + sum(sizes.values()) - sizes[MANIFEST])
-        if sizes[MANIFEST] > limit:
-            raise CheckpointError(
-                f"{folder}/{MANIFEST} cannot be used: {sizes[MANIFEST]} bytes are absurd beside its files."
-            )
-        text = folder.read(MANIFEST)
+        return look_into(folder)
     except (FileNotFoundError, NotADirectoryError):
+        if isinstance(folder, Local) and folder.path.is_file():
+            raise CheckpointError(
+                f"{folder} is no checkpoint: it is a file, and a checkpoint is a folder; {_CONVERT} of a file of torch.save."
+            ) from None
         raise CheckpointError(f"{folder} is no checkpoint: there is no such folder.") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
+
+
+def look_into(folder: Folder) -> Files:
+    """`opened`, which leaves an `OSError` as it is."""
+    mark, sizes = folder.mark(), folder.sizes()
+    if MANIFEST not in sizes:
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{_instead(sizes)}.")
+    limit = min(LARGEST_MANIFEST, SMALL_MANIFEST + sum(sizes.values()) - sizes[MANIFEST])
+    if sizes[MANIFEST] > limit:
+        raise CheckpointError(
+            f"{folder}/{MANIFEST} cannot be used: {sizes[MANIFEST]} bytes are absurd beside its files."
+        )
+    text = folder.read(MANIFEST)
     try:
-        return parse(text)
+        manifest = parse(text)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}/{MANIFEST} cannot be used: {error}") from error
+    try:
+        return Files(
+            folder, manifest, mark=mark, digest=int.from_bytes(sha256(text).digest()[:8], "little", signed=True)
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} cannot be checked: {error}") from error
+
+
+_CONVERT = "`accordion checkpoint convert` makes one"
+
+
+def _instead(names: Iterable[str]) -> str:
+    """What a folder without manifest is, where its files tell."""
+    if DCP_METADATA in names:
+        return f", but the {DCP_METADATA} of torch.distributed.checkpoint; {_CONVERT} of it"
+    if any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in names):
+        return f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
+    return ""
+
+
+def steady(
+    find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda found: False
+) -> T:
+    """What `act` makes of the folder that `find` gives; once more where that is bad, or it raises, because another checkpoint
+    has taken the name meanwhile. Raises `CheckpointError` where it always has.
+    """
+    for turn in range(TURNS):
+        before, last = mark_of(find), turn == TURNS - 1
+        try:
+            found = act(find())
+            if not is_bad(found) or _stayed(find, before, last):
+                return found
+        except (CheckpointError, OSError):
+            if _stayed(find, before, last):
+                raise
+    raise CheckpointError(f"{find()} was {REPLACED}")
+
+
+def _stayed(find: Callable[[], Folder], before: object, last: bool) -> bool:
+    """Whether the same checkpoint has the name still; where none had it, for long enough."""
+    return mark_of(find) == before and (before is not None or last)
+
+
+def mark_of(find: Callable[[], Folder]) -> object:
+    try:
+        return find().mark()
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +153,9 @@ class Read:
 class Files:
     """The tensor files of one checkpoint. Owns those that were opened, and which pieces of them were found sound."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Folder, manifest: Manifest, *, mark: object = None, digest: int = 0) -> None:
+        """`mark`: the folder's when this was begun; `digest`: 8 bytes of the manifest's sha256, as an int64."""
+        self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
         self._open: dict[str, Reader] = {}
         self._buffer = memoryview(bytearray(SUMMED_BYTES))
@@ -142,11 +215,11 @@ class Files:
         for (file, at), (name, text, num_bytes, into) in sorted(wanted.items()):
             try:
                 if self._sum(self.opened(file), at, num_bytes, into) != text:
-                    found[f"{name} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
+                    found[f"{name[:LONGEST_NAME]} is damaged in bytes {at} to {at + num_bytes - 1} of {file}"] = None
             except CheckpointError as error:
                 found[str(error)] = None
             except OSError as error:
-                found[f"{name} in {file}: {error}"] = None
+                found[f"{name[:LONGEST_NAME]} in {file}: {error}"] = None
         return list(found)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
@@ -180,7 +253,7 @@ class Files:
         row_bytes = max(1, math.prod(row_shape) * dtype.itemsize)
         step = max(1, STAGE_BYTES // row_bytes) * row_bytes
         for a, b in pieces(start, end, step):
-            stage = torch.empty(b - a, dtype=torch.uint8)
+            stage = torch.empty(b - a, dtype=torch.uint8, device="cpu")
             reader.read_into(bytes_of(stage), read.chunk.at + a)
             if not read.box.shape:
                 into.copy_(stage.view(dtype).view(()))
@@ -193,9 +266,10 @@ class Files:
 def faults_in(folder: Folder) -> list[str]:
     """Read every byte of a checkpoint; everything that is not as it was written, each naming file and tensor."""
     try:
-        manifest = read_manifest(folder)
-        with closing(Files(folder, manifest)) as files:
+        with closing(opened(folder)) as files:
             files.check_sizes()
-            return files.faults(Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in manifest.chunks())
+            return files.faults(
+                Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in files.manifest.chunks()
+            )
     except (CheckpointError, OSError) as error:
         return [str(error)]

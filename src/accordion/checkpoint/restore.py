@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from accordion.checkpoint.format import DTYPES, Entry, Manifest
-from accordion.checkpoint.state import Contents
+from accordion.checkpoint.format import CODES, DTYPES, Entry, Manifest, holds
+from accordion.checkpoint.own_states import OwnStates
+from accordion.checkpoint.state import Contents, optimizer_name
 from accordion.checkpoint.values import Json, decode
 from accordion.errors import CheckpointError
 
+LONGEST_NAME = 300  # letters of one that a message lists
 
-def differences(manifest: Manifest, found: Contents) -> list[str]:
+
+def differences(manifest: Manifest, found: Contents, own: OwnStates | None = None) -> list[str]:
     """Everything by which the checkpoint does not fit `found`, each naming both sides; empty if it fits."""
     wanted = {name: tensor for name, tensor in found.tensors.items() if name.startswith("model/")}
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
@@ -36,9 +39,21 @@ def differences(manifest: Manifest, found: Contents) -> list[str]:
             if source in manifest.tensors and manifest.tensors[source].shape != tuple(wanted[name].shape)
         ),
     )
+    unlike += _listed(
+        "of another kind",
+        (
+            f"{name} is {manifest.tensors[source].dtype} in the checkpoint and {_code(wanted[name])} in the model"
+            for name, source in sources.items()
+            if source in manifest.tensors and not holds(wanted[name].dtype, DTYPES[manifest.tensors[source].dtype])
+        ),
+    )
     if found.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, found.optimizer)
-    return unlike
+    return unlike + ([own.why] if own is not None and own.why is not None else [])
+
+
+def _code(tensor: Tensor) -> str:
+    return CODES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _named(name: str, found: Contents) -> str:
@@ -48,57 +63,89 @@ def _named(name: str, found: Contents) -> str:
 
 def _listed(what: str, names: Iterable[str]) -> list[str]:
     """One line for all `names`, none if there are none."""
-    names = list(names)
+    names = [name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names]
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 
 def _optimizer_differences(saved: Json, own: Json) -> list[str]:
     if saved is None:
         return ["it was saved without an optimizer; load it without one"]
+    if not _is_related(saved, own):
+        names = [optimizer_name(words) for words in (saved, own)]
+        return [f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states mean other things"]
     theirs, ours = ([group["params"] for group in words["groups"]] for words in (saved, own))
-    if len(theirs) != len(ours):
-        return [f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}"]
     unlike = []
-    for i, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+    if len(theirs) != len(ours):
+        unlike.append(f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}")
+    all_theirs, all_ours = ({name for names in groups for name in names} for groups in (theirs, ours))
+    for i, our in enumerate(ours):
+        where = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
+        unlike += _listed(where, (name for name in our if name not in all_theirs))
+    for i, their in enumerate(theirs):
         unlike += _listed(
-            f"missing in the checkpoint's parameter group {i}", (name for name in our if name not in their)
+            f"only in the checkpoint's parameter group {i}", (name for name in their if name not in all_ours)
         )
-        unlike += _listed(f"only in the checkpoint's parameter group {i}", (name for name in their if name not in our))
+    for i, their in enumerate(_sources(saved, own)):
+        if len(their) > 1:
+            told = ", ".join(map(str, their))
+            unlike.append(
+                f"parameter group {i} is of groups {told} of the checkpoint, so that its options stay its own"
+            )
+        elif their and their != [i]:
+            unlike.append(
+                f"parameter group {i} is group {their[0]} of the checkpoint (with strict=False it takes that one's options)"
+            )
     return unlike
 
 
+def _is_related(saved: Json, own: Json) -> bool:
+    """Whether one of the two kinds of optimizers is the other, or made of it; a converted checkpoint names none."""
+    theirs, ours = saved.get("kind") or [], own["kind"]
+    return not theirs or theirs[0] in ours or ours[0] in theirs
+
+
+def _sources(saved: Json, own: Json) -> list[list[int]]:
+    """For each group of the optimizer, those of the checkpoint that have parameters of it."""
+    theirs = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
+    return [sorted({theirs[name] for name in group["params"] if name in theirs}) for group in own["groups"]]
+
+
 def restored(
-    manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer
+    manifest: Manifest, found: Contents, optimizer: torch.optim.Optimizer, own: OwnStates | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled.
+    """The state dict to give to `optimizer`, and its tensors by name, which are still to be filled. `own`: of this rank.
 
     What the checkpoint does not hold, or in another shape, stays as it is; `differences` says so.
     """
     made: dict[str, Tensor] = {}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
+        if own is not None and param is not None and name.startswith(own.prefix):
+            state, local = own.tensor(manifest, name, param, found.tensors.get(name.removeprefix(own.prefix)))
+            if local.numel():
+                made[name] = local
+            return state
         if name not in manifest.tensors:
             raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
         made[name] = _fitting(name, manifest.tensors[name], param, found.tensors.get(name))
         return made[name]
 
     words, now = manifest.optimizer, optimizer.state_dict()
-    if words is None:
+    if words is None or not _is_related(words, found.optimizer):
         return now, made
-    groups = now["param_groups"]
-    if len(groups) == len(words["groups"]):
-        groups = [
-            {**group, **decode(saved["options"], partial(tensor_for, None)), "params": group["params"]}
-            for group, saved in zip(groups, words["groups"], strict=True)
-        ]
+    groups = []
+    for group, sources in zip(now["param_groups"], _sources(words, found.optimizer), strict=True):
+        options = words["groups"][sources[0]]["options"] if len(sources) == 1 else {}
+        groups.append({**group, **decode(options, partial(tensor_for, None)), "params": group["params"]})
     state = dict(now["state"])
-    for group, own in zip(groups, found.optimizer["groups"], strict=True):
-        for index, name in zip(group["params"], own["params"], strict=True):
+    for group, ours in zip(groups, found.optimizer["groups"], strict=True):
+        for index, name in zip(group["params"], ours["params"], strict=True):
             param, entry = found.tensors["model/" + name], manifest.tensors.get("model/" + name)
-            fits = entry is None or entry.shape == tuple(param.shape)
+            fits = (entry is None or entry.shape == tuple(param.shape)) and not (own and name in own.misfits)
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:
-                state[index] = decode(words["state"][name], partial(tensor_for, param))
+                saved = words["state"][name] if own is None else own.put_into(name, words["state"][name])
+                state[index] = decode(saved, partial(tensor_for, param))
                 if not isinstance(state[index], dict):
                     raise CheckpointError(f"the optimizer's state of {name} is no dict.")
     return {"state": state, "param_groups": groups}, made
@@ -112,7 +159,8 @@ def _fitting(name: str, entry: Entry, param: Tensor | None, present: Tensor | No
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step
     placed = isinstance(param, DTensor) and not step and (like or entry.placements is not None)
-    if present is not None and tuple(present.shape) == entry.shape and isinstance(present, DTensor) == placed:
+    same = present is not None and tuple(present.shape) == entry.shape and holds(present.dtype, dtype)
+    if present is not None and same and isinstance(present, DTensor) == placed:
         return present
     if like:
         assert param is not None

@@ -6,25 +6,30 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accordion.checkpoint.alike import OfRank, same_on_all
 from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.folders import Folder, folder_at
+from accordion.checkpoint.folders import Folder, Local, folder_at
 from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
 from accordion.checkpoint.gather import described
-from accordion.checkpoint.prune import prune_before
+from accordion.checkpoint.prune import check_keep, prune_before
 from accordion.checkpoint.state import (
     Contents,
     Stateful,
+    check_stateful,
     contents,
     local_data,
     model_tensors,
+    only_one,
     own_box,
     own_coordinate,
     placement_words,
@@ -32,7 +37,7 @@ from accordion.checkpoint.state import (
     writes,
 )
 from accordion.checkpoint.sums import PIECE_BYTES, kind_here
-from accordion.checkpoint.team import Team
+from accordion.checkpoint.team import Team, told_as
 from accordion.checkpoint.values import Json, encode
 from accordion.checkpoint.writing import Layout, Part, layout, write
 from accordion.engine.autograd import engine_of
@@ -55,6 +60,7 @@ def save(
     *,
     extra: Json = None,
     state: Mapping[str, Stateful] | None = None,
+    rank_states: bool = False,
     background: bool = False,
     keep: int = 0,
 ) -> Saving:
@@ -69,10 +75,13 @@ def save(
     `background`: returns as soon as everything is copied to host memory, and writes in a thread. A later save waits for it;
     where it failed, the next step of `optimizer`, the next save or `wait()` of what is returned raises.
 
-    The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed.
+    `rank_states`: states of the optimizer that are neither shaped like their shard nor equal on all ranks (scales of blocks of
+    an 8-bit optimizer, a vector for each matrix) are kept for each rank, and load on as many ranks under the same cut alone.
+    Without it they are refused: no rank's is right for another.
+
+    The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank where one of them failed, and, before
+    anything is written, where ranks hold other models, optimizers, options or such states.
     """
-    if keep < 0:
-        raise UsageError(f"keep is {keep}; it is a number of checkpoints, 0 for all.")
     engine = engine_of(model)
     if engine is not None:
         if engine.suspended:
@@ -83,10 +92,12 @@ def save(
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())
-    target = folder_at(path)
-    found = team.agree(lambda: contents(model, optimizer))
-    name = team.shared(secrets.token_hex(4) if team.leads else "")[0]
-    job = team.agree(lambda: _job(target, name, found, team, extra, state or {}, keep))
+    optimizer = team.agree(partial(only_one, optimizer))
+    target = team.agree(lambda: _target(path, state or {}, keep))
+    found, of_rank = same_on_all(team.agree(lambda: contents(model, optimizer)), optimizer, team, rank_states)
+    name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
+    own = team.agree(lambda: [*_state_parts(state or {}, team), *_optimizer_parts(of_rank)])
+    job = team.agree(lambda: _job(target, name, place, found, team, extra, own, keep))
     if not background:
         job.run(team.agree)
         return Saving.done()
@@ -97,11 +108,12 @@ def save(
 class Job:
     """All that a save will write on this rank, decided before it writes any of it.
 
-    `name`: of this save, the same on all ranks. `form`: the manifest without files.
+    `name`: of this save, the same on all ranks. `place`: rank 0's target, in words. `form`: the manifest without files.
     """
 
     target: Folder
     name: str
+    place: str
     form: Manifest
     plan: Layout
     team: Team
@@ -109,20 +121,28 @@ class Job:
 
     def run(self, agree: Agree, host: memoryview | None = None) -> None:
         """Write it all. `host`: the bytes of this rank's parts, where they were copied."""
-        leads, begun = self.team.leads, self.target.begun(self.name)
-        agree(lambda: self.target.begin(self.name) if leads else None)
+        leads = self.team.leads
+        made: list[Folder] = []
         try:
+            agree(lambda: made.append(self.target.begin(self.name)) if leads else None)
+            begun = made[0] if made else self.target.begun(self.name)
             agree(lambda: self._write_own(begun, host))
             agree(lambda: self._commit(begun) if leads else None)
-        except CheckpointError:
-            if leads:
-                begun.discard()
+        except BaseException:
+            for one in made:
+                with suppress(Exception):  # the first failure is what counts
+                    one.discard()
             raise
         agree(lambda: self._prune() if leads else None)
 
     def _write_own(self, begun: Folder, host: memoryview | None) -> None:
         """Write this rank's parts of all tensors; no file where it has none."""
         if self.plan.parts:
+            if isinstance(begun, Local) and not begun.path.is_dir() and told_as(str(self.target)) != self.place:
+                raise CheckpointError(
+                    f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
+                    "that all of them share."
+                )
             write(begun, file_name(self.team.index), self.plan, host)
 
     def _commit(self, begun: Folder) -> None:
@@ -136,19 +156,27 @@ class Job:
         if self.keep:
             try:
                 prune_before(self.target, self.keep)
-            except OSError as error:
+            except (CheckpointError, OSError) as error:
                 raise CheckpointError(
                     f"{self.target} is written, but not all older ones are removed: {error}"
                 ) from error
 
 
+def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: int) -> Folder:
+    check_keep(keep)
+    check_stateful(state, "state_dict")
+    return folder_at(path)
+
+
 def _job(
-    target: Folder, name: str, found: Contents, team: Team, extra: Json, state: Mapping[str, Stateful], keep: int
+    target: Folder, name: str, place: str, found: Contents, team: Team, extra: Json, own: list[Part], keep: int
 ) -> Job:
-    parts = [*_own_parts(found.tensors, team), *_state_parts(state, team)]
+    """`own`: what this rank keeps for itself."""
+    parts = [*_own_parts(found.tensors, team), *own]
     return Job(
         target=target,
         name=name,
+        place=place,
         form=_form(found, team, encode(extra, "extra")),
         plan=layout(parts, team.index),
         team=team,
@@ -175,9 +203,25 @@ def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[Part]:
     words = encode({key: thing.state_dict() for key, thing in state.items()}, where, tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            raise CheckpointError(f"{name} is sharded; the state of a rank holds plain tensors only.")
-    text = torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
-    return [Part(name, box_of(t.shape, ()), t.detach()) for name, t in {where: text, **tensors}.items() if t.numel()]
+            raise CheckpointError(
+                f"{name} is sharded; the state of a rank holds plain tensors only: pass an optimizer as optimizer=."
+            )
+    return _whole_parts({where: _as_bytes(words), **tensors})
+
+
+def _optimizer_parts(of_rank: OfRank | None) -> list[Part]:
+    """What this rank keeps of the optimizer for itself, in the same way."""
+    if of_rank is None:
+        return []
+    return _whole_parts({of_rank.name: _as_bytes(of_rank.words), **of_rank.tensors})
+
+
+def _as_bytes(words: Json) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
+
+
+def _whole_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+    return [Part(name, box_of(t.shape, ()), t.detach()) for name, t in tensors.items() if t.numel()]
 
 
 def _form(found: Contents, team: Team, extra: Json) -> Manifest:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, Cut, box_of
 from accordion.checkpoint.values import Json, encode
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, UsageError
+from accordion.optim import LocalStep, inner_of
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
 
@@ -34,6 +35,28 @@ class Contents:
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     optimizer: Json = None
+
+
+def check_stateful(state: Mapping[str, Stateful], method: str) -> None:
+    """Raise `UsageError` for what lacks the method that a save or a load calls."""
+    for key, thing in state.items():
+        if not hasattr(thing, method):
+            raise UsageError(
+                f"state[{key!r}] is a {type(thing).__name__}, which has no {method}; plain values belong into `extra`."
+            )
+
+
+def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer that steps, of one around another. Raises `UsageError` for what is none, several in a list say."""
+    if optimizer is None:
+        return None
+    inner = inner_of(optimizer)
+    if not all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict")):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; a checkpoint holds the states of one torch.optim.Optimizer: put its "
+            "parameters into one optimizer, or save each under a path of its own."
+        )
+    return inner
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Contents:
@@ -57,6 +80,10 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             name = name.replace(wrapper, "")
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{name} is a {type(tensor).__name__} and no tensor; a checkpoint cannot hold it.")
+        if name in tensors or name in aliases:
+            raise CheckpointError(
+                f"{key} and another tensor of the model are both {name} without the names of wrappers; rename one of them."
+            )
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
         else:
@@ -82,7 +109,32 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
         if index not in by_index:
             raise CheckpointError(f"the optimizer has state for {index!r}, which is none of its parameters.")
         state[by_index[index]] = encode(value, f"optimizer/state/{by_index[index]}", tensors)
-    return {"groups": groups, "state": state}, tensors
+    _refuse_subclasses(tensors)
+    return {"kind": kinds(optimizer), "groups": groups, "state": state}, tensors
+
+
+def kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's class and of those that it comes from, its own first; without what is mixed in here."""
+    own = [
+        kind for kind in type(optimizer).__mro__ if kind is not LocalStep and issubclass(kind, torch.optim.Optimizer)
+    ]
+    return list(dict.fromkeys(kind.__name__ for kind in own[:-1]))
+
+
+def optimizer_name(words: Json) -> str:
+    """How a message calls the optimizer that these words describe."""
+    return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
+
+
+def _refuse_subclasses(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `CheckpointError` for a tensor whose elements are elsewhere, in tensors of its own."""
+    for name, tensor in tensors.items():
+        kind = type(local_data(tensor))
+        if kind is not torch.Tensor:
+            raise CheckpointError(
+                f"{name} is a {kind.__name__}, a kind of tensor that a checkpoint cannot hold; keep what it is made of in the "
+                "optimizer's state as plain tensors, or save without the optimizer."
+            )
 
 
 def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
@@ -164,6 +216,11 @@ def local_data(tensor: Tensor) -> Tensor:
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def rank_prefix(rank: int) -> str:
+    """Begins the names of tensors that a rank keeps for itself."""
+    return f"rank/{rank:05d}/"
+
+
 def state_name(rank: int) -> str:
-    """The tensor that holds what a rank keeps for itself, as JSON."""
-    return f"rank/{rank:05d}/state"
+    """The tensor that holds what a rank keeps of `state`, as JSON."""
+    return f"{rank_prefix(rank)}state"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from accordion import _torch
 from accordion.engine.collectives import device_type_of_job
-from accordion.errors import CheckpointError
+from accordion.errors import AccordionError, CheckpointError, UsageError
 
 T = TypeVar("T")
+BY_CALLER = "!"  # before what others hear of a `UsageError`
+QUOTED = 300  # letters of what a backend says
 MESSAGE_BYTES = 8192  # of each rank's error that the others see; its own it sees whole
 
 
@@ -31,6 +35,11 @@ class Team:
     def leads(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.index == 0
+
+    @property
+    def timeout_s(self) -> float:
+        """For how long the job's process group lets a rank wait."""
+        return _torch.timeout_s_of_job() if dist.is_initialized() else math.inf
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:
@@ -63,45 +72,65 @@ class Team:
         )
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Do `action` on this rank and wait for the others; where one of them failed, all raise `CheckpointError`."""
+        """Do `action` on this rank and wait for the others; where one of them failed, all raise as `agreed` does."""
         return agreed(action, self.shared, self.index)
 
-    def shared(self, text: str) -> list[str]:
-        """What each rank says, in their order. A collective."""
-        words = text.encode()[:MESSAGE_BYTES]
-        length = torch.tensor([len(words)], device=self.device)
-        for group in self.groups:
-            dist.all_reduce(length, dist.ReduceOp.MAX, group=group)
-        longest = int(length.item())
+    def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
+        """What each rank says, `most` bytes of it, in their order. A collective."""
+        words = text.encode(errors="backslashreplace")[:most]
+        longest = max(self.gathered(len(words)))
         if not longest:
             return [""] * len(self.ranks)
-        rows = torch.tensor([[*words, *bytes(longest - len(words))]], dtype=torch.uint8, device=self.device)
-        for group in reversed(self.groups):  # the last axis is the fastest in the order of ranks
-            parts = [torch.zeros_like(rows) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, rows, group=group)
-            rows = torch.cat(parts)
-        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.tolist()]
+        rows = self._rows(torch.frombuffer(bytearray(words.ljust(longest, b"\0")), dtype=torch.uint8)[None])
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows.numpy()]
+
+    def gathered(self, number: int) -> list[int]:
+        """The number, an int64, of each rank, in their order. A collective."""
+        return [int(row[0]) for row in self._rows(torch.tensor([[number]], device="cpu")).tolist()]
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """The row (1, n) of each rank, (num_ranks, n). Raises `CheckpointError` where another rank has ended."""
+        rows = rows.to(self.device)
+        try:
+            for group in reversed(self.groups):  # the last axis is the fastest in the order of ranks
+                parts = [torch.zeros_like(rows) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, rows, group=group)
+                rows = torch.cat(parts)
+            return rows.cpu()
+        except RuntimeError as error:  # a backend's own words tell of its sockets and pairs
+            raise CheckpointError(
+                "another rank has ended, cannot be reached, or did not come here in time, so that ranks cannot agree on a "
+                f"checkpoint: {str(error).splitlines()[0][:QUOTED]}"
+            ) from error
 
 
 def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: int) -> T:
-    """Do `action`, and raise `CheckpointError` on all ranks where it failed on one. `shared`: the texts of all, of which
-    `index` is this rank's.
+    """Do `action`, and raise on all ranks where it failed on one: `CheckpointError`, or `UsageError` where all that failed
+    did so with it. `shared`: the texts of all, of which `index` is this rank's.
     """
     failure: Exception | None = None
     try:
         result = action()
     except Exception as error:
         failure = error
-    text = "" if failure is None else told(failure)
+    text = "" if failure is None else BY_CALLER * isinstance(failure, UsageError) + told(failure)
     heard = shared(text)
     if any(heard):
-        raise CheckpointError(joined(heard, index, text)) from failure
+        kind = UsageError if all(one.startswith(BY_CALLER) for one in heard if one) else CheckpointError
+        plain = [one.removeprefix(BY_CALLER) for one in heard]
+        raise kind(joined(plain, index, text.removeprefix(BY_CALLER))) from failure
     return result
 
 
 def told(error: Exception) -> str:
-    """What others hear of a failure."""
-    return (isinstance(error, CheckpointError) and str(error)) or f"{type(error).__name__}: {error}"
+    """What others hear of a failure: words that can be encoded, whatever names they quote."""
+    text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
+    return told_as(text)
+
+
+def told_as(text: str) -> str:
+    """`text` in words that can be sent and printed; a path or a name may hold what UTF-8 does not."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def joined(heard: list[str], index: int, own: str) -> str:

@@ -61,5 +61,5 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
         "$dict": lambda pairs: {decode(key, tensor): decode(item, tensor) for key, item in pairs},
     }
     if word not in meaning:
-        raise CheckpointError(f"{word!r} is a word of a manifest that this version does not know.")
+        raise CheckpointError(f"{word[:100]!r} is a word of a manifest that this version does not know.")
     return meaning[word](inner)

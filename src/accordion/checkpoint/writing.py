@@ -114,14 +114,14 @@ class HostBuffer:
     """Owns host memory into which parts are copied: pinned where there is an accelerator, used again by the next copy."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copy(self, plan: Layout) -> memoryview:
         """A copy of the bytes of all parts; it stands when this returns."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._held.numel() < plan.num_bytes:
-            self._held = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._held = torch.empty(plan.num_bytes, dtype=torch.uint8, pin_memory=device is not None)
+            self._held = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
+            self._held = torch.empty(plan.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device is not None)
         at = 0
         for part in plan.parts:
             into = self._held[at : at + part.num_bytes].view(part.data.dtype).view(part.data.shape)

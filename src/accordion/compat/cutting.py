@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.compat.extensions import check_tensor, extended_rows, is_extended
 from accordion.compat.layouts import Layout, layout_of, local_part
 from accordion.compat.lazy import PART, Part, parts_below
 from accordion.engine.layout import Cut
-from accordion.shard import device_of, replace
+from accordion.extensions import check_tensor, extended_rows, is_extended
+from accordion.replaced import replace, replace_by_subclass
+from accordion.shard import device_of
 from accordion.units import Owned, owned_parameters
 
 CutRule = Callable[[nn.Parameter], int | None]
@@ -43,10 +44,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
             place = given.device if given.is_meta else torch.device("cpu") if part.offload.offloads else device
             if is_extended(o.original):
                 own = extended_rows(given, layout.cut, layout.rank, place)
-                sharded = replace(
-                    o, torch.empty(own.shape, dtype=own.dtype, device=place), layout.mesh, layout.placements
-                )
-                _torch.set_local(sharded, own)
+                replace_by_subclass(o, own, layout.mesh, layout.placements)
             else:
                 rows = rows_of(given, layout.cut, layout.rank)
                 local = rows.to(place, copy=True, memory_format=torch.contiguous_format)

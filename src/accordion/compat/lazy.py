@@ -14,16 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.agreement import same_structure
-from accordion.compat.extensions import extended_groups, is_extended
 from accordion.compat.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.lease import Lease, backward_ended
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.dtensors import answer_for_dtensors
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group, Planned, Wiring
 from accordion.engine.hooks import Hooks
 from accordion.engine.schedule import Phase
 from accordion.engine.unit import Habits, Unit
 from accordion.errors import UsageError
+from accordion.extensions import extended_groups, is_extended
 from accordion.memory.step import own_parameters
 from accordion.shard import plan_groups, wire, with_tiers
 from accordion.units import Owned, other_units_read, owned_parameters
@@ -193,8 +194,9 @@ class Tree:
         for part in parts:
             part.push()
         leases = [weakref.ref(part.lease) for part in parts]
-        self.engine.after_backward = partial(backward_ended, leases)
+        self.engine.after_backward.append(partial(backward_ended, leases))
         _torch.answer_anomaly_checks()
+        answer_for_dtensors()
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def _make_unit(

@@ -78,7 +78,7 @@ class Link:
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
         # What torch puts around each backend to check it has none for several tensors before 2.12.
-        self._coalesces = dist.get_debug_level() != dist.DebugLevel.DETAIL
+        self._coalesces = not _torch.wraps_backends()
         self._gather_coalesced = _torch.gather_coalesced(group)
         self._scatter_coalesced = _torch.reduce_scatter_coalesced(group)
 

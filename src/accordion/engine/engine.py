@@ -55,9 +55,10 @@ class Engine:
         self.silent = False  # the forward under way needs nothing of other ranks, and may be this one's alone
         self.together = Together(wiring.watch, self.announced, self.siblings, always=announce)
         self.finite: Finite | None = None  # looks for NaN and inf
-        self.after_backward: Callable[[], None] | None = None
+        self.after_backward: list[Callable[[], None]] = []
         self.after_unit: Callable[[Unit], None] | None = None  # its gradients come; those of the one before are there
         self.sync = True
+        self.unfilled: set[int] = set()  # ids of the sharded parameters that `shard` found on the meta device
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
         self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
         self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
@@ -329,8 +330,8 @@ class Engine:
             for unit in self.units:
                 unit.mark_stale()
         self.let_go()
-        if self.after_backward is not None:
-            self.after_backward()
+        for function in self.after_backward:
+            function()
         self.report_non_finite()
 
     def _reduce_leftovers(self) -> None:

@@ -31,7 +31,9 @@ class Home:
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
-        self.padded: list[Tensor] = [torch.empty(0)] * len(dtypes)  # each (chunk, ...) as 1-D, padding included
+        self.padded: list[Tensor] = [torch.empty(0, device="cpu")] * len(
+            dtypes
+        )  # each (chunk, ...) as 1-D, padding included
         self.locals: list[Tensor] = list(self.padded)  # each rank's real rows, in the parameter's shape
         self.pack_row: Tensor | None = None  # the packed shards and the tag as one 1-D tensor
         self.flats: list[Tensor] = []

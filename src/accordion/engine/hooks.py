@@ -17,12 +17,11 @@ from accordion import _torch
 from accordion.engine.autograd import Call, Gather, Leave, Staged
 from accordion.engine.engine import IN_BACKWARD
 from accordion.engine.finite import Moment
-from accordion.engine.reads import Registry
+from accordion.engine.reads import Registry, read_outside
 from accordion.engine.schedule import Phase
 from accordion.engine.together import Step
 from accordion.engine.tree import map_tensors, overlapping, tensors_in, tensors_of, written_into
 from accordion.engine.unit import Unit
-from accordion.errors import UsageError
 
 
 class Hooks:
@@ -87,11 +86,7 @@ class Hooks:
                 return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
             except Exception as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
-                    raise UsageError(
-                        "the forward read a parameter of a unit outside of that unit's own forward, where it is a shard; "
-                        "choose `units` so that one holds all that read it, or name the method in entry_point. The units are: "
-                        f"{', '.join(unit.name or '(root)' for unit in engine.units)}."
-                    ) from error
+                    raise read_outside(error, engine.units) from error
                 raise
             except BaseException:
                 engine.reset()
@@ -285,13 +280,10 @@ class Hooks:
         if watch_of_reads is not None:
             self._end_watch(watch_of_reads)
         unit.window.hide(fulls)
-        if unit.writes() != call.writes:
+        if (refused := unit.lost_write(call.writes, fulls)) is not None:
             unit.release()
             engine.leave(None)
-            raise UsageError(
-                f"unit {unit.name or 'root'!r} wrote into a parameter in its forward, and the shards would not follow; "
-                "write into parameters under full_params(model, write=True)."
-            )
+            raise refused
         if inside:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
         if error is None:

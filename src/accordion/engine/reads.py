@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accordion.engine.tree import map_tensors
+from accordion.errors import UsageError
 
 if TYPE_CHECKING:
     from accordion.engine.hooks import Hooks
+    from accordion.engine.unit import Unit
 
 
 class Registry(dict[str, Any]):
@@ -70,3 +74,25 @@ class Reads:
         if failed is not None:
             raise failed
         return out
+
+
+def read_outside(error: BaseException, units: Iterable[Unit]) -> UsageError:
+    """What to raise for an error of torch over shards in a forward: the innermost module in its frames has read them."""
+    names = ", ".join(unit.name or "(root)" for unit in units)
+    places = [(ref(), attr, p.name, unit) for unit in units for p in unit.params for ref, attr in p.places]
+    read = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        module = frame.f_locals.get(arguments[0]) if arguments else None
+        if isinstance(module, nn.Module):
+            mine = [(name, unit) for m, attr, name, unit in places if m is module and is_shard(m, attr)]
+            read = f" ({', '.join(name for name, _ in mine)} of unit {mine[0][1].name!r})" if mine else ""
+    return UsageError(
+        f"the forward read a parameter of a unit{read} outside of that unit's own forward, where it is a shard; choose `units` "
+        f"so that one holds all that read it, or name the method in entry_point. The units are: {names}."
+    )
+
+
+def is_shard(module: nn.Module, attr: str) -> bool:
+    params: dict[str, Any] = module._parameters
+    return isinstance(params.get(attr), DTensor)

@@ -207,5 +207,6 @@ class Together:
 def _holds_units(reference: weakref.ref[nn.Module]) -> bool:
     """Whether a module of a unit has another unit's inside."""
     module = reference()
-    found = {id(m.__dict__["_accordion"]) for m in module.modules() if "_accordion" in m.__dict__} if module else set()
-    return len(found) > 1
+    if module is None:  # no truth test: a container or a compiled module is asked for its length
+        return False
+    return len({id(m.__dict__["_accordion"]) for m in module.modules() if "_accordion" in m.__dict__}) > 1

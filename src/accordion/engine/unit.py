@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from accordion.engine.engine import Engine
 
 
+_ADDRESS = Tensor.data_ptr
+
+
 @dataclass(slots=True)
 class Trained:
     """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their Stage."""
@@ -104,6 +107,9 @@ class Unit:
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         self.window.guard_conversions(self)
+        # The memory of each full parameter, as nobody else sees it; an address of fake tensors tells nothing.
+        is_told = not self.window.has_around and all(_torch.told_device(v) is None for v in self.views)
+        self._memory = [v.data for v in self.views] if is_told else None
         engine.units.append(self)
 
     def _trains_now(self) -> tuple[int, ...]:
@@ -251,6 +257,30 @@ class Unit:
     def writes(self) -> int:
         """Counts writes into full parameters, which are lost; a gather does not count."""
         return sum([room.flat._version for room in self._rooms])
+
+    def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
+        """What to raise where a forward, before which `writes` were counted, changed full parameters: shards do not follow.
+
+        `fulls`: what it was shown. A tensor that was given other memory, by `weight.data = ...`, gets its own again; with the
+        same numbers in it that was no harm, as where an RNN lays its weights together.
+        """
+        text = "wrote into a parameter"
+        if self.writes() == writes:
+            if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
+                return None
+            changed = []
+            for full, own, param in zip(fulls, self._memory, self.params, strict=True):
+                if _ADDRESS(full) != _ADDRESS(own):
+                    given, full.data = full.data, own
+                    is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
+                    changed += [] if is_alike and torch.equal(given, own) else [param.name]
+            if not changed:
+                return None
+            text = f"assigned other values to the data of parameter {changed[0]!r}"
+        return UsageError(
+            f"unit {self.name or 'root'!r} {text} in its forward, and the shards would not follow; write into parameters under "
+            "full_params(model, write=True), or have the module do so before shard()."
+        )
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of full parameters which are let go."""

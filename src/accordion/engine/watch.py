@@ -20,6 +20,7 @@ from accordion.errors import DivergenceError
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
+MARGIN_S = 5.0  # beyond the time-out of the job's process group, if that is shorter
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
@@ -75,13 +76,13 @@ class Watch:
         self._store.add(same, 1)
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
-        num_apart, next_s, deadline = 0, PATIENCE_S, time.monotonic() + LOST_S
+        lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
+        num_apart, next_s, deadline = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s
         while not self._is_there(go, next_s):
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
-                self.fail(
-                    f"this rank {said['what']}, and other ranks have come to nothing new in {LOST_S:g} s; {ADVICE}"
-                )
+                text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
+                self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
         found = None
         if self._store.get(go) != same.encode():
             found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
@@ -154,15 +155,19 @@ class Watch:
                 self._break(f"while this rank {what}, rank {rank} failed: {post['failed']}")
         # Where all whom a rank waits for are there, it is slow, but it goes on.
         self._num_looks += 1
-        silent = ", ".join(str(rank) for rank in self._ranks if rank not in posts)
+        silent = self._unheard(posts, "")
         if silent and self._num_looks == SILENT_POLLS:
-            log.warning("rank %d %s, nothing is heard of rank %s: all must call the model.", self._rank, what, silent)
+            log.warning("rank %d %s, %s: all must call the model.", self._rank, what, silent)
         complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
         if complete or len(posts) < len(self._ranks):
             return 0
         if num_apart + 1 == POLLS:
             self.fail(f"ranks wait for each other in different places: {_each(posts)}; {ADVICE}")
         return num_apart + 1
+
+    def _unheard(self, posts: Mapping[int, Any], before: str) -> str:
+        silent = ", ".join(str(rank) for rank in self._ranks if rank not in posts)
+        return f"{before}nothing is heard of rank {silent}" if silent else ""
 
     def _post(self, what: dict[str, Any]) -> None:
         self._store.set(self._key(self._rank), json.dumps(what))

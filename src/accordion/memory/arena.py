@@ -29,7 +29,7 @@ class Arena:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
         try:
-            whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8)
+            whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
                 f"offloading needs {num_bytes} bytes of host memory on this rank, which the machine did not give "

@@ -45,7 +45,8 @@ class SwapFile:
         self.traffic = {"read": 0, "written": 0}  # bytes
         pages = page_aligned(num_bytes) // ALIGN_BYTES if checksums else 0
         self._is_summed, self._lock = checksums, Lock()  # of the sums, which `grow` replaces
-        self._sums, self._known = torch.zeros(pages, dtype=torch.int64), torch.zeros(pages, dtype=torch.bool)
+        self._sums = torch.zeros(pages, dtype=torch.int64, device="cpu")
+        self._known = torch.zeros(pages, dtype=torch.bool, device="cpu")
         self._plain, self._fast = _unnamed(folder, direct)
         self.is_direct = self._fast != self._plain
         try:
@@ -95,7 +96,7 @@ class SwapFile:
         Versions of tensors do not tell: foreach operators on DTensors count nowhere. But what was written past the cache and
         not looked at since is not in the cache.
         """
-        present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8)
+        present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         where = ctypes.c_void_p(self._bytes.data_ptr() + offset)
         failed = _mincore()(where, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
         if failed or (present & 1).any():
@@ -157,7 +158,7 @@ def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
 def sums_of(memory: Tensor) -> Tensor:
     """(pages,) int64 of whole pages, bytes: the sum of their words, each times an odd number, so that any changed word shows."""
     words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
-    return (words * torch.arange(1, ALIGN_BYTES // 4, 2)).sum(1)
+    return (words * torch.arange(1, ALIGN_BYTES // 4, 2, device="cpu")).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ def check_folder(folder: Path) -> None:
 
 def aligned_buffer(num_bytes: int) -> Tensor:
     """(num_bytes,) uint8 that begins at a page."""
-    whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8)
+    whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % ALIGN_BYTES
     return whole[start : start + num_bytes]
 

@@ -35,9 +35,8 @@ class InBackward:
     def attach(self, engine: Engine) -> None:
         """Have the engine say when a unit has its gradients."""
         if engine.after_unit is None:
-            assert engine.after_backward is None, "nobody else waits for the end of this engine's backwards"
             engine.after_unit = self.after_unit
-            engine.after_backward = partial(_end, self, weakref.ref(engine))
+            engine.after_backward.append(partial(_end, self, weakref.ref(engine)))
 
     def steps_with(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         """Step what `optimizer` holds."""

@@ -226,6 +226,6 @@ def views_in(buffer: Tensor | None, strips: Sequence[Strip], given: Callable[[St
 def whole_pages(view: Tensor, strip: Strip) -> Tensor:
     """The bytes of a strip in a buffer, to the end of its last page."""
     storage: Any = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
         storage, view.storage_offset() * view.itemsize, (strip.num_bytes,), (1,)
     )

@@ -60,6 +60,7 @@ class Tiers:
             folder: Shelf(folder, num_bytes, checksums=self._checksums)
             for folder, num_bytes in on_disk(offloads, shapes).items()
         }
+        _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
         self.arena = Arena(needs.total, wiring.device)
         self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accordion.checkpoint import latest
-from accordion.checkpoint.folders import folder_at
+from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import MANIFEST
+from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 
+NAME = re.compile(r"step-\d{6,}")
 SHOWN = 3  # tensors named in a message of one line
 
 
@@ -21,33 +23,66 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def choose(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none."""
-    newest = latest(folder) if folder.is_dir() else None
-    if resume == "auto":
-        return None if newest is None else Path(newest)
-    if resume == "none":
-        if newest is not None:
+def choose(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none.
+
+    `say`: is told which newer ones were passed over and why.
+    """
+    if resume in ("auto", "none"):
+        try:
+            found = newest(folder)
+        except CheckpointError as error:
+            raise UsageError(str(error)) from None
+        if resume == "none" and (found.path is not None or found.passed_over):
+            what = "checkpoints" if found.path is None else f"checkpoints, the newest {Path(found.path).name!r}"
             raise UsageError(
-                f"checkpoint.resume is 'none' but {str(folder)!r} holds checkpoints, the newest {Path(newest).name!r}; "
-                "take another run.dir, or remove them."
+                f"checkpoint.resume is 'none' but {str(folder)!r} holds {what}; take another run.dir, or remove them. "
+                f"{found.words()}"
             )
-        return None
+        if found.path is None and found.passed_over:
+            raise UsageError(
+                f"checkpoint.dir {str(folder)!r}: {found.words()} Or take another run.dir, or give --checkpoint.resume "
+                "the path of a checkpoint elsewhere."
+            )
+        if found.passed_over:
+            _check_free(folder, Path(str(found.path)))
+            say(f"{found.words()} --checkpoint.resume takes the path of another.")
+        return None if found.path is None else Path(found.path)
     path = Path(resume)
     if not path.is_dir():
         near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         valid = nearest(path.name, ["auto", "none", *near])
         raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor 'none' nor a folder; {valid}")
-    if not (path / MANIFEST).is_file() and (inside := latest(path)) is not None:
+    if not (path / MANIFEST).is_file() and (inside := kept(path)) is not None:
         raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
     _extra(path)
     return path
 
 
+def _check_free(folder: Path, taken: Path) -> None:
+    """Raise `UsageError` where a save of the steps after `taken` would find something that it does not replace."""
+    done = int(taken.name.rpartition("-")[2]) if NAME.fullmatch(taken.name) else 0
+    for path in folder.iterdir():
+        later = NAME.fullmatch(path.name) and int(path.name.rpartition("-")[2]) > done and path.is_dir()
+        if later and not (path / MANIFEST).exists() and any(path.iterdir()):
+            raise UsageError(
+                f"{str(path)!r} has lost its {MANIFEST}, and no save replaces what may be no checkpoint; move it away to go on "
+                f"from {taken}, or take another run.dir."
+            )
+
+
+def kept(folder: Path) -> str | None:
+    """The newest complete checkpoint, for a message; None also where nobody can tell."""
+    try:
+        return newest(folder).path
+    except CheckpointError:
+        return None
+
+
 def _extra(path: Path) -> Mapping[str, Any]:
     """What the run that saved `path` kept beside the tensors."""
     try:
-        extra = read_manifest(folder_at(path)).extra
+        extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
     if not isinstance(extra, dict) or not {"step", "tokenizer", "config"} <= set(extra):
@@ -75,7 +110,7 @@ def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     `shapes`: of everything in the model's state dict.
     """
-    manifest = read_manifest(folder_at(path))
+    manifest = read_manifest(checkpoint_at(path))
     held = {
         name.removeprefix("model/"): entry.shape
         for name, entry in manifest.tensors.items()

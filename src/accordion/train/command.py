@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -14,12 +15,13 @@ from torch.distributed.distributed_c10d import Store
 
 from accordion.errors import UsageError
 from accordion.train import launch, loop
-from accordion.train.config import Config, check, flat, spread
+from accordion.train.config import NUMBERS, Config, check, flat, spread
 from accordion.train.deepspeed import translated
 from accordion.train.lifeline import watch_store
 from accordion.train.options import given, parse
+from accordion.train.owner import check_free
 from accordion.train.planned import planned
-from accordion.train.prepare import prepare
+from accordion.train.prepare import Folders, prepare
 from accordion.train.screen import Screen
 
 
@@ -39,7 +41,7 @@ def make_parser() -> ArgumentParser:
 
 def read(words: list[str]) -> Config:
     """The configuration in `words` and in the run files they name. Raises `UsageError`."""
-    parsed = parse(make_parser(), _long(words), list(flat(Config())))
+    parsed = parse(make_parser(), _long(words), list(flat(Config())), NUMBERS)
     empty = Config()
     groups = {group.name: replace(getattr(empty, group.name), **parsed[group.name]) for group in fields(empty)}
     config = Config(**groups)
@@ -64,7 +66,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     device, world = launch.choose(config.launch, None, torch.cuda.device_count())
     config = translated(spread(config, named, world), named, world)
     config, expected = planned(config, named, world, device, Screen().note)
-    prepared = replace(prepare(config, world, world, cache, Screen().note), expected=expected)
+    prepared = prepare(config, world, world, cache, Screen().note, partial(check_free, job=None))
+    prepared = replace(prepared, expected=expected)
     return launch.start(loop.train, (config, prepared, device), world)
 
 
@@ -79,5 +82,10 @@ def _started_rank(place: launch.Place, store: Store, config: Config, named: froz
             "pass its choice."
         )
     say = Screen(speaks=place.rank == 0).note
-    prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say))
+
+    def ask(folders: Folders) -> None:
+        if place.rank == 0:  # elsewhere it may have them already when others look
+            check_free(folders, place.job)
+
+    prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say, ask))
     loop.train(place, store, config, prepared, device)

@@ -232,6 +232,7 @@ AT_LEAST = {
     "launch.nproc": 0,
     "launch.timeout_s": 5,
 }
+NUMBERS = (*AT_LEAST, "shard.offload_device_gib", "shard.offload_host_gib")
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 
 

@@ -158,7 +158,7 @@ def validation_batches(tokens: np.ndarray, seq_len: int, share: Share) -> Iterat
     count = min(-(-(tokens.size - 1) // seq_len), EVAL_SEQUENCES)
     each = share.world * share.micro_batch
     for start in range(0, count, each):
-        batch = torch.full((share.micro_batch, seq_len + 1), IGNORED)
+        batch = torch.full((share.micro_batch, seq_len + 1), IGNORED, device="cpu")
         for row, index in enumerate(range(start + share.rank, start + each, share.world)):
             if index < count:
                 window = tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)

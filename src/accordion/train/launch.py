@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -27,12 +28,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from accordion.errors import AccordionError, UsageError
 from accordion.train.config import LaunchConfig as Choice
+from accordion.train.owner import job_of
 
 CPU_RANKS = 2  # without GPUs and without launch.nproc: the least that shards
 LONG = timedelta(days=2)  # the wait of other ranks while one reads the data
 # A failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first.
 ECHO_S = 1.0
 START_S = 600  # in which all ranks of a start must have come to the store
+LAST_PORT = 65535
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # where torchrun's variables say that the store is
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
 Device = Literal["cpu", "cuda"]
 Entry = Callable[..., None]
@@ -50,6 +54,7 @@ class Place:
     local_world: int
     starter: str
     url: str
+    job: str | None = None  # its launcher's name for the job, over all hosts and restarts
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
@@ -63,10 +68,17 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
                 local_world=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
                 starter="torchrun",
                 url="env://",
+                job=job_of(environ),
             )
         return _slurm_place(environ)
     except ValueError as error:
         raise UsageError(f"the launcher's environment is not understood: {error}.") from None
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= LAST_PORT):
+        raise ValueError(f"MASTER_PORT is {text!r}, which is no port")
+    return int(text)
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place | None:
@@ -85,7 +97,8 @@ def _slurm_place(environ: Mapping[str, str]) -> Place | None:
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
         local_world=-(-world // nodes),
         starter="srun",
-        url=f"tcp://{host}:{port}",
+        url=f"tcp://{host}:{_port(port)}",
+        job=job_of(environ),
     )
 
 
@@ -125,6 +138,11 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
+    with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would leave one behind
+        return _started(entry, args, nproc, logs)
+
+
+def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str) -> int:
     newer: dict[str, Any] = (
         {"shutdown_timeout": 5} if "shutdown_timeout" in {f.name for f in fields(LaunchConfig)} else {}
     )
@@ -139,7 +157,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
         **newer,
     )
     try:
@@ -171,7 +189,7 @@ def guarded(entry: Entry, *args: Any) -> None:
     assert place is not None, "ranks are started by a launcher"
     if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
         torch.set_num_threads(max(1, num_cores() // place.local_world))
-    store = of_this_start(next(iter(rendezvous(place.url, place.rank, place.world)))[0], place.rank, place.world)
+    store = of_this_start(_reached(place, os.environ), place.rank, place.world)
     try:
         entry(place, store, *args)
     except KeyboardInterrupt:
@@ -182,6 +200,32 @@ def guarded(entry: Entry, *args: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not sys.exit: that waits for collectives in flight
+
+
+def _reached(place: Place, environ: Mapping[str, str]) -> Store:
+    """The job's store. Raises `UsageError` where its address is none, and `AccordionError` where nothing answers there."""
+    if place.starter == "torchrun":
+        for name in ADDRESS:
+            if not environ.get(name):
+                raise UsageError(
+                    f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset the two."
+                )
+        try:
+            _port(environ["MASTER_PORT"])
+        except ValueError as error:
+            raise UsageError(f"the launcher's environment is not understood: {error}.") from None
+    try:
+        store: Store = next(iter(rendezvous(place.url, place.rank, place.world)))[0]
+        return store
+    except torch.distributed.DistError as error:
+        at = (
+            place.url.removeprefix("tcp://") if place.starter == "srun" else ":".join(map(environ.__getitem__, ADDRESS))
+        )
+        why = str(error).partition(" Exception raised from")[0]
+        raise AccordionError(
+            f"rank {place.rank} cannot {'keep' if place.rank == 0 else 'reach'} the job's store at {at}: {why}; give the job a "
+            "MASTER_PORT that nothing else uses."
+        ) from None
 
 
 def of_this_start(store: Store, rank: int, world: int) -> Store:
@@ -247,6 +291,26 @@ def _unreached(text: str) -> str | None:
     if "Connection closed by peer" in text or "Connection reset by peer" in text:
         return "another rank has ended"
     return None
+
+
+def first_of_all(place: Place, store: Store, do: Callable[[], T]) -> T | None:
+    """`do` on the first rank of the job, for which the others wait. A `UsageError` of it is raised by every rank."""
+    key = "accordion/first"
+    if place.rank != 0:
+        store.wait([key], LONG)
+        if message := store.get(key).decode():
+            raise UsageError(message)
+        return None
+    message = "broken"
+    try:
+        result = do()
+        message = ""
+    except UsageError as error:
+        message = str(error)
+        raise
+    finally:
+        store.set(key, message)
+    return result
 
 
 def once_per_host(place: Place, store: Store, do: Callable[[], T]) -> T:

@@ -32,10 +32,11 @@ from accordion.train.config import Config, TrainConfig, as_yaml, flat
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
 from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.evaluate import sample, token_losses, validation_loss
-from accordion.train.launch import Device, Place
+from accordion.train.launch import Device, Place, first_of_all
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
+from accordion.train.owner import Claim
 from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
@@ -47,18 +48,20 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
 def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: Device) -> None:
     """Train as `config` says: the whole of one rank."""
-    device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
-    _agree(config, prepared, place)
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
+        claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
+        device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
+        _agree(config, prepared, place)
         run = _make(config, prepared, place, device)
         screen.units(acc.describe(run.model))
         _say_share(run, screen)
         done = _resume(run, screen)
-        log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
+        log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
         screen.start(done, config.train.steps)
         batches = iter(run.loader)
         seen: list[StepMetrics] = []
+        lost: acc.CheckpointError | None = None  # why the last step's weights were not kept
         for step in range(done + 1, config.train.steps + 1):
             metrics = _step(run, batches, step, screen)
             seen.append(metrics)
@@ -67,14 +70,32 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
                 log.step(metrics)
             last = step == config.train.steps
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                _save(run, step, screen, last=last)
+                lost = _save(run, step, screen, last=last)
             if not last and config.train.eval_every and step % config.train.eval_every == 0:
                 _validate(run, step, screen, log)
         screen.stop()
-        _finish(run, screen, log)
+        _finish(run, screen, log, lost)
         if prepared.expected is not None and seen:
             screen.note(beside(prepared.expected, seen, device.type))
+        if lost is not None:
+            raise _not_kept(run, lost)
     dist.destroy_process_group()
+    if claim is not None:
+        claim.release()
+
+
+def _claim(config: Config, prepared: Prepared, place: Place, screen: Screen) -> Claim:
+    """Have the run's folders, or raise `UsageError`; before anything in them is changed."""
+    # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
+    claim = Claim(prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
+    now = checkpoints.choose(Path(prepared.checkpoint_dir), config.checkpoint.resume, lambda line: None)
+    if (None if now is None else str(now)) != prepared.resume:
+        claim.release()
+        raise acc.UsageError(
+            f"another job wrote to checkpoint.dir {prepared.checkpoint_dir!r} while this one prepared: the checkpoint to go on "
+            f"from was {prepared.resume} and is {now}; start again."
+        )
+    return claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,14 +317,21 @@ def _leave_out(run: Run, seen: list[Tensor], drawn: dict[str, Any], step: int, f
         raise
 
 
-def _open_record(run: Run, done: int) -> MetricsLog:
-    """Write down what is run, and open the record; rank 0 only."""
+def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
+    """Write down what is run, and open the record; rank 0 only. Raises `UsageError` where the folder takes nothing even now."""
     folder = Path(run.prepared.run_dir)
-    (folder / "config.yaml").write_text(as_yaml(run.config))
-    return MetricsLog(folder, done)
+    try:
+        (folder / "config.yaml").write_text(as_yaml(run.config))
+        return MetricsLog(folder, done, screen.note)
+    except OSError as error:
+        raise acc.UsageError(
+            f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "
+            "another run.dir."
+        ) from None
 
 
-def _save(run: Run, step: int, screen: Screen, *, last: bool) -> None:
+def _save(run: Run, step: int, screen: Screen, *, last: bool) -> acc.CheckpointError | None:
+    """Save, or do what `checkpoint.on_error` says; why nothing was written, where that is known already."""
     options = run.config.checkpoint
     extra = {
         "model_config": json.loads(run.model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
@@ -318,10 +346,27 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool) -> None:
     path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
     state = {"random": RandomState()}
     try:
+        saver_of(run.model).wait()
+    except acc.CheckpointError as error:  # of the save before, which says nothing of this one
+        _not_written(run, error, screen)
+    try:
         behind = run.saves_behind and not last
         save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=options.keep)
     except acc.CheckpointError as error:
         _not_written(run, error, screen)
+        return error
+    return None
+
+
+def _not_kept(run: Run, error: acc.CheckpointError) -> acc.CheckpointError:
+    """For the end of a run that trained on past the failure and has nothing to show for its last steps."""
+    newest = checkpoints.kept(Path(run.prepared.checkpoint_dir))
+    kept = (
+        f"the newest checkpoint is {newest}, from which the same command goes on"
+        if newest
+        else "there is no checkpoint"
+    )
+    return acc.CheckpointError(f"the weights after step {run.config.train.steps} were not kept, {kept}: {error}")
 
 
 def _not_written(run: Run, error: acc.CheckpointError, screen: Screen) -> None:
@@ -336,7 +381,10 @@ def _resume(run: Run, screen: Screen) -> int:
     path = run.prepared.resume
     if path is None:
         return 0
-    extra = load(path, run.model, run.optimizer, state={"random": RandomState()})
+    try:
+        extra = load(path, run.model, run.optimizer, state={"random": RandomState()})
+    except acc.CheckpointError as error:
+        raise acc.CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
     run.scaler.load_state_dict(extra["scaler"])
     run.skips.total = int(extra.get("skipped", 0))
     done = int(extra["step"])
@@ -370,14 +418,15 @@ def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> fl
     return loss
 
 
-def _finish(run: Run, screen: Screen, log: MetricsLog | None) -> None:
+def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: acc.CheckpointError | None) -> None:
     """The end: validation loss, where things lie, and generated text."""
     steps = run.config.train.steps
     _validate(run, steps, screen, log)
-    at = run.prepared.resume or ""
     folder = Path(run.prepared.checkpoint_dir)
     newest = checkpoints.path_of(folder, steps)
-    screen.note(f"checkpoint: {newest if newest.is_dir() else at}")
+    held = str(newest) if lost is None and newest.is_dir() else None
+    at = held or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
+    screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
     prompt = [int(token) for token in run.prepared.tokens.read("validation")[:PROMPT_TOKENS]]
     written = sample(run.model, prompt, SAMPLE_TOKENS, run.config.data.seq_len, run.config.train.seed)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import resource
+import socket
 import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar
+
+from accordion.train.tokens import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,45 +50,128 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Owns `metrics.jsonl` and the TensorBoard files of a run; closed by `with`."""
+    """Owns `metrics.jsonl` and the TensorBoard file of a run; closed by `with`.
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        """Go on after `first_step` steps: what an earlier run wrote beyond is dropped."""
-        path = run_dir / "metrics.jsonl"
-        _keep_until(path, first_step)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run_dir), purge_step=first_step + 1 if first_step else None)
+    Where one of them cannot be written any more (a full disk, a folder that is gone) this is told in one line, and what comes
+    later is written where that works again: a run that trains and saves is worth more than its record.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` where that fails."""
+        lines = run_dir / "metrics.jsonl"
+        _keep_until(lines, first_step)
+        events = (
+            run_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
+        )
+        self._lines, self._events = _Growing(lines, b""), _Growing(events, _first_events(first_step))
+        self._run_dir, self._say, self._lost = run_dir, say, set[str]()
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
-        self._board.close()
+        self._lines.close()
+        self._events.close()
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step; what is not finite (a loss that diverged) is null in JSON and absent from TensorBoard."""
         values = {key: value if math.isfinite(value) else None for key, value in asdict(metrics).items()}
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        for key, value in values.items():
-            if key != "step" and value is not None:
-                self._board.add_scalar(key, value, metrics.step)
+        shown = {key: value for key, value in values.items() if key != "step" and value is not None}
+        self._write({self._lines: json.dumps(values).encode() + b"\n", self._events: _scalars(shown, metrics.step)})
 
     def validation(self, step: int, loss: float) -> None:
         """Record a validation; TensorBoard only, since a line of `metrics.jsonl` is a step."""
-        self._board.add_scalar("validation_loss", loss, step)
+        self._write({self._events: _scalars({"validation_loss": loss}, step)})
+
+    def _write(self, parts: dict[_Growing, bytes]) -> None:
+        failed = {file: why for file, data in parts.items() if (why := file.add(data))}
+        new = {file.path.name: why for file, why in failed.items() if file.path.name not in self._lost}
+        self._lost -= {file.path.name for file in parts if file not in failed}
+        if new:
+            self._lost |= set(new)
+            names = " and ".join(new)
+            self._say(
+                f"not recorded: {names} in {self._run_dir} cannot be written ({'; '.join({*new.values()})}); training goes on"
+            )
+
+
+class _Growing:
+    """Owns a file that grows by whole parts. One that was removed is made anew, with `head` at its beginning."""
+
+    def __init__(self, path: Path, head: bytes) -> None:
+        self.path, self._head = path, head
+        self._file = self._opened()
+
+    def add(self, data: bytes) -> str:
+        """Append all of `data` or nothing; why not, where it is nothing."""
+        try:
+            if self._file.closed or os.fstat(self._file.fileno()).st_nlink == 0:
+                self._file.close()
+                self._file = self._opened()
+            _append(self._file, data)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def close(self) -> None:
+        with suppress(OSError):  # what a file system tells late; all that could be kept is
+            self._file.close()
+
+    def _opened(self) -> IO[bytes]:
+        file = self.path.open("ab", buffering=0)
+        try:
+            if self._head and file.tell() == 0:
+                _append(file, self._head)
+        except OSError:
+            file.close()
+            raise
+        return file
+
+
+def _append(file: IO[bytes], data: bytes) -> None:
+    size, written = os.fstat(file.fileno()).st_size, 0
+    try:
+        while written < len(data):
+            written += file.write(data[written:])
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file.fileno(), size)
+        raise
+
+
+def _first_events(first_step: int) -> bytes:
+    """What TensorBoard's file begins with: its version, and where a run goes on, that steps from here on come anew."""
+    events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+    if first_step:
+        start = SessionLog(status=SessionLog.START)
+        events.append(Event(wall_time=time.time(), step=first_step + 1, session_log=start))
+    return _records(events)
+
+
+def _scalars(values: Mapping[str, float], step: int) -> bytes:
+    now = time.time()
+    return _records([Event(wall_time=now, step=step, summary=scalar(key, value)) for key, value in values.items()])
+
+
+def _records(events: list[Event]) -> bytes:
+    """In the framing of TensorBoard's files, by its own writer; its other writer is a thread that a full disk ends loudly."""
+    into = io.BytesIO()
+    writer = RecordWriter(into)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return into.getvalue()
 
 
 def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that was cut off."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    kept, text = [], path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    if (new := "".join(line + "\n" for line in kept)) != text:
+        write_whole(path, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,20 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from accordion.config import nearest
 from accordion.errors import UsageError
+from accordion.train.config import LARGEST
 
+# Octal numbers and those of base 60, as YAML 1.1 has them; to JSON, YAML 1.2 and people they are something else.
+AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+UNCLEAR = "readers take this for different numbers; write it without zeros in front, and without colons."
+LONGEST = 60  # characters of a value in a message
 OTHERS = ("--config", "--help", "--print_config")  # flags that are no keys
 
 
-def parse(parser: ArgumentParser, words: list[str], keys: Sequence[str]) -> Mapping[str, Any]:
+def parse(parser: ArgumentParser, words: list[str], keys: Sequence[str], numbers: Collection[str]) -> Mapping[str, Any]:
     """Parse `words` and the run files they name; flags win over files, wherever they stand.
 
-    `keys`: every `group.key` that exists. Raises `UsageError` naming the key, what was given and the nearest valid
-    name.
+    `keys`: every `group.key` that exists. `numbers`: those that take a number. Raises `UsageError` naming the key, what was
+    given and the nearest valid name.
     """
     files, flags = _split_files(words)
     known = [*(f"--{key}" for key in keys), *(f"--{key.partition('.')[0]}" for key in keys)]
@@ -33,9 +38,13 @@ def parse(parser: ArgumentParser, words: list[str], keys: Sequence[str]) -> Mapp
             raise UsageError(f"option {name!r} does not exist; {hint}{parser.prog} --help lists all.")
     for file in files:
         _check_file(file, keys)
+    for word, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name in numbers and AMBIGUOUS.fullmatch(value := value if equals else following):
+            raise UsageError(f"{name} is {value!r}; {UNCLEAR}")
     try:
         parsed = parser.parse_args([word for file in files for word in ("--config", file)] + flags)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # ValueError: Python converts no number of thousands of digits
         raise UsageError(_explain(str(error))) from None
     return dict(parsed.as_dict())
 
@@ -69,13 +78,21 @@ def _split_files(words: list[str]) -> tuple[list[str], list[str]]:
 def _check_file(file: str, keys: Sequence[str]) -> None:
     path = Path(file)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UsageError(f"run file {file!r} is no regular file; it is read more than once, so write it to one.")
+        text = path.read_text(encoding="utf-8")
+        _check_scalars(file, yaml.compose(text, Loader=yaml.SafeLoader))
+        content = yaml.safe_load(text)
     except FileNotFoundError:
         raise UsageError(f"run file {file!r} does not exist.") from None
     except OSError as error:
         raise UsageError(f"run file {file!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"run file {file!r} is no YAML: {error}") from None
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"run file {file!r} holds a value that cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
     groups = sorted({key.partition(".")[0] for key in keys})
@@ -92,6 +109,23 @@ def _check_file(file: str, keys: Sequence[str]) -> None:
                 raise UsageError(f"run file {file!r}: key '{name}.{key}' does not exist; {nearest(str(key), inner)}")
 
 
+def _check_scalars(file: str, root: yaml.Node | None) -> None:
+    """Raise `UsageError` for a key given twice, of which YAML takes the last, and for a number that can be read two ways."""
+    seen: set[str] = set()
+    for group, value in root.value if isinstance(root, yaml.MappingNode) else []:
+        inner = value.value if isinstance(value, yaml.MappingNode) else []
+        for name, held in [(str(group.value), value), *((f"{group.value}.{key.value}", held) for key, held in inner)]:
+            if name in seen:
+                raise UsageError(f"run file {file!r}: key {name!r} is given twice; say it once.")
+            seen.add(name)
+            if isinstance(held, yaml.ScalarNode) and held.style is None and AMBIGUOUS.fullmatch(held.value):
+                raise UsageError(f"run file {file!r}: {name} is {_short(held.value)!r}; {UNCLEAR}")
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}... ({len(value):,} characters)"
+
+
 KIND = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
@@ -102,9 +136,11 @@ def _explain(message: str) -> str:
     key = re.search(r'Parser key "([\w.]+)"', message)
     value = re.search(r"(?:Got value|Given value): (.*)", message)
     wanted = re.search(r"<class '(\w+)'>|Literal\[(.*?)\]", message)
+    if key and "integer string conversion" in message:
+        return f"{key[1]} has more digits than any number here; at most {LARGEST}."
     if not (key and value and wanted):
         return message
-    given = value[1].strip()
+    given = _short(value[1].strip())
     if wanted[1]:
         return f"{key[1]} is {given!r}; it takes {KIND.get(wanted[1], wanted[1])}."
     choices = re.findall(r"'([^']*)'", wanted[2])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from accordion.train.tokens import (
 )
 from accordion.units import UnitChoice, choose_units, units_named
 
+Folders = dict[str, Path]
+"""Those that one job writes to at a time, under the settings that name them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -39,19 +43,45 @@ class Prepared:
     resume: str | None
     expected: Expected | None = None
 
+    @property
+    def folders(self) -> Folders:
+        return {"run.dir": Path(self.run_dir), "checkpoint.dir": Path(self.checkpoint_dir)}
 
-def prepare(config: Config, world: int, local_world: int, cache: Path, say: Say) -> Prepared:
+
+def prepare(
+    config: Config,
+    world: int,
+    local_world: int,
+    cache: Path,
+    say: Say,
+    ask: Callable[[Folders], None] = lambda folders: None,
+) -> Prepared:
     """Check all input and make the token files. Raises `UsageError`, and then nothing was written.
 
     `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
+    `ask`: called with the run's folders before they are looked into; may raise.
     """
     try:
-        return _prepare(config, world, local_world, cache, say)
+        return _prepare(config, world, local_world, cache, say, ask)
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
 
 
-def _prepare(config: Config, world: int, local_world: int, cache: Path, say: Say) -> Prepared:
+@contextmanager
+def _cached(cache: Path) -> Iterator[None]:
+    """What fails in here is the cache's: the data's own errors are told by name where it is read."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the cache folder {str(cache)!r}, which keeps tokenizers and tokens, cannot be used: {error.strerror or error} "
+            f"({error.filename or cache}); set XDG_CACHE_HOME to a folder that can be written and has room."
+        ) from None
+
+
+def _prepare(
+    config: Config, world: int, local_world: int, cache: Path, say: Say, ask: Callable[[Folders], None]
+) -> Prepared:
     replicas = _replicas(config, world, local_world)
     for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if url and "://" in url:
@@ -64,7 +94,8 @@ def _prepare(config: Config, world: int, local_world: int, cache: Path, say: Say
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for place in (run_dir, folder):
         _check_writable(place)
-    resume = checkpoints.choose(folder, config.checkpoint.resume)
+    ask({"run.dir": run_dir, "checkpoint.dir": folder})
+    resume = checkpoints.choose(folder, config.checkpoint.resume, say)
     units = units_named(config.shard.units, "shard.units")
     if config.model.path is not None or units is not None or resume is not None:
         _check_model(config, units, resume)
@@ -78,10 +109,14 @@ def _prepare(config: Config, world: int, local_world: int, cache: Path, say: Say
         """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
         check_enough(num_train, num_validation, config.data.seq_len, batch, source.label)
         for place in (folder, run_dir):
-            place.mkdir(parents=True, exist_ok=True)
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"{str(place)!r} cannot be made: {error.strerror or error}.") from None
 
-    tokens = cached_tokens(source, vocabulary, cache, accept, say)
-    keep_vocabulary()
+    with _cached(cache):
+        tokens = cached_tokens(source, vocabulary, cache, accept, say)
+        keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
     return Prepared(

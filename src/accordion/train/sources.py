@@ -57,13 +57,15 @@ class Source:
                 yield from reader(path, key, self.text_field)
             except OSError as error:
                 raise UsageError(f"data file {str(path)!r} cannot be read: {error.strerror or error}.") from None
+            except UnicodeDecodeError:  # of a column; text files are told with the byte
+                raise UsageError(f"data file {str(path)!r} holds text that is no UTF-8; write it anew.") from None
 
 
 def split_of(piece: Piece) -> Split:
     """Of which split a document is: what the data says, else by a hash of its name, the same everywhere."""
     if piece.split is not None:
         return piece.split
-    return "validation" if crc32(piece.key.encode()) % VALIDATION_SHARE == 0 else "train"
+    return "validation" if crc32(piece.key.encode(errors="surrogatepass")) % VALIDATION_SHARE == 0 else "train"
 
 
 def find(config: DataConfig) -> Source:
@@ -73,6 +75,8 @@ def find(config: DataConfig) -> Source:
     path = Path(config.path)
     files: list[tuple[str, Path, Reader]]
     if not path.exists():
+        if path.is_symlink():
+            raise UsageError(f"data.path {config.path!r} is a link to {os.readlink(path)!r}, which does not exist.")
         raise UsageError(f"data.path {config.path!r} does not exist; {_neighbour(path)}")
     if path.is_dir():
         if any((path / mark).is_file() for mark in DATASET_MARKS):
@@ -190,7 +194,15 @@ def _jsonl_text(line: bytes, where: str, text_field: str) -> str:
         raise UsageError(f"{where} has no field {text_field!r} (data.text_field); {near}")
     if not isinstance(row[text_field], str):
         raise UsageError(f"{where}: field {text_field!r} is {type(row[text_field]).__name__}, not text.")
-    return str(row[text_field])
+    text = str(row[text_field])
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: field {text_field!r} holds half of a surrogate pair (\\u{ord(text[error.start]):04x} at character "
+            f"{error.start}), which is no text; JSON writes such a character as two of them, or as itself in UTF-8."
+        ) from None
+    return text
 
 
 def _check_column(where: str, text_field: str, columns: Mapping[str, str]) -> None:

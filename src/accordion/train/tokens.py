@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,9 +21,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from accordion.errors import UsageError
 from accordion.train.sources import Piece, Source, Split, split_of
 
-FORMAT = 1  # of the cache; a change of the code below that changes tokens takes the next number
+FORMAT = 2  # of the cache; a change of the code below that changes tokens takes the next number
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
+LONGEST_WORD = 1024  # letters, or blanks, or signs without any other between them; longer ones are data, not words
+ONE_KIND = re.compile(r"[^\W_]*|(?:[^\w\s]|_)*|\s*")  # what the tokenizer never parts: letters, signs, blanks
 BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
 SPOOL_BYTES = 256 << 20  # held in memory until the data is known to be usable
 TAIL_SHARE = 20  # where no document falls to validation, the last 1/20 of the tokens does
@@ -81,7 +85,7 @@ def train_vocabulary(source: Source, size: int) -> Vocabulary:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_text(source), trainer)
+    tokenizer.train_from_iterator((part for text in _training_text(source) for part in _parted(text)), trainer)
     return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=0)
 
 
@@ -98,6 +102,19 @@ def _training_text(source: Source) -> Iterator[str]:
             return
     if chars == 0:
         yield from spare
+
+
+def _parted(text: str) -> Iterator[str]:
+    """`text` in parts, cut only inside runs of one kind that are longer than `LONGEST_WORD`.
+
+    A run of letters is one word to the trainer, whose time goes with the square of the longest one. Ordinary text stays whole.
+    """
+    start, half = 0, LONGEST_WORD // 2
+    for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
+        if ONE_KIND.fullmatch(text, at - half, at + half + 1):
+            yield text[start:at]
+            start = at
+    yield text[start:]
 
 
 def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
@@ -158,7 +175,7 @@ def _key(*parts: str) -> str:
 def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Callable[[int, int], None]) -> TokenFiles:
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
-    near = next(str(place) for place in folder.absolute().parents if place.is_dir())
+    near = str(_place_for(folder))
     tokenizer, num_documents = vocabulary.tokenizer(), 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
@@ -182,6 +199,15 @@ def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Call
         )
         _publish(made, files, vocabulary)
     return made
+
+
+def _place_for(folder: Path) -> Path:
+    """The nearest folder above that exists. Raises `OSError` where nothing can be made in it, before anything else is made."""
+    near = next(place for place in folder.absolute().parents if place.exists())
+    for wrong, code in ((not near.is_dir(), errno.ENOTDIR), (not os.access(near, os.W_OK | os.X_OK), errno.EACCES)):
+        if wrong:
+            raise OSError(code, os.strerror(code), str(near))
+    return near
 
 
 def _encoded(source: Source, tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.cutting import rows_of
-from accordion.compat.extensions import is_extended
 from accordion.compat.fsdp2.module import fsdp_part
 from accordion.compat.layouts import Layout
 from accordion.compat.lazy import Part
 from accordion.engine.tree import map_tensors
+from accordion.extensions import is_extended
 from accordion.shard import device_of
 
 

@@ -7,16 +7,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.config import Precision
+from accordion.config import Place, Precision, Strategy
+from accordion.engine.collectives import carried
 from accordion.engine.group import Group, Param, Planned, Wiring
 from accordion.engine.home import Home
 from accordion.engine.layout import Cut, message
@@ -25,6 +27,15 @@ from accordion.errors import UsageError
 from accordion.units import Owned
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of which a subclass is made, where it tells (`__tensor_flatten__`); a plain one itself."""
+    if type(tensor.data) is Tensor:
+        yield tensor.detach()
+    elif hasattr(tensor.data, "__tensor_flatten__"):
+        for name in tensor.data.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(tensor.data, name))
 
 
 def is_extended(param: Tensor) -> bool:
@@ -52,6 +63,27 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
         )
 
 
+def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool, sync: bool) -> None:
+    """Raise `UsageError` for a tensor subclass that `shard` would have to drop: it is kept, or refused by name."""
+    for o in owned:
+        if type(o.original.data) is Tensor:
+            continue
+        name, kind = o.names[0], type(o.original.data).__name__
+        check_tensor(name, o.original, offloads=offloads)
+        if strategy.params is Place.REPLICATE or strategy.optim_over_replicas or strategy.optim is Place.REPLICATE:
+            raise UsageError(
+                f"parameter {name!r} is a {kind}, which says itself how it is gathered, and {strategy.name} keeps full copies or "
+                "cuts rows twice; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD."
+            )
+        if o.original.is_meta or sync:
+            asked = (
+                "sync=True sends plain tensors only"
+                if sync
+                else "it is on the meta device, where its rows have no values"
+            )
+            raise UsageError(f"parameter {name!r} is a {kind}, and {asked}; build it with its values on every rank.")
+
+
 def extended_rows(given: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
     """This rank's rows of a subclass, by the operators that torch's FSDP2 asks of one: chunk, new_zeros, narrow, copy_."""
     given = given.to(device)
@@ -64,15 +96,28 @@ def extended_rows(given: Tensor, c: Cut, rank: int, device: torch.device) -> Ten
     return padded.narrow(c.dim, 0, num_rows)
 
 
+def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh of `shard` that have different rows."""
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names
+    return mesh[names[-1]] if names else DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+
+
 def extended_groups(
     mine: list[tuple[Owned, Cut]],
     precision: Precision,
     wiring: Wiring,
     place: tuple[int, str],
     mesh: DeviceMesh,
-    policy: Any,
+    policy: Any = None,
 ) -> list[Group]:
-    """The groups of the extended parameters of one unit. `mesh`: of the ranks that have rows; `policy`: the caller's."""
+    """The groups of the extended parameters of one unit, which are sharded.
+
+    `mesh`: of the ranks that have rows; `policy`: the caller's, as FSDP2's hooks want it; by default what `precision` says.
+    """
+    if policy is None and mine:
+        policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
     by_dtype: dict[torch.dtype, list[Extended]] = {}
     for o, c in mine:
         local = _torch.local_of(o.original)
@@ -140,8 +185,9 @@ class Extended:
         for full in (*self.gathered, *self.inner):
             full.untyped_storage().resize_(0)
 
-    def holds(self, address: int) -> bool:
-        return any(full.untyped_storage().data_ptr() == address for full in (*self.gathered, *self.inner))
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        key, held = _torch.storage_key(storage), (*self.gathered, *self.inner)
+        return any(_torch.storage_key(full.untyped_storage()) == key for full in held)
 
     @property
     def num_bytes(self) -> int:
@@ -193,14 +239,14 @@ class _Room:
 
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]
-        self.flat = torch.empty(0)  # counts writes, of which subclasses tell none
+        self.flat = torch.empty(0, device="cpu")  # counts writes, of which subclasses tell none
 
     @property
     def num_bytes(self) -> int:
         return sum(e.num_bytes for e in self._extended)
 
-    def holds(self, address: int) -> bool:
-        return any(e.holds(address) for e in self._extended)
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return any(e.holds(storage) for e in self._extended)
 
     def close(self) -> None:
         for e in self._extended:
@@ -212,7 +258,7 @@ class _Rest(Home):
 
     def __init__(self, extended: list[Extended]) -> None:
         self.dtype = self.pack_row = None
-        self.padded, self.flats, self.tag = [], [], torch.zeros(1)
+        self.padded, self.flats, self.tag = [], [], torch.zeros(1, device="cpu")
         self.locals = [e.local for e in extended]
 
 
@@ -247,7 +293,7 @@ class _Group(Group):
                 for full, sent in pairs:
                     full.copy_(sent)
             else:
-                yield axis.gather.gather([full for full, _ in pairs], [sent for _, sent in pairs])
+                yield axis.gather.gather([carried(full) for full, _ in pairs], [carried(sent) for _, sent in pairs])
 
         def end() -> None:
             with torch.no_grad():

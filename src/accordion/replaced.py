@@ -1,0 +1,60 @@
+"""Sharded parameters in the place of a model's own, and what is left of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from accordion import _torch
+from accordion.errors import UsageError
+from accordion.units import Owned
+
+
+def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """Put a DTensor of the rows `local` in every place of a parameter, which is emptied; returns it."""
+    shape = o.original.shape
+    stride = torch.empty(shape, device="meta").stride()
+    # Of a local tensor on the meta device: any other would be moved to the mesh's, and rows may rest on the host.
+    rows = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, shape=shape, stride=stride)
+    sharded = nn.Parameter(_torch.as_dtensor(local, rows), requires_grad=o.original.requires_grad)
+    for original in (*reversed(o.others), o.original):
+        vars(sharded).update(_torch.marks_of(original))
+    _torch.hand_over_hooks(o.original, sharded)
+    for ref, attr in o.places:
+        module = ref()
+        assert module is not None
+        module._parameters[attr] = sharded
+    for original in (o.original, *o.others):
+        if type(original.data) is torch.Tensor:
+            original.data = original.data.new_empty(0)
+            original.__class__ = Moved
+        vars(original)["moved_to"] = sharded
+    return sharded
+
+
+def replace_by_subclass(
+    o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> nn.Parameter:
+    """`replace`, where the rows are a tensor subclass."""
+    sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
+    _torch.set_local(sharded, rows)
+    return sharded
+
+
+class Moved(nn.Parameter):
+    """A parameter that `shard` replaced. An optimizer made before holds it; its first step or zero_grad says so."""
+
+    moved_to: nn.Parameter
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        raise UsageError(
+            "this optimizer was made before shard(), so its parameters are not the model's any more; "
+            "make the optimizer from model.parameters() after shard()."
+        )

@@ -1,0 +1,170 @@
+"""`accordion train` in trouble: two jobs in one folder, full disks, folders that go, cut checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accordion import cli
+from accordion.checkpoint import latest
+from accordion.train import launch
+from tests import forked
+from tests.disks import mounted
+from tests.e2e.jobs import TINY, lines_of, until
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "3", "--checkpoint.keep", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        yield folder
+
+
+def started(run_dir: Path, log: Path, *flags: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "accordion", "train", *TINY, "--run.dir", str(run_dir), *flags]
+    with log.open("w") as file:
+        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, text=True)
+
+
+def tree(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, log = place / "owned", place / "owned.log"
+    first = started(run_dir, log, *ENDLESS)
+    try:
+        until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
+        own = ["train", *TINY, *ENDLESS, "--run.dir", str(run_dir)]
+        elsewhere = ["train", *TINY, *ENDLESS, "--run.dir", "else", "--checkpoint.dir", str(run_dir / "checkpoints")]
+        for words, setting in ((own, "run.dir"), (elsewhere, "checkpoint.dir")):
+            capfd.readouterr()
+            assert cli.main(words) == 2
+            told = capfd.readouterr().err
+            assert told.startswith(f"accordion: {setting} '{run_dir}")
+            assert "is in use by another job: process " in told
+            assert told.count("\n") == 1
+        assert not (place / "else").exists()
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "accordion",
+        ]
+        done = subprocess.run([*torchrun, *own], capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert len([line for line in done.stderr.splitlines() if line.startswith("accordion: run.dir ")]) == 1
+        before = len(lines_of(run_dir))
+        until(lambda: len(lines_of(run_dir)) > before, "steps of the first job", log)
+    finally:
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    at = latest(run_dir / "checkpoints")
+    assert at is not None
+    assert (run_dir / ".owner").exists()
+    steps = str(int(at.rpartition("-")[2]) + 5)
+    assert cli.main(["train", *TINY, "--train.steps", steps, "--run.dir", str(run_dir)]) == 0
+    assert [line["step"] for line in lines_of(run_dir)] == list(range(1, int(steps) + 1))
+    assert not list(run_dir.rglob(".owner"))
+
+
+def test_a_run_whose_last_weights_were_not_kept_fails_and_names_the_newest(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY, "--checkpoint.every", "2", "--checkpoint.on_error", "continue"]
+    assert cli.main(["train", *flags, "--train.steps", "2", "--run.dir", str(place / "sized")]) == 0
+    saved = place / "sized" / "checkpoints" / "step-000002"
+    num_bytes = sum(file.stat().st_size for file in saved.iterdir())
+    with mounted(place / "small", f"size={int(num_bytes * 1.6)}") as run_dir:
+        log = place / "small.log"
+        assert started(run_dir, log, *flags[len(TINY) :], "--train.steps", "5").wait(300) == 1
+        said = log.read_text()
+        newest = run_dir / "checkpoints" / "step-000002"
+        assert f"\ncheckpoint: {newest}\n" in said
+        assert said.count("training goes on") == 2  # without those of steps 4 and 5
+        told = [line for line in said.splitlines() if line.startswith("accordion: ")]
+        assert len(told) == 1
+        assert told[0].startswith(
+            f"accordion: the weights after step 5 were not kept, the newest checkpoint is {newest}, from which"
+        )
+        assert "Traceback" not in said
+        capfd.readouterr()
+        subprocess.run(["mount", "-o", f"remount,size={num_bytes * 4}", str(run_dir)], check=True)
+        assert cli.main(["train", *flags, "--train.steps", "5", "--run.dir", str(run_dir)]) == 0
+        assert "2 of 5 steps are done" in capfd.readouterr().out
+
+
+def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run_dir, log = place / "deleted", place / "deleted.log"
+    job = started(run_dir, log, "--train.steps", "60", "--launch.nproc", "2")
+    until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
+    shutil.rmtree(run_dir)
+    assert job.wait(300) == 0, log.read_text()
+    said = log.read_text()
+    assert len([line for line in said.splitlines() if "cannot be written" in line]) == 1
+    assert "Traceback" not in said
+    assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000060")
+    assert not list(run_dir.rglob(".owner"))
+    assert not list(tmp_path.iterdir())  # nothing of torch's launcher is left either
+
+
+def test_resume_tells_which_checkpoints_it_passes_over(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = place / "cut"
+    words = ["train", *TINY, "--run.dir", str(run_dir), "--checkpoint.every", "1", "--train.steps", "3"]
+    assert cli.main(words) == 0
+    checkpoints = run_dir / "checkpoints"
+
+    flipped = checkpoints / "step-000003" / "rank-00000.safetensors"
+    content = bytearray(flipped.read_bytes())
+    content[-5000] ^= 1
+    flipped.write_bytes(content)
+    capfd.readouterr()
+    assert cli.main([*words[:-1], "4"]) != 0  # 1, or 9 where the fork server ends the other rank
+    told = capfd.readouterr().err
+    assert f"The one before it, {checkpoints / 'step-000002'}, is complete" in told
+    assert "--checkpoint.resume takes the path of another one." in told
+    assert told.count("\n") == 1
+
+    manifest = checkpoints / "step-000003" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:500])
+    (checkpoints / "step-000002" / "manifest.json").unlink()
+    before = tree(run_dir)
+    assert cli.main([*words[:-1], "4"]) == 2
+    assert f"'{checkpoints / 'step-000002'}' has lost its manifest.json" in capfd.readouterr().err
+    assert tree(run_dir) == before
+    shutil.rmtree(checkpoints / "step-000002")
+    assert cli.main([*words[:-1], "4"]) == 0
+    shown = capfd.readouterr().out
+    assert f"{checkpoints / 'step-000001'} is the newest complete checkpoint, newer ones are damaged: " in shown
+    assert f"{checkpoints / 'step-000003'}" in shown.partition("--checkpoint.resume takes the path of another.")[0]
+    assert "1 of 4 steps are done" in shown
+    assert latest(checkpoints) == str(checkpoints / "step-000004")
+
+    for manifest in checkpoints.glob("*/manifest.json"):
+        manifest.write_bytes(manifest.read_bytes()[:500])
+    before = tree(run_dir)
+    assert cli.main(words) == 2
+    assert "there are checkpoints, and none is complete" in capfd.readouterr().err
+    assert tree(run_dir) == before

@@ -1,0 +1,79 @@
+"""What lies on the host lies there whatever the default device is, and what a scaler does to gradients there is right."""
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from tests.devices import device
+
+pytestmark = pytest.mark.sim
+
+
+def blocks(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+
+
+def trained(mesh, offload, folder):
+    torch.set_default_device(device())
+    try:
+        with torch.device("cpu"):
+            model = blocks()
+        model = acc.shard(model, mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator("cpu").manual_seed(step), device="cpu").to(device())
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        acc.save(folder, model, optimizer)
+        acc.load(folder, model, optimizer)
+        return {name: p.cpu() for name, p in acc.full_state_dict(model).items()}
+    finally:
+        torch.set_default_device(None)
+
+
+PLACES = ["device", "host", "disk:{}"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_default_device_changes_nothing(world, tmp_path, place):
+    place = place.format(tmp_path)
+    offload = acc.Offload(optimizer=place, **({} if place == "device" else {"params": place, "grads": place}))
+    found = world.run(2, trained, offload, str(tmp_path / "c"))
+    plain = blocks()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        plain(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[0][name], tensor)
+
+
+def scaled(mesh, offload, wrapped):
+    """Gradients after `unscale_`, over and over: the scale is copied to the host without a wait by torch's scaler."""
+    model = acc.shard(blocks(), mesh, offload=offload, precision=acc.Precision(params=torch.float16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = acc.wrap_optimizer(optimizer) if wrapped else optimizer
+    scaler = torch.amp.GradScaler(device().type, init_scale=1024.0)
+    found = []
+    for _ in range(10):
+        scaler.scale(model(torch.ones(2, 16, device=device())).sum()).backward()
+        scaler.unscale_(optimizer)
+        found.append([p.grad.full_tensor().cpu() for p in model.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("place", ["host", "disk:{}"])
+def test_a_scaler_reads_its_scale_after_it_has_come(world, tmp_path, place):
+    offload = acc.Offload(optimizer="host", grads=place.format(tmp_path))
+    on_device = world.run(2, scaled, acc.Offload(), True)[0][0]
+    for found in world.run(2, scaled, offload, True):
+        for grads in found:
+            for grad, expected in zip(grads, on_device, strict=True):
+                assert torch.equal(grad, expected)

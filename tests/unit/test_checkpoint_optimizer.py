@@ -1,0 +1,180 @@
+"""Loading an optimizer: groups in another order, another kind, refusals that change nothing, forged states. One process."""
+
+import copy
+import json
+import zlib
+
+import pytest
+import torch
+from torch import nn
+
+from accordion.checkpoint import RandomState, load, save
+from accordion.checkpoint.format import MANIFEST
+from accordion.errors import CheckpointError
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def in_groups(model, order=(0, 1), make=torch.optim.AdamW):
+    """Weights decay and biases do not."""
+    groups = [
+        {"params": [model[0].weight, model[1].weight], "weight_decay": 0.5},
+        {"params": [model[0].bias, model[1].bias], "weight_decay": 0.0, "lr": 0.25},
+    ]
+    return make([groups[i] for i in order], lr=0.1)
+
+
+def stepped(model, optimizer, steps=2):
+    for _ in range(steps):
+        model(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def everything(model, optimizer):
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(same, one, other)) if isinstance(one, list) else one == other
+
+
+def options_of(optimizer):
+    return [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+
+
+def test_groups_in_another_order_take_options_by_their_parameters(tmp_path):
+    model = small()
+    save(tmp_path / "c", model, stepped(model, in_groups(model)))
+    other = small(1)
+    mine = in_groups(other, (1, 0))
+    for group in mine.param_groups:
+        group["weight_decay"], group["lr"] = 9.0, 9.0
+    with pytest.raises(CheckpointError, match=r"parameter group 0 is group 1 of the checkpoint"):
+        load(tmp_path / "c", other, mine)
+    with pytest.warns(UserWarning, match=r"parameter group 0 is group 1 of the checkpoint"):
+        load(tmp_path / "c", other, mine, strict=False)
+    assert options_of(mine) == [(0.0, 0.25), (0.5, 0.1)]
+    assert mine.state[other[0].weight]["exp_avg"].shape == (4, 3)
+
+
+def test_groups_joined_of_several_keep_their_own_options(tmp_path):
+    model = small()
+    save(tmp_path / "c", model, stepped(model, in_groups(model)))
+    for groups, wanted in (
+        (lambda m: [{"params": list(m.parameters()), "weight_decay": 0.7}], [(0.7, 0.9)]),
+        (lambda m: [{"params": [p], "weight_decay": 0.7} for p in m.parameters()], [(0.5, 0.1), (0.0, 0.25)] * 2),
+    ):
+        other = small(1)
+        mine = torch.optim.AdamW(groups(other), lr=0.9)
+        with pytest.warns(UserWarning, match=r"parameter group"):
+            load(tmp_path / "c", other, mine, strict=False)
+        assert options_of(mine) == wanted
+        assert all(mine.state[p] for p in other.parameters())
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adagrad", "Adam")],
+)
+def test_another_kind_of_optimizer_is_named_and_changes_nothing(tmp_path, saved, own):
+    model, other = small(), small(1)
+    save(tmp_path / "c", model, stepped(model, getattr(torch.optim, saved)(model.parameters(), lr=0.1)))
+    mine = stepped(other, getattr(torch.optim, own)(other.parameters(), lr=0.3))
+    before = everything(other, mine)
+    with pytest.raises(CheckpointError, match=f"saved with {saved} and the optimizer is {own}"):
+        load(tmp_path / "c", other, mine)
+    assert same(everything(other, mine), before)
+    with pytest.warns(UserWarning, match=f"saved with {saved} and the optimizer is {own}"):
+        load(tmp_path / "c", other, mine, strict=False)
+    assert same(mine.state_dict(), before[1])
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_a_class_made_of_another_takes_its_states(tmp_path):
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model, other = small(), small(1)
+    save(tmp_path / "c", model, stepped(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
+    load(tmp_path / "c", other, Mine(other.parameters()))
+    save(tmp_path / "d", model, stepped(model, Mine(model.parameters(), lr=0.1)))
+    load(tmp_path / "d", other, torch.optim.AdamW(other.parameters()))
+
+
+def forged(folder, change):
+    """The manifest with something changed, its own checksum right again."""
+    words = json.loads((folder / MANIFEST).read_bytes())
+    del words["crc32"]
+    change(words)
+    body = json.dumps(words, separators=(",", ":")).removesuffix("}").encode()
+    (folder / MANIFEST).write_bytes(body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode())
+
+
+def test_without_a_kind_a_state_that_is_not_taken_is_told_in_a_sentence(tmp_path):
+    """As in checkpoints that were converted, or saved before the kind was kept."""
+    model, other = small(), small(1)
+    save(tmp_path / "c", model, stepped(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
+    forged(tmp_path / "c", lambda words: words["optimizer"].pop("kind"))
+    mine = stepped(other, torch.optim.AdamW(other.parameters(), lr=0.3))
+    before = everything(other, mine)
+    with pytest.raises(
+        CheckpointError, match=r"AdamW does not take the optimizer's state .*KeyError: 'step'.*another kind"
+    ):
+        load(tmp_path / "c", other, mine)
+    assert same(everything(other, mine), before)
+
+
+class Refusing(torch.optim.AdamW):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        raise ValueError("not these")
+
+
+class Thing:
+    def __init__(self, refuses=False):
+        self.held, self.refuses = 1, refuses
+
+    def state_dict(self):
+        return {"held": self.held}
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise KeyError("rank")
+        self.held = state["held"]
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_who_refuses_what_he_is_given_leaves_all_as_it_was(tmp_path, has_states):
+    model, other, thing = small(), small(1), Thing()
+    save(tmp_path / "c", model, stepped(model, torch.optim.AdamW(model.parameters(), lr=0.1)), state={"thing": thing})
+    for make, its in ((Refusing, Thing()), (torch.optim.AdamW, Thing(refuses=True))):
+        its.held = 5
+        mine = stepped(other, make(other.parameters(), lr=0.3), steps=int(has_states))
+        held = {id(value): value for state in mine.state.values() for value in state.values()}
+        before = everything(other, mine)
+        with pytest.raises(CheckpointError, match=r"not these|rank"):
+            load(tmp_path / "c", other, mine, state={"thing": its})
+        assert same(everything(other, mine), before)
+        assert {id(value) for state in mine.state.values() for value in state.values()} == set(held)
+        assert its.held == 5
+        stepped(other, mine)
+
+
+def test_a_forged_random_state_changes_nothing(tmp_path):
+    model, other = small(), small(1)
+    save(tmp_path / "c", model, stepped(model, torch.optim.AdamW(model.parameters())), state={"random": Thing()})
+    mine = stepped(other, torch.optim.AdamW(other.parameters()))
+    before, drawn = everything(other, mine), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=r"random.*'rank'"):
+        load(tmp_path / "c", other, mine, state={"random": RandomState()})
+    assert same(everything(other, mine), before)
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -1,0 +1,89 @@
+"""A rank's own words on an optimizer, forged: each is refused in a sentence before anything is made of it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accordion.checkpoint.boxes import Box
+from accordion.checkpoint.format import Chunk, Entry
+from accordion.checkpoint.own_states import _words
+from accordion.errors import CheckpointError
+
+NAME = "rank/00000/optimizer"
+GOOD = {
+    "rows": {"w": [[0, 0], [2, 3], [3, 1]]},
+    "states": [
+        ["w", "absmax", {"$tensor": f"{NAME}/state/w/absmax"}],
+        ["w", "none", {"$tensor": f"{NAME}/state/w/none"}],
+    ],
+    "sharded": [],
+    "empty": {f"{NAME}/state/w/none": ["F32", [0]]},
+}
+
+
+def read(words):
+    """What is made of these words where their checksums are right."""
+    text = words if isinstance(words, bytes) else json.dumps(words).encode()
+    entry = Entry(
+        dtype="U8",
+        shape=(len(text),),
+        placements=None,
+        chunks=(Chunk("rank-00000.safetensors", Box((0,), (len(text),)), 0, ()),),
+    )
+    held = {NAME: entry, f"{NAME}/state/w/absmax": entry, "rank/00001/optimizer/state/w/absmax": entry}
+
+    def fill_all(reads):
+        for one in reads:
+            one.into.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+    files = SimpleNamespace(
+        manifest=SimpleNamespace(tensors=held),
+        folder="here",
+        check_sizes=lambda: None,
+        faults=lambda reads: [],
+        fill_all=fill_all,
+    )
+    return _words(files, NAME)
+
+
+def test_what_save_writes_is_taken():
+    assert read(GOOD) == GOOD
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": []},
+        {"sharded": [1]},
+        {"sharded": None},
+        {"states": [["w", "absmax"]]},
+        {"states": [[1, "absmax", 2]]},
+        {"states": [["w", 1, 2]]},
+        {"states": [["w", "absmax", {"$tensor": "rank/00001/optimizer/state/w/absmax"}]]},
+        {"states": [["w", "absmax", {"$tensor": "model/w"}]]},
+        {"states": {"w": 1}},
+        {"empty": {f"{NAME}/state/w/none": ["F32", [2**40, 2]]}},
+        {"empty": {f"{NAME}/state/w/none": ["F32", [0] * 70]}},
+        {"empty": {f"{NAME}/state/w/none": ["F32", [-1, 0]]}},
+        {"empty": {f"{NAME}/state/w/none": ["F31", [0]]}},
+        {"empty": {f"{NAME}/state/w/absmax": ["F32", [0]]}},
+        {"empty": [1]},
+    ],
+)
+def test_what_it_does_not_write_is_refused(change):
+    with pytest.raises(CheckpointError, match=f"here is damaged: {NAME}: "):
+        read({**GOOD, **change})
+
+
+@pytest.mark.parametrize("text", [b"", b"[", b"[]", b"\xff", b"3", b"[" * 100_000])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(CheckpointError, match=f"here is damaged: {NAME}: "):
+        read(text)
+
+
+@pytest.mark.parametrize("key", GOOD)
+def test_a_key_that_is_gone_is_named(key):
+    with pytest.raises(CheckpointError, match=f"here is damaged: {NAME}: KeyError: '{key}'"):
+        read({k: v for k, v in GOOD.items() if k != key})

@@ -1,0 +1,531 @@
+"""What lies where a save goes and where a load looks: foreign files, links, other jobs, rests, and what cannot be read."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accordion.checkpoint import folders, latest, load, prune, save
+from accordion.checkpoint.convert import export
+from accordion.checkpoint.look import inspect, verify
+from accordion.errors import AccordionError, CheckpointError, UsageError
+
+
+def filled(value, width=3):
+    model = nn.Linear(width, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+def holds(path, value):
+    model = filled(-1)
+    load(path, model)
+    return all(bool((param == value).all()) for param in model.parameters())
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+# -- what a save may replace
+
+
+def web(folder):
+    (folder / "manifest.json").write_text('{"name": "a page"}')
+    (folder / "index.html").write_text("hello")
+
+
+def web_of_schema(folder):
+    (folder / "manifest.json").write_text('{"schema": 2, "name": "a page"}')
+
+
+def with_notes(folder):
+    save(folder, filled(1))
+    (folder / "notes.txt").write_text("the best one")
+
+
+def with_folder(folder):
+    save(folder, filled(1))
+    (folder / "plots").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (web, r"c holds index\.html beside a checkpoint, .*move it away or pass another path"),
+        (web_of_schema, r"c exists and is no checkpoint, its manifest\.json is another program's"),
+        (with_notes, r"c holds notes\.txt beside a checkpoint"),
+        (with_folder, r"c holds plots beside a checkpoint"),
+    ],
+)
+def test_what_is_not_a_checkpoint_of_ours_alone_is_not_replaced(tmp_path, make, found):
+    (tmp_path / "c").mkdir()
+    make(tmp_path / "c")
+    before = {path: path.read_bytes() for path in (tmp_path / "c").iterdir() if path.is_file()}
+    with pytest.raises(CheckpointError, match=found):
+        save(tmp_path / "c", filled(2))
+    assert {path: path.read_bytes() for path in (tmp_path / "c").iterdir() if path.is_file()} == before
+    assert names(tmp_path) == ["c"]
+
+
+def test_what_a_user_lays_into_a_checkpoint_while_its_successor_is_written_stays(tmp_path, monkeypatch):
+    save(tmp_path / "c", filled(1))
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: ((tmp_path / "c" / "notes.txt").write_text("mine"), fsync(handle)))
+    with pytest.raises(CheckpointError, match=r"c holds notes\.txt"):
+        save(tmp_path / "c", filled(2))
+    assert (tmp_path / "c" / "notes.txt").read_text() == "mine"
+    assert names(tmp_path) == ["c"]
+
+
+def test_a_damaged_checkpoint_of_ours_is_replaced(tmp_path):
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:50]), lambda path: path.write_text('{"schema":9}')):
+        save(tmp_path / "c", filled(1))
+        damage(tmp_path / "c" / "manifest.json")
+        save(tmp_path / "c", filled(2))
+        assert holds(tmp_path / "c", 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "the path is empty"),
+        ("/", "/ is the root of a file system"),
+        ("a\0b", "holds a zero byte"),
+        (b"bytes", "the path is bytes"),
+        (3, "the path is a int; pass a string"),
+        (None, "the path is None"),
+        ("x" * 241, "has 241 bytes, and a checkpoint's at most 240"),
+        ("ü" * 121, "has 242 bytes"),
+    ],
+)
+def test_paths_that_no_checkpoint_can_have(tmp_path, monkeypatch, path, why):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=why):
+        save(path, filled(1))
+    assert names(tmp_path) == []
+
+
+def test_the_current_folder_and_the_longest_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is the current folder, which a save would replace; pass a folder in it"):
+        save(".", filled(1))
+    longest = "x" * 240
+    for value in (1, 2):
+        save(longest, filled(value))
+        assert holds(longest, value)
+    assert names(".") == [longest]
+
+
+def test_a_mount_point_is_refused_by_name(tmp_path):
+    (tmp_path / "disk").mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "accordion", str(tmp_path / "disk")], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    try:
+        with pytest.raises(
+            CheckpointError, match="disk is a mount point, which cannot be renamed; pass a folder in it"
+        ):
+            save(tmp_path / "disk", filled(1))
+        save(tmp_path / "disk" / "c", filled(1))
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
+
+
+# -- two jobs
+
+
+def at_rename(monkeypatch, number, act):
+    """Call `act` before the rename of this number, from 1 on."""
+    count, rename = [0], os.rename
+
+    def renamed(*words, **more):
+        count[0] += 1
+        if count[0] == number:
+            monkeypatch.setattr(os, "rename", rename)
+            act()
+        return rename(*words, **more)
+
+    monkeypatch.setattr(os, "rename", renamed)
+
+
+class Killed(BaseException):
+    """Of the other job, which then does nothing more."""
+
+
+def killed_in_begin(path):
+    """Another job that begins to save there, and is killed when it has removed what it takes for rests."""
+    folders.folder_at(path).begin("0123abcd")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_job_that_begins_between_two_renames_of_another_takes_nothing_away(tmp_path, monkeypatch, number):
+    save(tmp_path / "last", filled(1))
+    at_rename(monkeypatch, number, lambda: killed_in_begin(tmp_path / "last"))
+    save(tmp_path / "last", filled(2))
+    assert holds(tmp_path / "last", 2)
+    assert verify(tmp_path / "last") == []
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_job_that_saves_between_two_renames_of_another_loses_nothing(tmp_path, monkeypatch, number):
+    save(tmp_path / "last", filled(1))
+    at_rename(monkeypatch, number, lambda: save(tmp_path / "last", filled(3)))
+    with pytest.raises(CheckpointError, match="was saved by another job") if number == 2 else nullcontext():
+        save(tmp_path / "last", filled(2))
+    assert holds(tmp_path / "last", 3 if number == 2 else 2)
+    assert verify(tmp_path / "last") == []
+    save(tmp_path / "last", filled(4))
+    assert holds(tmp_path / "last", 4)
+    assert names(tmp_path) == ["last"]
+
+
+TWO = """
+import os, sys, signal
+from torch import nn
+import torch
+from accordion.checkpoint import save
+
+seed, path, dies = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+left = [dies]
+def mortal(call):
+    def wrapped(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return wrapped
+for what in ("fsync", "rename", "mkdir", "rmdir", "unlink"):
+    setattr(os, what, mortal(getattr(os, what)))
+from accordion.errors import CheckpointError
+for k in range(6):
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(seed + k)
+    try:
+        save(path, model)
+    except CheckpointError as error:
+        assert "another job" in str(error) or "no other job" in str(error), error
+"""
+
+
+@pytest.mark.parametrize("dies", [(17, 400), (23, 31)])
+def test_two_jobs_of_one_name_of_which_some_are_killed_leave_a_whole_one(tmp_path, dies):
+    save(tmp_path / "last", filled(0))
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", TWO, str(100 * i), str(tmp_path / "last"), str(number)])
+        for i, number in enumerate(dies, 1)
+    ]
+    assert {job.wait(300) for job in jobs} <= {0, -9}
+    model = filled(-1)
+    load(latest(tmp_path), model)
+    assert len({float(value) for param in model.parameters() for value in param.detach().flatten()}) == 1
+    save(tmp_path / "last", filled(7))
+    assert holds(tmp_path / "last", 7)
+    assert names(tmp_path) == ["last"]
+
+
+# -- removing old ones
+
+
+def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", filled(step))
+    unlink = os.unlink
+
+    def fails(path, *words, **more):
+        if "rank-" in str(path):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, *words, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fails)
+        with pytest.raises(CheckpointError, match=r"step-3 is written, but not all older ones are removed: .*step-1"):
+            save(tmp_path / "step-3", filled(3), keep=2)
+        assert latest(tmp_path) == str(tmp_path / "step-3")
+        assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["gone", "step-2", "step-3"]
+        with pytest.raises(CheckpointError, match="cannot be removed, all of it"):
+            prune(tmp_path, 2)
+        save(tmp_path / "step-3", filled(3), keep=3)  # tries again, and says no more
+    (tmp_path / ".theirs.gone").mkdir()
+    (tmp_path / ".theirs.gone" / "thesis.tex").write_text("...")
+    save(tmp_path / "step-4", filled(4), keep=3)
+    assert names(tmp_path) == [".theirs.gone", "step-2", "step-3", "step-4"]
+
+
+def test_prune_removes_what_a_killed_removal_has_left(tmp_path):
+    save(tmp_path / "step-1", filled(1))
+    shutil.copytree(tmp_path / "step-1", tmp_path / ".step-0.gone")
+    rest = str(tmp_path / ".step-0.gone")
+    assert prune(tmp_path, 1, dry=True) == [rest]
+    assert prune(tmp_path, 1) == [rest]
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_the_one_just_saved_and_newer_ones_are_never_removed(tmp_path):
+    for step in (100, 200):
+        save(tmp_path / f"step-{step}", filled(step))
+    save(tmp_path / "step-5", filled(5), keep=1)
+    assert names(tmp_path) == ["step-100", "step-200", "step-5"]
+    save(tmp_path / "step-6", filled(6), keep=1)
+    assert names(tmp_path) == ["step-100", "step-200", "step-6"]
+    save(tmp_path / "step-300", filled(3), keep=1)
+    assert names(tmp_path) == ["step-300"]
+
+
+def test_what_a_user_laid_into_a_checkpoint_is_not_removed_with_it(tmp_path):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", filled(step))
+    (tmp_path / "step-1" / "notes.txt").write_text("mine")
+    assert prune(tmp_path, 1) == []
+    save(tmp_path / "step-3", filled(3), keep=1)
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize("keep", ["2", 2.0, True, -1, None])
+def test_keep_is_a_number(tmp_path, keep):
+    with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
+        save(tmp_path / "c", filled(1), keep=keep)
+    with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
+        prune(tmp_path, keep)
+    assert names(tmp_path) == []
+
+
+# -- choosing the newest
+
+
+def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path):
+    model, stop, seen = filled(1), threading.Event(), []
+
+    def saves():
+        step = 0
+        while not stop.is_set():
+            step += 1
+            save(tmp_path / f"step-{step}", model, keep=1)
+            save(tmp_path / "last", model)
+
+    writer = threading.Thread(target=saves)
+    save(tmp_path / "last", model)
+    writer.start()
+    try:
+        for _ in range(400):
+            seen.append(latest(tmp_path))
+            prune(tmp_path, 1)
+    finally:
+        stop.set()
+        writer.join()
+    assert None not in seen
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, number):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", filled(step))
+    read = folders.Local.read
+
+    def fails_at(step):
+        def fails(self, name):
+            if self.path.name == f"step-{step}":
+                raise OSError(number, os.strerror(number), str(self.path / name))
+            return read(self, name)
+
+        return fails
+
+    monkeypatch.setattr(folders.Local, "read", fails_at(3))
+    with pytest.raises(
+        CheckpointError, match=rf"step-3 cannot be read \({os.strerror(number)}\), and it may be the newest"
+    ):
+        latest(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"step-3 cannot be read: {os.strerror(number)}"):
+        load(tmp_path / "step-3", filled(0))
+    for look in (inspect, lambda path: export(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            look(tmp_path / "step-3")
+    monkeypatch.setattr(folders.Local, "read", fails_at(2))
+    assert latest(tmp_path) == str(tmp_path / "step-3")  # an older one decides nothing
+
+
+def cut(path):
+    manifest = path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-30])
+
+
+def test_those_that_are_passed_over_are_named(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", filled(step))
+    cut(tmp_path / "step-3")
+    (tmp_path / "step-2" / "manifest.json").unlink()
+    (tmp_path / "step-9").mkdir()
+    with pytest.warns(
+        UserWarning, match=r"step-1 is the newest complete .*step-3/manifest.json cannot.*step-2 .* no man"
+    ):
+        assert latest(tmp_path) == str(tmp_path / "step-1")
+    cut(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
+        latest(tmp_path)
+    for step in (1, 2, 3):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    assert latest(tmp_path) is None
+
+
+def test_a_load_of_a_damaged_one_names_the_one_before(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", filled(step))
+    cut(tmp_path / "step-2")
+    file = tmp_path / "step-3" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 1
+    file.write_bytes(data)
+    path = latest(tmp_path)
+    assert path == str(tmp_path / "step-3")
+    with pytest.raises(CheckpointError, match=r"is damaged: .* The one before it, .*step-1, is complete: load that"):
+        load(path, filled(0))
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=r"step-3 is damaged: [^/]*\.$"):
+        load(path, filled(0))
+
+
+def test_no_checkpoint_yet_and_paths_that_are_none(tmp_path):
+    with pytest.raises(UsageError, match="the path is None; where `latest` gave it, there is no checkpoint yet"):
+        load(latest(tmp_path), filled(1))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("...")
+    for act in (latest, inspect, lambda path: load(path, filled(1)), lambda path: export(path, tmp_path / "out")):
+        for name in ("loop", "file", "file/below"):
+            with pytest.raises(CheckpointError, match=str(tmp_path)):
+                act(tmp_path / name)
+    assert latest(tmp_path) is None  # nor is a loop in it a checkpoint
+    save(tmp_path / "c", filled(1))
+    assert latest(tmp_path) == str(tmp_path / "c")
+
+
+def test_lost_and_found_is_not_looked_into(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    sizes = folders.Local.sizes
+
+    def refused(self):
+        if self.path.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+        return sizes(self)
+
+    monkeypatch.setattr(folders.Local, "sizes", refused)
+    assert latest(tmp_path) is None
+
+
+def test_files_and_folders_of_other_formats_name_the_way(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "file.pt")
+    with pytest.raises(
+        CheckpointError, match=r"file\.pt is no checkpoint: it is a file.* `accordion checkpoint convert`"
+    ):
+        load(tmp_path / "file.pt", filled(1))
+    save(tmp_path / "c", filled(1))
+    export(tmp_path / "c", tmp_path / "hf")
+    with pytest.raises(
+        CheckpointError, match=r"no manifest\.json, but safetensors files; `accordion checkpoint convert`"
+    ):
+        load(tmp_path / "hf", filled(1))
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"of torch\.distributed\.checkpoint; `accordion checkpoint convert`"):
+        load(tmp_path / "dcp", filled(1))
+
+
+# -- readers beside writers
+
+
+def test_readers_beside_a_writer_that_overwrites_see_no_fault(tmp_path):
+    stop, told = threading.Event(), []
+    width = 3000
+
+    def saves():
+        value = 0
+        while not stop.is_set():
+            value += 1
+            save(tmp_path / "last", filled(value, width))
+
+    save(tmp_path / "last", filled(0, width))
+    writer = threading.Thread(target=saves)
+    writer.start()
+    model = filled(-1, width)
+    try:
+        for _ in range(150):
+            try:
+                load(tmp_path / "last", model)
+            except CheckpointError as error:
+                told.append(str(error))
+            else:
+                assert len({float(value) for param in model.parameters() for value in param.detach().unique()}) == 1
+            assert verify(tmp_path / "last") == [] or told.append("verify")
+            inspect(tmp_path / "last")
+            assert latest(tmp_path) == str(tmp_path / "last")
+    finally:
+        stop.set()
+        writer.join()
+    assert [text for text in told if "again and again" not in text] == []
+    assert len(told) < 15
+
+
+# -- names and words
+
+
+class Refuses:
+    def state_dict(self):
+        return {}
+
+
+@pytest.mark.parametrize("state", [{"a": 3}, {"a": [1]}])
+def test_what_has_no_state_is_named(tmp_path, state):
+    with pytest.raises(UsageError, match=r"state\['a'\] is a \w+, which has no state_dict"):
+        save(tmp_path / "c", filled(1), state=state)
+    save(tmp_path / "c", filled(1), state={"a": torch.amp.GradScaler("cpu")})
+    with pytest.raises(UsageError, match=r"state\['a'\] is a Refuses, which has no load_state_dict"):
+        load(tmp_path / "c", filled(1), state={"a": Refuses()})
+
+
+def test_what_messages_quote_is_cut(tmp_path):
+    save(tmp_path / "c", filled(1))
+    for text in ('{"schema":"' + "x" * 100_000 + '"}', '{"schema":2,"checksum":"' + "x" * 100_000 + '"}'):
+        (tmp_path / "c" / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path / "c", filled(1))
+        assert len(str(caught.value)) < 2000
+
+
+def test_names_and_paths_that_utf8_does_not_hold_are_told(tmp_path):
+    """In words that can be encoded: what is printed, and sent to other ranks."""
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    save(path, filled(1))
+    assert holds(path, 1)
+    (path / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load(path, filled(1))
+    str(caught.value).encode()
+    odd = nn.ParameterDict({"a\ud800": nn.Parameter(torch.ones(2))})
+    save(tmp_path / "odd", odd)
+    with pytest.raises(AccordionError) as caught:
+        load(tmp_path / "odd", filled(1))
+    str(caught.value).encode()
+
+
+def test_a_full_disk_is_told_with_its_path(tmp_path, monkeypatch):
+    def full(*words):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for call in ("pwrite", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, full)
+            with pytest.raises(CheckpointError, match=f"No space left on device: '{tmp_path}"):
+                save(tmp_path / "c", filled(1))
+    assert names(tmp_path) == []

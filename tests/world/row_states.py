@@ -1,0 +1,109 @@
+"""Optimizers whose states are not shaped like what they are of: stand-ins for those of other libraries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 16  # elements that share a scale
+SMALLEST = 32  # elements of a shard whose moment is quantised
+
+
+class InBlocks(torch.optim.Optimizer):
+    """A moment of 8 bits: `codes` (uint8, of the parameter's shape), `absmax` of each block of it, `table`, and a count.
+
+    `load_state_dict` keeps dtypes, as that of bitsandbytes does; torch's own casts states to the parameter's.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.table = (torch.arange(256) - 128) / 127
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    self.begin(p, state)
+                state["step"] += 1
+                moment = self.moment(p, state).mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(moment, alpha=group["lr"])
+                self.keep(moment, state)
+
+    def begin(self, p: Tensor, state: dict[str, Any]) -> None:
+        if p.numel() < SMALLEST:
+            state["wide"] = torch.zeros_like(p)
+            return
+        state["codes"] = torch.full_like(p, 128, dtype=torch.uint8)
+        state["absmax"] = torch.zeros(-(-p.numel() // BLOCK))
+        state["table"] = self.table  # one for all
+
+    def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        if "wide" in state:
+            return state["wide"]
+        values = state["table"][state["codes"].flatten().long()]
+        return (values * state["absmax"].repeat_interleave(BLOCK)[: values.numel()]).view(p.shape)
+
+    def keep(self, moment: Tensor, state: dict[str, Any]) -> None:
+        if "wide" in state:
+            return
+        flat = moment.flatten()
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        state["absmax"].copy_(blocks.abs().amax(1))
+        scaled = blocks / state["absmax"].clamp(min=1e-12)[:, None]
+        state["codes"].copy_((scaled * 127 + 128).round().flatten()[: flat.numel()].view(moment.shape))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = deepcopy(state_dict)
+        groups = [
+            {**saved, "params": own["params"]}
+            for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True)
+        ]
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        state = {params[i]: value for i, value in state_dict["state"].items()}
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+
+
+class Packed(InBlocks):
+    """Two elements in a byte: nothing has the parameter's shape."""
+
+    def begin(self, p: Tensor, state: dict[str, Any]) -> None:
+        state["packed"] = torch.full(((p.numel() + 1) // 2,), 0x88, dtype=torch.uint8)
+        state["largest"] = 0.0
+
+    def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        pairs = torch.stack([state["packed"] // 16, state["packed"] % 16], 1).flatten()[: p.numel()]
+        return ((pairs.float() - 8) / 7 * state["largest"]).view(p.shape)
+
+    def keep(self, moment: Tensor, state: dict[str, Any]) -> None:
+        state["largest"] = float(moment.abs().max()) if moment.numel() else 0.0
+        codes = (moment.flatten() / max(state["largest"], 1e-12) * 7 + 8).round().to(torch.uint8)
+        pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        state["packed"].copy_(pairs[:, 0] * 16 + pairs[:, 1])
+
+
+class Factored(InBlocks):
+    """A vector for the rows and one for the columns of each matrix."""
+
+    def begin(self, p: Tensor, state: dict[str, Any]) -> None:
+        state["rows"], state["cols"] = torch.zeros(p.shape[0]), torch.zeros(p.shape[-1])
+        state["last"] = torch.zeros_like(p)
+
+    def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
+        outer = state["rows"][:, None] + state["cols"] if p.dim() == 2 else state["rows"]
+        return state["last"].clone().mul_(outer + 1)
+
+    def keep(self, moment: Tensor, state: dict[str, Any]) -> None:
+        state["last"].copy_(moment)
+        if moment.numel():
+            state["rows"].copy_(moment.abs().flatten(1).mean(1) if moment.dim() > 1 else moment.abs())
+            state["cols"].copy_(moment.abs().mean(0))

@@ -1,0 +1,338 @@
+"""What ranks must share is compared before anything is changed: the message names the rank and both values, on every rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.agreement import checksum
+from accordion.config import STRATEGIES
+from tests.world import models
+from tests.world.checks import logged, mesh_of, one_loss
+from tests.world.reference import local_of, params_of
+from tests.world.test_divergence import impatient
+
+BF16 = acc.Precision(params=torch.bfloat16)
+
+# What rank 1 gives, what the others give, and what the message must say of each.
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "reduce_op": ({"reduce_op": "sum"}, {}, "reduce_op 'sum' (rank 0: 'mean')"),
+    "debug": ({}, {"debug": "order"}, "debug [] (rank 0: ['order'])"),
+    "prefetch": (
+        {"prefetch": acc.Prefetch(budget_bytes=10**6)},
+        {},
+        "prefetch.budget_bytes 1000000 (rank 0: None)",
+    ),
+    "activations": (
+        {"checkpoint_activations": "every:2"},
+        {"checkpoint_activations": "full"},
+        "checkpoint_activations 'every:2' (rank 0: 'full')",
+    ),
+    "precision": ({"precision": BF16}, {}, "precision.params bfloat16 (rank 0: None)"),
+    "output": (
+        {"precision": acc.Precision(output=torch.float16)},
+        {},
+        "precision.output float16 (rank 0: None)",
+    ),
+    "override": (
+        {"precision": acc.Precision(overrides={"blocks.1": BF16}), "units": {models.Block}},
+        {"units": {models.Block}},
+        "precision.params of unit 'blocks.1' bfloat16 (rank 0: not at all)",
+    ),
+    "offload": ({"offload": acc.Offload(optimizer="host")}, {}, "offload.optimizer 'host' (rank 0: 'device')"),
+    "strategy": ({"strategy": acc.SHARD_OPTIM}, {}, "strategy shard_optim (rank 0: full_shard)"),
+    "units": ({"units": set()}, {"units": {models.Block}}, "unit 'blocks.0' not at all (rank 0: Block)"),
+    "sync": ({"sync": True}, {}, "sync True (rank 0: False)"),
+}
+
+
+def argued(mesh: Any) -> dict[str, str]:
+    """The message of this rank for each argument that rank 1 gives otherwise."""
+    texts = {}
+    for name, (mine, others, _) in ARGUMENTS.items():
+        model = models.plain()
+        with pytest.raises(acc.DivergenceError) as caught:
+            acc.shard(model, mesh=mesh, **(mine if mesh.get_rank() == 1 else others))
+        texts[name] = str(caught.value)
+        assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
+    full, every = ({"checkpoint_activations": text} for text in ("full", "every:1"))
+    model = acc.shard(models.plain(), mesh=mesh, **(full if mesh.get_rank() else every))
+    one_loss(model).backward()
+    return texts
+
+
+def test_arguments_that_differ_are_named_with_both_values(world):
+    first, *others = world.run(3, argued)
+    assert all(other == first for other in others)
+    for name, (_, _, words) in ARGUMENTS.items():
+        assert words in first[name], first[name]
+        assert "rank 1 has " in first[name], first[name]
+        assert "rank 2" not in first[name], first[name]
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6))
+
+
+# What rank 1 builds in place of `nn.Sequential(nn.Linear(4, 5))`, and what is said of it.
+BUILDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "width": (
+        wider,
+        "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
+    ),
+    "dtype": (lambda: nn.Sequential(nn.Linear(4, 5)).half(), "parameter '0.weight' float16 (5, 4), trained"),
+    "depth": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5)), "parameter '1.weight' float32 (5, 5)"),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(4, 5)).requires_grad_(False),
+        "parameter '0.weight' float32 (5, 4), frozen",
+    ),
+    "meta": (
+        lambda: nn.Sequential(nn.Linear(4, 5, device="meta")),
+        "parameter '0.weight' float32 (5, 4) on meta, trained",
+    ),
+    "many": (lambda: nn.Sequential(*(nn.Linear(4, 5) for _ in range(4))), " and 3 more"),
+}
+
+
+def built(mesh: Any) -> dict[str, str]:
+    texts = {}
+    for name, (make, _) in BUILDS.items():
+        model = make() if mesh.get_rank() == 1 else nn.Sequential(nn.Linear(4, 5))
+        with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has") as caught:
+            acc.shard(model, mesh=mesh)
+        texts[name] = str(caught.value)
+    return texts
+
+
+def test_models_that_differ_are_named_by_parameter_with_both_forms(world):
+    first, second = world.run(2, built)
+    assert first == second
+    for name, (_, words) in BUILDS.items():
+        assert words in first[name], first[name]
+
+
+def valued(mesh: Any) -> str:
+    model = models.plain()
+    if mesh.get_rank() == 2:
+        with torch.no_grad():
+            model.blocks[0].up.weight.copy_(model.blocks[0].up.weight.flip(0))  # the same numbers elsewhere
+    with pytest.raises(acc.DivergenceError) as caught:
+        acc.shard(model, mesh=mesh)
+    return str(caught.value)
+
+
+def test_values_that_differ_name_the_rank_and_the_parameter(world):
+    for text in world.run(3, valued):
+        assert "rank 2 has parameter 'blocks.0.up.weight' with checksum " in text, text
+        assert "rank 1" not in text, text
+        assert "and " not in text.partition(";")[0], text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
+def test_a_checksum_counts_values_and_their_places(dtype):
+    tensor = torch.arange(1, 13).remainder(5).view(3, 4).to(dtype)
+    swapped = tensor.clone()
+    swapped[0, 0], swapped[2, 1] = tensor[2, 1].clone(), tensor[0, 0].clone()
+    assert checksum(tensor) == checksum(tensor.t().contiguous().t())
+    assert checksum(tensor) != checksum(swapped)
+    assert checksum(tensor.flatten()) != checksum(swapped.flatten())
+    assert checksum(tensor[:0]) == 0
+
+
+# -- buffers
+
+
+class Counts(nn.Module):
+    """`shared` is in the state dict, `own` is not."""
+
+    def __init__(self, shared: float = 0.0, own: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.register_buffer("shared", torch.full((3,), shared))
+        self.register_buffer("own", torch.full((2,), own), persistent=False)
+
+
+def buffered(mesh: Any, strategy: acc.Strategy) -> None:
+    rank = float(dist.get_rank())
+    with pytest.raises(
+        acc.DivergenceError, match=r"rank \d has buffer 'shared' with checksum .*persistent=False"
+    ) as caught:
+        acc.shard(Counts(shared=rank), mesh=mesh, strategy=strategy)
+    assert "parameter" not in str(caught.value).partition(";")[0]
+    assert "'own'" not in str(caught.value)
+    with logged() as messages:
+        model = acc.shard(Counts(own=rank), mesh=mesh, strategy=strategy)
+    assert [m for m in messages if "buffer 'own' float32 (2,) with checksum" in m][int(rank == 0) :] == []
+    assert any("buffer 'own'" in m for m in messages) == (rank == 0)
+    assert model.own.tolist() == [rank, rank]
+    model = acc.shard(Counts(shared=rank + 1, own=rank + 1), mesh=mesh, strategy=strategy, sync=True)
+    assert model.own.tolist() == [1, 1]
+    assert model.shared.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
+def test_buffers_of_the_state_dict_are_equal_others_are_each_ranks_own(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), buffered, STRATEGIES[strategy])
+
+
+def batch_norms(mesh: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[1](torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.get_rank())))
+    with pytest.raises(acc.DivergenceError, match=r"rank 1 has buffer '1.running_mean' .*; buffer '1.running_var' "):
+        acc.shard(model, mesh=mesh)
+
+
+def test_statistics_of_a_batch_norm_that_differ_are_an_error(world):
+    world.run(2, batch_norms)
+
+
+# -- the first rank's for all
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.plain()
+        self.tied = nn.Linear(3, 3)
+        self.again = self.tied
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.randn(4), persistent=False)
+        self.register_buffer("same", self.table)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(tokens)
+
+
+def loaded_on_first(mesh: Any, strategy: acc.Strategy) -> None:
+    torch.manual_seed(5)
+    wanted = Whole()
+    torch.manual_seed(5)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        given = Whole()
+    model = acc.shard(given, mesh=mesh, strategy=strategy, sync=True)
+    for (name, found), right in zip(params_of(model).items(), wanted.parameters(), strict=True):
+        assert torch.equal(found, right), name
+    for (name, found), right in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(found, right), name
+    assert model.table is model.same
+    model(models.batch(0, 0, dist.get_rank(), vocab=model.body.embed.num_embeddings)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_first_rank_loads_and_the_others_are_on_meta(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_on_first, STRATEGIES[strategy])
+
+
+def loaded_elsewhere(mesh: Any) -> None:
+    model = nn.Linear(8, 8, device="cpu" if mesh.get_rank() else "meta")
+    with pytest.raises(
+        acc.DivergenceError, match=r"2 tensors are on the meta device there .* the first is parameter 'weight'"
+    ):
+        acc.shard(model, mesh=mesh, sync=True)
+    model = nn.BatchNorm1d(8, affine=False, device="cpu" if mesh.get_rank() else "meta")
+    with pytest.raises(acc.DivergenceError, match=r"2 tensors|3 tensors"):
+        acc.shard(nn.Sequential(nn.Linear(2, 2), model), mesh=mesh, sync=True)
+    nowhere = acc.shard(nn.Linear(8, 8, device="meta"), mesh=mesh, sync=True)
+    assert all(not p.to_local().any() for p in nowhere.parameters())
+
+
+def test_the_first_rank_has_what_all_shall_take(world):
+    world.run(2, loaded_elsewhere)
+
+
+# -- full tensors loaded after `shard`
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(local_of(tensor), before[name]) for name, tensor in model.state_dict().items())
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
+
+
+def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
+    rank = dist.get_rank()
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+    before, right = held(model), models.seeded(9).state_dict()
+    other = {**right, "blocks.1.up.weight": right["blocks.1.up.weight"] + rank}
+    mixed = {**model.state_dict(), "embed.weight": right["embed.weight"]}  # some rows, some full
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (other, right, r"rank 1 has 'blocks.1.up.weight' float32 \(\d+, \d+\) with checksum .* \(rank 0: float32"),
+        ({}, right, "rank 1 has 'embed.weight' not at all .rank 0: float32"),
+        ({**right, "embed.weight": right["embed.weight"].double()}, right, "rank 1 has 'embed.weight' float64"),
+        (mixed, right, r"rank 1 has 'blocks.0\.\S+' float32 .* as \(.* \(rank 0: float32"),
+    ]
+    for mine, others, message in wrong:
+        with pytest.raises(acc.DivergenceError, match="nothing was loaded") as caught:
+            model.load_state_dict(mine if rank == 1 else others, strict=False)
+        assert re.search(message, str(caught.value)), str(caught.value)
+        assert unchanged(model, before)
+    model.load_state_dict(right)
+    assert not unchanged(model, before)
+    one_loss(model).backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard_optim"])
+def test_full_tensors_that_differ_are_refused_before_anything_changes(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_apart, STRATEGIES[strategy])
+
+
+def own_rows_alone(mesh: Any) -> None:
+    """A state dict of rows needs nobody else."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = held(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            local_of(param).zero_()
+    if mesh.get_rank() == 1:
+        model.load_state_dict(kept)
+        assert unchanged(model, before)
+    dist.barrier(mesh.get_group())
+
+
+def test_rows_are_loaded_by_one_rank_alone(world):
+    world.run(2, own_rows_alone)
+
+
+def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
+    model = acc.shard(models.plain(), mesh=mesh)
+    for step in range(num_steps):
+        one_loss(model, step).backward()
+    state = models.plain().state_dict()
+    if mesh.get_rank() and not comes:
+        time.sleep(4.0)
+        return "rank 1 did something else"
+    with impatient(lost_s=2.5), pytest.raises(acc.DivergenceError) as caught:
+        one_loss(model).backward() if mesh.get_rank() else model.load_state_dict(state)
+    return str(caught.value)
+
+
+@pytest.fixture
+def alone(world: Any) -> Any:
+    """The pool, started anew afterwards: ranks have drifted apart."""
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_load_on_the_first_rank_alone_is_named_where_the_others_train(alone, num_steps):
+    for text in alone.run(2, loads_alone, num_steps, True):
+        assert "rank 0 loads full tensors (load_state_dict)" in text, text
+        assert "rank 1 " in text, text
+
+
+def test_a_load_on_the_first_rank_alone_names_who_never_comes(alone):
+    text, _ = alone.run(2, loads_alone, 2, False)
+    assert "this rank loads full tensors (load_state_dict)" in text
+    assert "nothing is heard of rank 1" in text, text

@@ -1,0 +1,146 @@
+"""Saves in which a rank ends, is stopped, or never comes, without a launcher that would end the others."""
+
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import accordion as acc
+from accordion.checkpoint import save
+from accordion.errors import AccordionError
+from tests.pool import _begin, fork_context
+
+TIMEOUT_S, SOON_S = 12.0, 8.0  # of the process group; for a peer whose connection is closed
+
+
+def plain(mesh):
+    """Placed by hand: no engine."""
+    model = nn.Module()
+    model.a = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)], run_check=False))
+    return model
+
+
+def end_in_write(signal_number):
+    """In the middle of the save's own file."""
+    fsync = os.fsync
+
+    def ends(handle):
+        os.kill(os.getpid(), signal_number)
+        fsync(handle)
+
+    os.fsync = ends
+
+
+def killed(rank, mesh, path, background):
+    if rank == 1:
+        end_in_write(signal.SIGKILL)
+    model = plain(mesh)
+    save(path, model, background=background).wait()
+
+
+def stopped(rank, mesh, path, background):
+    """A rank that neither ends nor answers."""
+    if rank == 1:
+        end_in_write(signal.SIGSTOP)
+    save(path, plain(mesh), background=background).wait()
+
+
+def raises_before(rank, mesh, path, background):
+    model = acc.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        raise ArithmeticError("before the save")
+    save(path, model, background=background).wait()
+
+
+def one_rank(rank, dump, port, num_ranks, work, args, told):
+    _begin(dump)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    mesh = DeviceMesh("cpu", list(range(num_ranks)))
+    dist.barrier()
+    begun = time.monotonic()
+    try:
+        work(rank, mesh, *args)
+        text = ""
+    except AccordionError as error:
+        text = str(error)
+    told.send((time.monotonic() - begun, text))
+
+
+def ended(tmp_path, num_ranks, work, *args):
+    """What each rank but the first two was told, and rank 0, each with the seconds until then."""
+    store, context = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), fork_context()
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    ranks = [
+        context.Process(
+            target=one_rank,
+            args=(r, str(tmp_path / f"{r}.stack"), store.port, num_ranks, work, args, pipes[r][1]),
+            daemon=True,
+        )
+        for r in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        assert all(pipes[r][0].poll(60) for r in range(num_ranks) if r != 1), "a rank still waits"
+        return [pipes[r][0].recv() for r in range(num_ranks) if r != 1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_killed_in_a_background_save_is_named_at_once(tmp_path, num_ranks):
+    for waited_s, text in ended(tmp_path, num_ranks, killed, tmp_path / "c", True):
+        assert text == "the checkpoint in the background was not written: rank 1 has ended."
+        assert waited_s < SOON_S
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
+    ((waited_s, text),) = ended(tmp_path, 2, killed, tmp_path / "c", False)
+    assert text.startswith("another rank has ended, cannot be reached, or did not come here in time")
+    assert waited_s < SOON_S
+    assert [name for name in os.listdir(tmp_path) if not name.endswith(".stack")] == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_stands_still_is_waited_for_no_longer_than_by_the_process_group(tmp_path, background):
+    ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background)
+    assert "other ranks did not come" in text if background else "did not come here in time" in text
+    assert TIMEOUT_S - 1 < waited_s < TIMEOUT_S + 10
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_raises_before_a_save_is_waited_for_no_longer(tmp_path, background):
+    ((waited_s, text),) = ended(tmp_path, 2, raises_before, tmp_path / "c", background)
+    assert text
+    assert waited_s < TIMEOUT_S + 10
+    assert not (tmp_path / "c").exists()
+
+
+def background_saves(mesh, path):
+    """Each leaves no thread and no descriptor behind, whatever becomes of it."""
+    model = plain(mesh)
+    save(path, model, background=True).wait()
+    held = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        save(path, model, background=True).wait()
+    return len(os.listdir("/proc/self/fd")) - held, [
+        t.name for t in threading.enumerate() if t.name == "accordion-save"
+    ]
+
+
+def test_connections_of_background_saves_are_closed(world, tmp_path):
+    assert world.run(3, background_saves, tmp_path / "c") == [(0, [])] * 3
