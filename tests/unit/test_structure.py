@@ -88,6 +88,7 @@ ENGINE = [
     "around",
     "reduction",
     "axis",
+    "undecided",
     "streams",
     "watch",
     "finite",
