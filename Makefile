@@ -28,6 +28,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/sim/README.md
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS) tests/happens_before
 	$(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED)
 
 lint: $(STAMP)

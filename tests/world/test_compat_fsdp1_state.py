@@ -19,6 +19,7 @@ from accordion.compat.fsdp1 import (
     StateDictType,
 )
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
+from tests.devices import here
 from tests.world.test_compat_fsdp1 import (
     POLICIES,
     SIZE,
@@ -133,7 +134,7 @@ def in_a_plain_module(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert [w.check_is_root() for w in FSDP.fsdp_modules(model, root_only=True)] == [True, True]
-    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    plain = here(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
     full = model.state_dict(prefix="net.")
     assert list(full) == ["net.first.weight", "net.first.bias", "net.second.weight", "net.second.bias"]
     plain.load_state_dict(dict(zip(plain.state_dict(), full.values(), strict=True)))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.devices import device
+from tests.devices import device, here
 from tests.pool import Pool
 from tests.sample import sampled
 from tests.world import models
@@ -111,11 +111,11 @@ def pipelined(mesh) -> None:
         torch.randn(4, 8, generator=torch.Generator().manual_seed(row)).to(device()),
         torch.zeros(4, 8, device=device()),
     )
-    plain, stage = nn.Sequential(*layers()), nn.Sequential(*layers()[2 * at : 2 * at + 2])
+    plain, stage = here(nn.Sequential(*layers())), here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
     for layer in stage:
         ours.fully_shard(layer, mesh=mesh["dp"])
     ours.fully_shard(stage, mesh=mesh["dp"])
-    running = PipelineStage(stage, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(running, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     nn.functional.mse_loss(plain(x), target).backward()
     for _ in range(2):
