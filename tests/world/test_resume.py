@@ -86,7 +86,7 @@ class Run:
         for _ in range(ACCUMULATE):
             numbers = next(self.batches)
             seen += numbers.tolist()
-            tokens = (numbers[:, None] * torch.arange(1, 6)) % 19
+            tokens = ((numbers[:, None] * torch.arange(1, 6)) % 19).to(device())
             mean = F.cross_entropy(self.model(tokens).float().flatten(0, 1), (tokens * 7 % 19).flatten()) / ACCUMULATE
             self.scaler.scale(mean).backward()
             loss += mean.item()
