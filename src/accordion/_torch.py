@@ -401,6 +401,21 @@ def named_group(
         c10d._process_group_name, c10d._get_split_source = plain
 
 
+def companion_of(group: Any) -> Any | None:
+    """What `keep_companion` was given for a group; None where nothing was, or where the job's groups were made anew."""
+    return next(
+        iter(torch.distributed.distributed_c10d._world.tags_to_pg.get(f"accordion/{group.group_name}", ())), None
+    )
+
+
+def keep_companion(group: Any, companion: Any) -> None:
+    """Remember a second group over the same ranks, as long as the job has groups: `destroy_process_group` forgets it.
+
+    Kept among torch's own tags of groups, which no public name reaches (2.11 to 2.13): a group of C++ takes no attributes.
+    """
+    torch.distributed.distributed_c10d._world.tags_to_pg[f"accordion/{group.group_name}"] = [companion]
+
+
 def backend_of(group: Any, device: torch.device) -> str:
     """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...)."""
     return str(group._get_backend(device).name()).lower()

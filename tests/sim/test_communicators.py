@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import accordion as acc
@@ -26,3 +27,18 @@ def time_outs(mesh) -> list[timedelta]:
 def test_the_second_communicator_waits_as_long_as_the_jobs_own(world):
     for gathering, reducing in world.run(world.num_ranks, time_outs):
         assert gathering == reducing != timedelta(minutes=30), "the job's is not torch's default"
+
+
+def num_groups(mesh, num_models: int) -> int:
+    """How many process groups models add that are sharded over one mesh and collected, one after the other."""
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    for _ in range(num_models):
+        model = acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)
+        model(torch.ones(2, 8, device=device())).sum().backward()
+    return len(groups) - before
+
+
+def test_models_over_one_mesh_share_its_communicators(world):
+    for added in world.run(3, num_groups, 4):
+        assert added <= 1

@@ -159,11 +159,19 @@ def alone(device: torch.device) -> Link:
 
 
 def own_communicator(link: Link, device: torch.device) -> Link:
-    """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link."""
+    """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link.
+
+    All models over one group share it, as they share the first: a program that shards many would run out of them, and of
+    the hundreds of megabytes that each takes on a device. It goes with the job's groups.
+    """
     if link.num_ranks == 1 or not link.is_ordered:
         return link
-    name, (timeout, options) = f"accordion/{common_name([link])}", _torch.options_of(link.group, device)
-    return Link(_torch.named_group(name, link.ranks, device, timeout, options), device)
+    second = _torch.companion_of(link.group)
+    if second is None:
+        name, (timeout, options) = f"accordion/{common_name([link])}", _torch.options_of(link.group, device)
+        second = _torch.named_group(name, link.ranks, device, timeout, options)
+        _torch.keep_companion(link.group, second)
+    return Link(second, device)
 
 
 def carried(tensor: Tensor) -> Tensor:
