@@ -2,8 +2,8 @@
 
 Parts, in the order in which one run takes them: (c) stream safety; (d) gathers and exchanges beside flat ones with copies, on one
 rank; (a) one rank, a Llama of 1 B in bf16, beside no sharding and FSDP2; (f) what `accordion plan` says of three sizes beside
-what is measured, with and without one measured step given; (e) compiled blocks; (b) one of 8 to 64 simulated ranks, memory and time of
-8 B and 70 B; and only where asked for (`--parts g`, 128 GiB of host memory): (g) offload of 6.7 B beside FSDP2's, and 13 B.
+what is measured, with and without one measured step given; (e) compiled blocks; (b) one of 8 to 64 simulated ranks, memory and
+time of 8 B and 70 B; and only where asked for (`--parts g`, 128 GiB of host memory): (g) offload of 6.7 B and 13 B.
 
 Figures are written as they come, and tables printed. What fails, runs out of memory or does not answer is told of, and the others
 still run. A part, and a row of (b), begins if the time that is left is what it is thought to take; one that is left out says so.
