@@ -36,13 +36,13 @@ test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/
 	$(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED)
 
 lint: $(STAMP)
-	$(BIN)/python -m ruff check src tests bench
-	$(BIN)/python -m ruff format --check src tests bench
+	$(BIN)/python -m ruff check src tests
+	$(BIN)/python -m ruff format --check src tests
 	$(BIN)/python -m mypy
 
 format: $(STAMP)
-	$(BIN)/python -m ruff format src tests bench
-	$(BIN)/python -m ruff check --fix src tests bench
+	$(BIN)/python -m ruff format src tests
+	$(BIN)/python -m ruff check --fix src tests
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -489,7 +489,7 @@ def mutates(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
-# -- for bench/
+# -- for bench
 
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
 """What a rank would import for seconds; none of it starts threads or looks for a device (all versions)."""

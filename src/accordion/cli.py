@@ -72,6 +72,10 @@ def _run(words: list[str]) -> int:
         print(f"accordion {__version__}, torch {torch.__version__}")
         return 0
     command = words[0]
+    if words[:2] == ["bench", "gpu"]:  # runs where torch, numpy and safetensors alone are installed
+        from accordion.bench.gpu import command as gpu
+
+        return gpu.run(words[2:])
     if command not in COMMANDS:
         raise UsageError(f"command {command!r} does not exist; {nearest(command, COMMANDS)}")
     missing = [name for name in NEEDED[command] if find_spec(name) is None]

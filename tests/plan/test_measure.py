@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import accordion as acc
+from accordion.bench import measure
 from accordion.plan.cost import costs_of
 from accordion.plan.events import Collective, Op
 from accordion.plan.hardware import GB, REACHED, Cluster, gpu_named
-from accordion.planner import measure
 from tests.plan.test_plan import total
 
 TINY = measure.Sizes(products=(64, 96), seq=64, copy_bytes=1 << 20, message_bytes=1 << 16, seconds=0.01)

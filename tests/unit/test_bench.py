@@ -6,7 +6,9 @@ import ctypes
 import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,27 +17,27 @@ from typing import Any
 import pytest
 import torch
 
+import accordion
 from accordion import cli
 from accordion.bench import contenders, offload, report
 from accordion.bench.compare import step_flops
-from accordion.bench.contenders import Setting, chosen
+from accordion.bench.contenders import OURS, Setting, chosen
+from accordion.bench.gpu import cases, command, one_rank, simulated, sizes, streams, turns
+from accordion.bench.gpu.cases import Case, MasterLoop, shape_trainer
+from accordion.bench.gpu.command import PARTS, Part
+from accordion.bench.gpu.findings import Findings
+from accordion.bench.gpu.sizes import full_sizes, tiny_sizes
 from accordion.bench.host import HostTime, ratio_of, summary
 from accordion.bench.machine import describe, known_peak_flops
 from accordion.bench.model import GPT, SHAPES, batch_of, loss_of, shape_of
 from accordion.bench.page import Chart, Page, Table, as_text, plain_data
-from accordion.bench.ranks import BenchError
+from accordion.bench.ranks import BenchError, Team, World
 from accordion.bench.scale import Network
 from accordion.bench.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.bench.still import StillGroup
 from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-import gpu_turns
-from gpu_found import Findings
-from gpu_programs import MasterLoop, device_work
-
-import gpu
+from accordion.train.config import Preset
 
 
 def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
@@ -174,6 +176,11 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (["checkpoint", "--mib", "0"], "mib is 0"),
         (["--batch", "-1"], "batch is -1"),
         (["--dir", "/proc/none"], "nothing can be written"),
+        (["gpu", "--parts", "az"], "parts 'z' do not exist"),
+        (["gpu", "--tiny", "--dir", "/proc/none"], "nothing can be written"),
+        (["gpu", "--device", "cpu"], "no accelerator is found"),
+        (["gpu", "--device", "tpu"], "--device is 'tpu'"),
+        (["gpu", "--part", "a"], "--part"),
         (["checkpoint", "--to", "/proc/none"], "to is '/proc/none', where nothing can be written"),
         (["scale", "--sizes", "8,many"], "no numbers of ranks"),
         (["scale", "--sizes", "8,8"], "stands there once"),
@@ -271,75 +278,125 @@ def test_device_work_belongs_to_the_range_that_launched_it():
         event("of nobody", "kernel", 120, 5, correlation=3, stream=7),
         {"ph": "M", "name": "process_name"},
     ]
-    assert device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
+    assert streams.device_work(trace) == {"sleep": [("spin_kernel", 13)], "gather": [("Memcpy DtoD", 7)]}
 
 
-def test_the_shapes_of_the_gpu_script_are_those_of_the_textbook():
-    seventy, case = gpu.LLAMA_70B, gpu.full_sizes().one_rank
-    assert 70e9 < gpu.params_of(seventy) < 71e9
-    assert gpu.STATE_BYTES * 70e9 / 16 == 52.5e9
+def test_shapes_for_a_gpu_are_those_of_the_textbook():
+    seventy, case = sizes.LLAMA_70B, full_sizes().one_rank
+    assert 70e9 < cases.params_of(seventy) < 71e9
+    assert simulated.STATE_BYTES * 70e9 / 16 == 52.5e9
     with torch.device("meta"):
         built = sum(p.numel() for p in SHAPES["llama-1b"].make().parameters())
-    assert gpu.params_of(case.preset) == built
-    assert gpu_turns.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
+    assert cases.params_of(case.preset) == built
+    assert cases.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
 
 
-def test_a_part_of_the_gpu_script_that_fails_leaves_the_others_and_what_it_has(monkeypatch, capsys):
+def test_a_part_that_fails_leaves_the_others_and_what_it_has(monkeypatch, capsys):
     table, written = Table(title="t", columns=["", "ms"], rows=[["a", "1.0"]]), list[dict[str, Any]]()
 
-    def stops(sizes: gpu.Sizes, device: str, out: Findings) -> None:
+    def stops(sizes: sizes.Sizes, device: str, out: Findings) -> None:
         raise KeyboardInterrupt
 
-    def out_of_memory(sizes: gpu.Sizes, device: str, out: Findings) -> None:
+    def out_of_memory(sizes: sizes.Sizes, device: str, out: Findings) -> None:
         out.data["y"] = 2
         out.keep(table)
         assert written[-1]["a"]["tables"][0]["title"] == "t", "on disk before anything else may fail"
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def runs(sizes: gpu.Sizes, device: str, out: Findings) -> None:
+    def runs(sizes: sizes.Sizes, device: str, out: Findings) -> None:
         out.data["x"] = 1
 
-    monkeypatch.setattr(gpu, "PARTS", {"a": out_of_memory, "b": runs, "c": stops})
+    parts = {"a": out_of_memory, "b": runs, "c": stops}
+    monkeypatch.setattr(command, "PARTS", {name: Part(run=run, seconds=30) for name, run in parts.items()})
     with pytest.raises(KeyboardInterrupt):
-        gpu.run("abc", gpu.tiny_sizes(), "cpu", lambda found: written.append(dict(found)))
+        command.run_parts("abc", tiny_sizes(), "cpu", lambda found: written.append(dict(found)), limited=True)
     assert written[-1]["a"]["failed"] == "the part: OutOfMemoryError: CUDA out of memory."
     assert written[-1]["a"]["data"] == {"y": 2}
     assert written[-1]["b"]["data"] == {"x": 1}
-    assert gpu.run("ab", gpu.tiny_sizes(), "cpu", written.append) == ["a"]
-    monkeypatch.setattr(gpu, "ENOUGH_S", -1)
-    assert gpu.run("b", gpu.tiny_sizes(), "cpu", written.append) == []
-    assert written[-1]["b"]["data"] == {"x": 1}, "no time is up on a CPU, where nothing is measured"
-    assert gpu.run("ab", gpu.tiny_sizes(), "cuda", written.append) == []
-    assert written[-1]["b"] == {"skipped": "-1 s had passed"}
-    assert "(b) left out" in capsys.readouterr().out
+    assert command.run_parts("ab", tiny_sizes(), "cpu", written.append, limited=True) == ["a"]
+    assert "left out" not in capsys.readouterr().out
 
 
-def test_a_second_run_of_the_gpu_script_adds_to_the_first(monkeypatch, tmp_path):
+def test_a_part_that_does_not_fit_the_time_is_left_out_and_one_that_does_runs(monkeypatch, capsys):
+    def part(seconds: float) -> Part:
+        return Part(run=lambda sizes, device, out: ran.append(seconds), seconds=seconds)
+
+    ran, written = list[float](), list[dict[str, Any]]()
+    monkeypatch.setattr(command, "PARTS", {"a": part(80), "b": part(110), "c": part(90)})
+    monkeypatch.setattr(command, "LAST_S", 100)
+    assert command.run_parts("abc", tiny_sizes(), "cpu", written.append, limited=True) == []
+    assert ran == [80, 90]
+    assert written[-1]["b"] == {"skipped": "100 s were left of 100"}
+    assert "(b) left out: it takes 110 s and 100 are left; --parts b adds it to the file" in capsys.readouterr().out
+    assert command.run_parts("b", tiny_sizes(), "cpu", written.append, limited=False) == []
+    assert ran[-1] == 110, "nothing is measured, so no time is up"
+
+
+BLOCKED = """
+import sys
+
+for name in "rich plotly jsonargparse transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
+    sys.modules[name] = None  # an import of it fails
+
+from accordion import cli
+
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("start", [["-c", BLOCKED, "bench", "gpu"], ["-m", "accordion.bench.gpu"]])
+def test_a_gpu_is_measured_with_torch_numpy_and_safetensors_alone(start, tmp_path):
+    """With small shapes, from the command line as from a checkout."""
+    words = ["--tiny", "--device", "cpu", "--parts", "cdab" if "-c" in start else "d", "--dir", str(tmp_path)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, *start, *words], capture_output=True, text=True, check=False, timeout=600, env=environ
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    parts = json.loads(path.read_text())["parts"]
+    assert list(parts) == list(words[4])
+    assert not any("failed" in part or "skipped" in part for part in parts.values())
+    assert "one rank sends nothing" in parts["d"]["tables"][0]["title"]
+
+
+def test_what_one_run_takes_fits_ten_minutes_as_far_as_is_known():
+    """All parts but (g), and of (b) all rows but the last."""
+    assert sorted(command.IN_ORDER) == sorted(set(PARTS) - {"g"})
+    assert command.IN_ORDER[-1] == "b", "it takes what time there is left"
+    others = sum(part.seconds for letter, part in PARTS.items() if letter in command.IN_ORDER[:-1])
+    rows = [row.seconds for row in full_sizes().simulated]
+    assert PARTS["b"].seconds == rows[0]
+    assert others + sum(rows[:-1]) <= command.LAST_S < 600
+
+
+def test_a_second_run_on_a_gpu_adds_to_the_first(monkeypatch, tmp_path):
     def ran(found: dict[str, Any]) -> Any:
-        def run(letters: str, sizes: gpu.Sizes, device: str, write: Any) -> list[str]:
+        def run(letters: str, sizes: sizes.Sizes, device: str, write: Any, *, limited: bool) -> list[str]:
+            assert not limited
             write(found)
             return []
 
         return run
 
-    words = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
+    words = ["--tiny", "--device", "cpu", "--dir", str(tmp_path)]
     for found in (
         {"a": {"data": 1}, "b": {"data": 2}},
         {"b": {"data": 3}, "a": {"skipped": "no time"}, "c": {"skipped": ""}},
     ):
-        monkeypatch.setattr(gpu, "run", ran(found))
-        assert gpu.main(words) == 0
+        monkeypatch.setattr(command, "run_parts", ran(found))
+        assert command.run(words) == 0
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["parts"] == {"a": {"data": 1}, "b": {"data": 3}, "c": {"skipped": ""}}
-    monkeypatch.setattr(gpu, "describe", lambda device: {"device": "cpu", "memory_bytes": 1})
-    assert gpu.main(words) == 0
+    monkeypatch.setattr(command, "describe", lambda device: {"device": "cpu", "memory_bytes": 1})
+    assert command.run(words) == 0
     assert list(json.loads(path.read_text())["parts"]) == ["b", "a", "c"], "another machine's figures are not kept"
     path.write_text('{"machine": ')
-    assert gpu.main(words) == 0
+    assert command.run(words) == 0
 
 
 class Stage:
-    """Stands for a team of `gpu`, some of which fail: what is in `fails` is (team, method, how often it works before)."""
+    """Stands for a team, some of which fail: what is in `fails` is (team, method, how often it works before)."""
 
     def __init__(self, fails: tuple[str, str, int]) -> None:
         self.fails, self.begun, self.asked = fails, list[str](), list[str]()
@@ -373,9 +430,9 @@ class _Team:
 
 @pytest.mark.parametrize("fails", [("fsdp2", "losses", 0), ("fsdp2", "turn", 1), ("plain", "memory", 0)])
 def test_a_contender_of_the_gpu_script_that_fails_is_told_of_and_the_others_are_measured(monkeypatch, fails):
-    monkeypatch.setattr(gpu_turns, "Team", Stage(fails).team)
+    monkeypatch.setattr(turns, "Team", Stage(fails).team)
     out = Findings()
-    gpu_turns.one_rank(gpu.tiny_sizes().one_rank, "cpu", 2, 2, out)
+    one_rank.one_rank(tiny_sizes().one_rank, "cpu", 2, 2, out)
     assert [len(table.rows) for table in out.tables] == [3, 3]
     for table in out.tables:
         said = {row[0]: row[1] for row in table.rows}
@@ -388,8 +445,8 @@ def test_a_contender_of_the_gpu_script_that_fails_is_told_of_and_the_others_are_
 
 def test_a_strategy_of_the_gpu_script_that_fails_is_told_of_and_ranks_begin_anew(monkeypatch):
     stage, out = Stage(("full_shard", "losses", 0)), Findings()
-    monkeypatch.setattr(gpu, "Team", stage.team)
-    losses, failed = gpu.safe_losses(gpu.SMALL, 2, "cpu", out)
+    monkeypatch.setattr(streams, "Team", stage.team)
+    losses, failed = streams.safe_losses(sizes.SMALL, 2, "cpu", out)
     assert list(failed) == ["full_shard"]
     assert {"ddp", "shard_grad_op", "no_shard"} <= set(losses)
     assert stage.begun == ["2 ranks", "2 ranks"]
@@ -397,11 +454,11 @@ def test_a_strategy_of_the_gpu_script_that_fails_is_told_of_and_ranks_begin_anew
 
 
 def test_where_time_is_up_the_gpu_script_begins_no_simulated_ranks():
-    out = Findings(until=0.0)
-    gpu.simulated(gpu.full_sizes(), "cpu", out)
+    out = Findings(end=time.monotonic() + 30)
+    simulated.simulated(full_sizes().simulated, "cpu", out)
     (table,) = out.tables
     assert out.data == {}
-    assert [row[:3] for row in table.rows][-1] == ["70B", "64", "left out: no time"]
+    assert [row[:3] for row in table.rows][1] == ["70B", "64", "left out: no time; --parts b"]
     assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
@@ -432,16 +489,27 @@ def test_plain_training_with_masters_by_hand_is_that_of_the_optimizer():
 
 
 def test_a_smaller_gpu_gets_a_smaller_model():
-    cases = [gpu.full_sizes(gib).one_rank for gib in (141, 79, 40, 24, 12)]
+    cases = [full_sizes(gib).one_rank for gib in (141, 79, 40, 24, 12)]
     assert [(case.preset.layers, case.batch) for case in cases] == [(16, 4), (16, 4), (8, 2), (4, 1), (2, 1)]
 
 
-@pytest.mark.parametrize(("words", "said"), [(["--parts", "az"], "parts 'z' do not exist"), ([], "no GPU is found")])
-def test_the_gpu_script_refuses_in_one_sentence(capsys, monkeypatch, words, said):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        gpu.main(words)
-    assert said in capsys.readouterr().err
+def test_ranks_of_several_nodes_reduce_as_such_a_job_does():
+    """And FSDP2 beside them sums in the same dtype."""
+    preset = Preset(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
+    case = Case(preset=preset, batch=1, seq=16, meta=True)
+
+    def reduced(name: str, num_ranks: int) -> dict[str, int]:
+        with Team(name, World(num_ranks=num_ranks, group="fake"), shape_trainer, (name, case)) as team:
+            sent = team.ask("wire")[0]["bytes"]
+        return {kind: num_bytes for kind, num_bytes in sent.items() if "gather" not in kind}
+
+    float32_bytes = 4 * cases.params_of(preset)
+    assert set(reduced(OURS, 8)) == {"alltoall_base"}, "one node exchanges"
+    for name in (OURS, "fsdp2"):
+        (kind, num_bytes), *more = reduced(name, 16).items()
+        assert "reduce_scatter" in kind
+        assert not more
+        assert num_bytes == pytest.approx(float32_bytes * 15 / 16, rel=0.01)
 
 
 def test_what_of_the_optimizer_a_step_hides():

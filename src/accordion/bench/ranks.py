@@ -208,4 +208,6 @@ def join(seat: Seat) -> None:
         return
     store = _torch.fake_store()
     still.register()
-    dist.init_process_group(seat.group, store=store, rank=seat.rank, world_size=seat.num_ranks)
+    kind = seat.device.type
+    backend = seat.group if kind == "cpu" else f"cpu:{seat.group},{kind}:{seat.group}"  # also for devices unknown to it
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.num_ranks)

@@ -175,7 +175,7 @@ def cache_folder() -> Path:
 
 
 def _measure(o: Options, file: Path) -> int:
-    from accordion.planner.measure import measured, of_measured, write
+    from accordion.bench.measure import measured, of_measured, write
 
     if o.gpus is not None and o.gpus < 1:
         raise UsageError(f"--gpus is {o.gpus}; it takes 1 or more.")

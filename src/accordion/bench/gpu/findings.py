@@ -1,4 +1,4 @@
-"""What a part of `gpu.py` has found so far: written down as it comes, so that what fails later takes nothing with it."""
+"""What a part has found so far: written down as it comes, so that what fails later takes nothing with it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ CHECK_PATIENCE_S = 1800.0  # on a CPU nothing is measured, and no time is up
 class Findings:
     """Owns a part's numbers, tables and failures. `keep` has them written.
 
-    `until`: of time.monotonic(), after it the part begins nothing more. `end`: no answer of a rank is waited for longer.
+    `end`: of time.monotonic(), no answer of a rank is waited for longer.
     """
 
     def __init__(
         self,
         write: Callable[[], None] = lambda: None,
         *,
-        until: float = math.inf,
         end: float = math.inf,
         patience_s: float = CHECK_PATIENCE_S,
     ) -> None:
         self.data: dict[str, Any] = {}
         self.tables: list[Table] = []
         self.failures: list[str] = []
-        self._write, self._until, self._end, self._patience_s = write, until, end, patience_s
+        self._write, self._end, self._patience_s = write, end, patience_s
 
     def keep(self, *tables: Table) -> None:
         """Write what is there; `tables` take the place of those of the same titles."""
@@ -45,9 +44,9 @@ class Findings:
         self.failures.append(f"{name}: {said}")
         return {"failed": said}
 
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self._until
+    def has(self, seconds: float) -> bool:
+        """Whether so much time is left."""
+        return time.monotonic() + seconds <= self._end
 
     def world(self, device: str, num_ranks: int = 1, threads: int = 8, **more: Any) -> World:
         """Ranks that share the device; on a CPU each takes one thread."""

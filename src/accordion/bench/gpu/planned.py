@@ -1,4 +1,4 @@
-"""Part (f) of `gpu.py`: what the planner says of one rank, beside what the device then counts and the clock shows."""
+"""Part (f): what the planner says of one rank, beside what the device then counts and the clock shows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_found import Findings
-from gpu_programs import BF16, Case, shape_trainer
 from torch import nn
 
 import accordion as acc
 from accordion.bench.contenders import OURS
+from accordion.bench.gpu.cases import BF16, Case, shape_trainer
+from accordion.bench.gpu.findings import Findings
+from accordion.bench.machine import describe
+from accordion.bench.measure import Sizes, measured
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.page import Table
 from accordion.bench.ranks import BenchError, Team
@@ -21,7 +23,6 @@ from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster, Gpu
 from accordion.plan.predict import Memory, memory_of, step_of
 from accordion.plan.rig import Run, Subject
 from accordion.plan.trace import trace
-from accordion.planner.measure import Sizes, measured
 
 TINY = Sizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02)
 
@@ -42,13 +43,13 @@ def subject_of(case: Case) -> Subject:
 
 def card_of(device: str) -> Gpu:
     """The card of this machine as the planner's table has it; one that it has not, and a CPU, is measured."""
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        name, memory_gib = properties.name.lower().replace(" ", ""), properties.total_memory / GIB
+    if device != "cpu":
+        name = describe(device)["device"].lower().replace(" ", "")
+        memory_gib = torch.accelerator.get_memory_info()[1] / GIB
         known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
         if known:
             return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory_gib)), memory_gib=memory_gib)
-    return Gpu(**measured(device, 1, None if device == "cuda" else TINY)["card"])
+    return Gpu(**measured(device, 1, TINY if device == "cpu" else None)["card"])
 
 
 def planned(cases: Sequence[Case], device: str, steps: int, out: Findings) -> None:

@@ -1,4 +1,4 @@
-"""Part (g) of `gpu.py`: a Llama whose states are on the host, ours beside FSDP2's."""
+"""Part (g): a Llama whose states are on the host, ours beside FSDP2's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_found import Findings
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.bench.contenders import mesh_of
+from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.bench.page import Table, spread
 from accordion.bench.ranks import BenchError, Seat, Team
@@ -100,7 +100,7 @@ class OffloadTrainer:
         if self._ours:
             acc.synchronize(self._model)
         if self._seat.device.type != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
     def turn(self, warm: int, count: int) -> list[dict[str, float]]:
         """Seconds of each step; of its optimizer, waited for, in the last one, which is not a step's time."""
@@ -130,7 +130,7 @@ class OffloadTrainer:
 
     def bytes(self) -> dict[str, int]:
         """Peak of the device, what was stated before, and what a step on the device copies in a step."""
-        peak = 0 if self._seat.device.type == "cpu" else torch.cuda.max_memory_allocated()
+        peak = 0 if self._seat.device.type == "cpu" else torch.accelerator.memory.max_memory_allocated()
         if self._said is None:
             return {"peak": peak}
         tiers = sharded_engine(self._model, "bench").wiring.home
@@ -152,7 +152,7 @@ def link(seat: Seat, num_bytes: int = GIB) -> dict[str, float]:
             start = time.perf_counter()
             copy()
             if seat.device.type != "cpu":
-                torch.cuda.synchronize()
+                torch.accelerator.synchronize()
             best = min(best, time.perf_counter() - start)
         return num_bytes / best
 
