@@ -401,6 +401,11 @@ def named_group(
         c10d._process_group_name, c10d._get_split_source = plain
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor, or a parameter's data, is of torch's own class, or stands for such a one in a fake mode."""
+    return type(tensor.data) is Tensor or isinstance(tensor.data, _fake.FakeTensor)
+
+
 def companion_of(group: Any) -> Any | None:
     """What `keep_companion` was given for a group; None where nothing was, or where the job's groups were made anew."""
     return next(

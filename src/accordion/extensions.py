@@ -31,7 +31,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors of which a subclass is made, where it tells (`__tensor_flatten__`); a plain one itself."""
-    if type(tensor.data) is Tensor:
+    if _torch.is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):
         for name in tensor.data.__tensor_flatten__()[0]:
@@ -56,7 +56,7 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
         return
     if hasattr(tensor, PRE) or hasattr(tensor, POST):
         raise UsageError(f"parameter {name!r} is a {kind.__name__} that has only one of {PRE} and {POST}; define both.")
-    if kind is not Tensor:
+    if not _torch.is_plain(tensor):
         raise UsageError(
             f"parameter {name!r} is a {kind.__name__}, a tensor subclass without {PRE} and {POST}, which say how its rows are "
             "gathered; define them, pass it in ignored_params, or make it an ordinary tensor."
@@ -66,7 +66,7 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
 def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool, sync: bool) -> None:
     """Raise `UsageError` for a tensor subclass that `shard` would have to drop: it is kept, or refused by name."""
     for o in owned:
-        if type(o.original.data) is Tensor:
+        if _torch.is_plain(o.original):
             continue
         name, kind = o.names[0], type(o.original.data).__name__
         check_tensor(name, o.original, offloads=offloads)
