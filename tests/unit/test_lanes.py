@@ -99,3 +99,15 @@ def test_threads_that_wait_for_a_lane_do_not_spin_where_the_device_has_such_even
     assert [getattr(event, "blocking", None) for event in stream.events] == [
         True if blocking and kind is Event else None
     ]
+
+
+def test_a_copy_waits_for_what_makes_its_source_and_for_nothing_that_compute_was_given_since(device) -> None:
+    reduce = launch(device)
+    reduce.land()
+    device.now.begun += 1  # the backward goes on
+    store = Lane(torch.device("cpu"), Watch([], [0]))
+    store._module, store.stream, store.sleeps = device, Stream("store"), True
+    store.copy(lambda: None, [torch.zeros(1)], "copies", reduce)
+    assert store.stream.waits_for == {("lane", 1)}
+    store.copy(lambda: None, [torch.zeros(1)], "copies what compute has cast")
+    assert ("compute", 1) in store.stream.waits_for

@@ -71,11 +71,16 @@ class Home:
         """Shards may have been written without their version telling."""
 
     def put(
-        self, chosen: Sequence[int], rows: Sequence[Tensor | None], adding: Sequence[bool]
+        self,
+        chosen: Sequence[int],
+        rows: Sequence[Tensor | None],
+        adding: Sequence[bool],
+        after: Flight | None = None,
     ) -> tuple[Sequence[Tensor | None], Flight | None]:
         """Take reduced gradients of the parameters `chosen` to where those rest: local rows there, and the copy under way.
 
-        `adding`: which of them the caller only adds to others, and then drops.
+        `adding`: which of them the caller only adds to others, and then drops. `after`: the flight that makes the rows; None if
+        the compute stream has changed them since.
         """
         return rows, None
 

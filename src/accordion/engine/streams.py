@@ -84,9 +84,9 @@ class Lane:
         """What runs inside runs on this lane; only where it sleeps."""
         return self._module.stream(self.stream)  # type: ignore[no-any-return]
 
-    def copy(self, copies: Callable[[], None], held: list[Any], what: str) -> Flight:
-        """Begin copies on this lane; nothing is waited for."""
-        return self.start(_copying(copies), held, what)
+    def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Flight | None = None) -> Flight:
+        """Begin copies on this lane; nothing is waited for. `after`: what makes the source, if no other work must end before."""
+        return Flight(self, _copying(copies), held, what, after)
 
     def start(self, steps: Steps, held: list[Any], what: str) -> Flight:
         """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages."""
@@ -107,7 +107,7 @@ class Flight:
 
     __slots__ = ("_end", "_held", "_lane", "_pending", "_steps", "_what", "aside", "begun_on", "ended")
 
-    def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str) -> None:
+    def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str, after: Flight | None = None) -> None:
         self._lane, self._steps, self._held, self._what = lane, steps, held, what
         self._pending: Pending | None = None
         self.ended = False
@@ -118,7 +118,11 @@ class Flight:
             if not lane.late:
                 self._run()
             return
-        self.begun_on = lane.follow()
+        if after is None:
+            self.begun_on = lane.follow()
+        else:
+            self.begun_on = lane.compute()
+            after.join(lane)
         if lane.late:
             with lane.entered():
                 _torch.sleep_on_device()

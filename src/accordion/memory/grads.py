@@ -42,7 +42,11 @@ class Gradients:
             at += num_bytes
 
     def put(
-        self, chosen: Sequence[int], rows: Sequence[Tensor | None], adding: Sequence[bool]
+        self,
+        chosen: Sequence[int],
+        rows: Sequence[Tensor | None],
+        adding: Sequence[bool],
+        after: Flight | None,
     ) -> tuple[Sequence[Tensor | None], Flight | None]:
         """See `Home.put`."""
         to: list[Tensor] = []
@@ -68,7 +72,7 @@ class Gradients:
         if not to:
             return result, None
         copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
-        flight = self._lane.copy(copies, source, "copies gradients to the host")
+        flight = self._lane.copy(copies, source, "copies gradients to the host", after)
         if writes:
             flight = cast(Flight, Written(flight, writes, None if self._lane.late else self._pool()))
         return result, flight

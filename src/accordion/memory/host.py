@@ -61,9 +61,13 @@ class Offloaded(Home):
         self._is_written = False  # the rows that travel are those of a step that has ended
 
     def put(
-        self, chosen: Sequence[int], rows: Sequence[Tensor | None], adding: Sequence[bool]
+        self,
+        chosen: Sequence[int],
+        rows: Sequence[Tensor | None],
+        adding: Sequence[bool],
+        after: Flight | None = None,
     ) -> tuple[Sequence[Tensor | None], Flight | None]:
-        return self.grads.put(chosen, rows, adding)
+        return self.grads.put(chosen, rows, adding, after)
 
     def defer(self, wait: Callable[[], None]) -> None:
         """A step of these shards is under way, which writes the rows that travel; `wait` returns when it has ended."""
