@@ -8,7 +8,11 @@ UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-SIMULATED := tests/sim tests/world tests/gpu
+# What has been made to run on any device; the rest of tests/world makes its tensors on the CPU or asks for what lies there.
+WORLD := grid programs kinds calls steps streams precision activations some_ranks resume checkpoint checkpoint_exact \
+  checkpoint_uses offload offload_step offload_places offload_uses offload_disk compat_deepspeed compat_fsdp1 \
+  compat_fsdp1_state compat_fsdp2 compat_fsdp2_modules compat_fsdp2_parallel
+SIMULATED := tests/sim tests/gpu $(WORLD:%=tests/world/test_%.py)
 
 .PHONY: train test test-all test-sim lint format clean
 
@@ -28,6 +32,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/sim/README.md
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS) tests/happens_before
 	$(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED)
 
 lint: $(STAMP)

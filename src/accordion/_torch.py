@@ -344,6 +344,11 @@ reduce_scatter_options: Callable[[bool], Any] = partial(_options, _c10d.ReduceSc
 all_reduce_options: Callable[[bool], Any] = partial(_options, _c10d.AllreduceOptions)
 
 
+def checks_groups() -> bool:
+    """Whether torch puts a wrapper that compares what ranks ask around each backend: TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    return bool(_c10d.get_debug_level() == _c10d.DebugLevel.DETAIL)
+
+
 def gather_coalesced(group: Any) -> Callable[..., Any]:
     """Many gathers in one launch; torch 2.13 renamed `allgather_into_tensor_coalesced`."""
     return getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # type: ignore[no-any-return]
@@ -410,12 +415,6 @@ def timeout_s_of_job() -> float:
     return float(found.total_seconds())
 
 
-def wraps_backends() -> bool:
-    """Whether `TORCH_DISTRIBUTED_DEBUG=DETAIL` has torch put a wrapper around each backend. No exported name."""
-    c10d: Any = torch.distributed
-    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
-
-
 def ranks_of(mesh: Any) -> list[int]:
     """All ranks of a mesh by their number in the job; also where tensors made now are fake. No public name."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -436,6 +435,15 @@ def runtime_version(device_type: str) -> str | None:
     """Of the library that torch was built with for such devices (CUDA's, ROCm's, XPU's); None where torch does not say."""
     known = (torch.version.cuda or torch.version.hip) if device_type == "cuda" else None
     return known or getattr(torch.version, device_type, None)
+
+
+def blocking_events(module: Any) -> Callable[[], Any]:
+    """What makes events of a device module for which a thread waits without spinning; None where it has no such kind."""
+    try:
+        module.Event(blocking=True)
+    except TypeError:
+        return lambda: None
+    return partial(module.Event, blocking=True)
 
 
 def sleep_on_device() -> None:

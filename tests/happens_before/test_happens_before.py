@@ -82,7 +82,8 @@ ON_DEVICE: dict[str, Steps] = {
     "nested units": steps(units={nn.Linear, "LlamaBlock"}),
     "some gradients absent": steps(build=lambda: Blocks(Router)),
 }
-WAITS = {"full, finite": 2}  # of the host in a step: it reads whether the forward is finite, and the backward
+# Of the host in a step: whether the forward is finite, and the backward; at its end, which gradients no rank had.
+WAITS = {"full, finite": 2, "some gradients absent": 1}
 OFFLOADS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
     "states on the host": ({"optimizer": "host"}, {}),
     "parameters on the host": ({"params": "host", "optimizer": "host"}, {}),

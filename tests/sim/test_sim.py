@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -191,3 +192,11 @@ def early_and_late(mesh) -> int:
 
 def test_a_missing_wait_for_a_collective_is_seen(world):
     assert all(world.run(world.num_ranks, early_and_late))
+
+
+def seed_of_delays(mesh) -> int:
+    return sys.modules["sim_C"].rank()
+
+
+def test_each_rank_has_delays_of_its_own(world):
+    assert world.run(world.num_ranks, seed_of_delays) == list(range(world.num_ranks))

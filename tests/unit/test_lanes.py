@@ -20,7 +20,8 @@ class Stream:
     def __init__(self, name: str) -> None:
         self.name, self.begun, self.waits_for = name, 0, set[tuple[str, int]]()
 
-    def record_event(self) -> tuple[str, int]:
+    def record_event(self, event: object = None) -> tuple[str, int]:
+        self.events = [*getattr(self, "events", ()), event]
         return self.name, self.begun
 
     def wait_event(self, event: tuple[str, int]) -> None:
@@ -76,3 +77,25 @@ def test_the_stream_whose_memory_a_flight_holds_waits_for_its_end_wherever_it_la
     device.now = other
     flight.land()
     assert ("lane", 1) in compute.waits_for & other.waits_for
+
+
+class Event:
+    def __init__(self, *, blocking: bool = False) -> None:
+        self.blocking = blocking
+
+
+class OldEvent:
+    """Of a device module that knows no other kind."""
+
+
+@pytest.mark.parametrize("kind", [Event, OldEvent])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_threads_that_wait_for_a_lane_do_not_spin_where_the_device_has_such_events(monkeypatch, kind, blocking) -> None:
+    stream = Stream("lane")
+    module = SimpleNamespace(Stream=lambda *_, **__: stream, Event=kind)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    lane = Lane(torch.device("cuda"), Watch([], [0]))
+    (lane.for_threads() if blocking else lane).record()
+    assert [getattr(event, "blocking", None) for event in stream.events] == [
+        True if blocking and kind is Event else None
+    ]

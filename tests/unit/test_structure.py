@@ -89,6 +89,7 @@ ENGINE = [
     "around",
     "reduction",
     "axis",
+    "undecided",
     "streams",
     "watch",
     "finite",

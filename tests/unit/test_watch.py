@@ -48,20 +48,22 @@ def test_what_fails_while_a_wait_is_given_up_has_failed() -> None:
         waits_for(EndsLate("Connection closed by peer"))
 
 
+@pytest.mark.parametrize("asks_in_vain", [False, True])
 def test_who_waits_for_a_rank_that_says_nothing_names_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asks_in_vain: bool
 ) -> None:
     """One rank evaluates, the other waits at a barrier of its own: nothing that the engine could see there."""
     for name, seconds in {"PATIENCE_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
         monkeypatch.setattr(watch, name, seconds)
     alone_here = Watch([], [0, 1])
-    alone_here._store = HashStore()
+    alone_here._store, alone_here.asks_in_vain = HashStore(), asks_in_vain
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(DivergenceError, match=r"ranks have come to nothing new in 1 s"),
     ):
         alone_here.meet({"what": "begins a forward"})
-    assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model."]
+    hint = f" {watch.UNHEARD}" if asks_in_vain else ""
+    assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model." + hint]
 
 
 def test_what_a_device_asserts_has_fewer_bytes_than_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,13 +112,13 @@ def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | Non
             assert value is expected, name
             continue
         assert value.shape == expected.shape, name
-        error = (value.float() - expected.float()).abs().max().item() if expected.numel() else 0.0
+        error = (value.float().cpu() - expected.float().cpu()).abs().max().item() if expected.numel() else 0.0
         assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name} differs by {error}"
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
-    assert not [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not [name for name in wanted if not torch.equal(found[name].cpu(), wanted[name].cpu())]
 
 
 class PlantedError(RuntimeError):

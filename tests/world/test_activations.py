@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.activations import ATTENTION, PRODUCTS, _Choice
-from tests.devices import device
+from tests.devices import device, here
 from tests.world import models, programs
 from tests.world.checks import assert_at_rest, assert_close, mean_grads
 from tests.world.meters import Wire
@@ -69,7 +69,7 @@ def writing(mesh, kind: str) -> None:
     x, found = torch.randn(5, WIDTH, device=device()), []
     for sharded in (False, True):
         torch.manual_seed(1)
-        model = nn.Sequential(Writer(kind), Writer(kind))
+        model = here(nn.Sequential(Writer(kind), Writer(kind)))
         if sharded:
             model = acc.shard(model, mesh, units={Writer}, checkpoint_activations="selective")
         for _ in range(2):
@@ -145,7 +145,7 @@ def dropping(mesh, training: bool) -> None:
     found = []
     for sharded in (False, True):
         torch.manual_seed(1)
-        model = nn.Sequential(Dropping(), Dropping()).train(training)
+        model = here(nn.Sequential(Dropping(), Dropping())).train(training)
         if sharded:
             model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations="selective")
         torch.manual_seed(2)

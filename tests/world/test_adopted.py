@@ -385,6 +385,29 @@ def kept(mesh, strategy: acc.Strategy) -> None:
         assert torch.equal(losses[-2], losses[-1]), step
 
 
+class Eighths(Levels):
+    """Rows that travel in float8, of which gloo knows nothing."""
+
+    def fsdp_pre_all_gather(self, mesh) -> Any:
+        return (self.inner.to(torch.float8_e4m3fn),), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None) -> Any:
+        (full,) = gathered
+        if out is None:
+            return super().fsdp_post_all_gather((full.to(torch.float32) * 64,), metadata, param_dtype)
+        return super().fsdp_post_all_gather((full.to(torch.float32) * 64,), metadata, param_dtype, out=out)
+
+
+def in_float8(mesh) -> None:
+    plain, model = Net(), Net()
+    for a, b in zip(plain.layers, model.layers, strict=True):
+        b.weight = nn.Parameter(Eighths(b.weight.detach()), requires_grad=False)
+        a.weight.data = a.weight.data.to(torch.float8_e4m3fn).to(torch.float32)
+    acc.shard(model, mesh=mesh, units={nn.Linear})
+    for _ in range(2):
+        assert torch.equal(model(inputs()), plain(inputs()))
+
+
 def not_kept(mesh) -> None:
     def refuses(match: str, model: nn.Module, **options: Any) -> None:
         before = [type(p.data) for p in model.parameters()]
@@ -403,4 +426,5 @@ def not_kept(mesh) -> None:
 def test_tensor_subclasses_are_kept_or_refused_by_name(world):
     world.run(2, kept, acc.FULL_SHARD)
     world.run(2, kept, acc.SHARD_GRAD_OP)
+    world.run(2, in_float8)
     world.run(2, not_kept)

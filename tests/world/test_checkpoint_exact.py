@@ -8,6 +8,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.train.data import Share, make_loader
+from tests.devices import device
 
 VOCAB, SEQ, STEPS, ACCUMULATE = 32, 8, 6, 2
 TOKENS = (np.arange(20 * SEQ + 1) * 7 % VOCAB).astype(np.uint16)  # 20 sequences: an epoch ends within the run
@@ -23,7 +24,7 @@ class Run:
         precision = acc.Precision(params=torch.float16)
         self.model = acc.shard(model, mesh, units=lambda name, _: name in "12", precision=precision)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=2.0**18, growth_interval=2)
         share = Share(rank=mesh.get_rank(), world=mesh.size(), micro_batch=1, accumulate=ACCUMULATE)
         self.state = {
             "scheduler": torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7),
@@ -40,7 +41,7 @@ class Run:
         """What was read, the losses, and the scale afterwards."""
         seen, losses = [], []
         for i in range(ACCUMULATE):
-            batch = next(batches)
+            batch = next(batches).to(device())
             with acc.no_sync(self.model) if i + 1 < ACCUMULATE else torch.enable_grad():
                 logits = self.model(batch[:, :-1])
                 loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()) / ACCUMULATE

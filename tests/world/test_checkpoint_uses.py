@@ -180,7 +180,7 @@ def of_fsdp2(mesh, path):
     mine.step()
     ends = full(model)
     for name, tensor in theirs.state_dict().items():
-        assert torch.allclose(tensor.full_tensor(), ends[name], atol=1e-6), name
+        assert torch.allclose(tensor.full_tensor().cpu(), ends[name].cpu(), atol=1e-6), name
 
 
 def test_a_folder_of_fsdp2_and_dcp_goes_on_here(world, tmp_path):

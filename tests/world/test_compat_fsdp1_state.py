@@ -19,6 +19,7 @@ from accordion.compat.fsdp1 import (
     StateDictType,
 )
 from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
+from tests.devices import here
 from tests.world.test_compat_fsdp1 import (
     POLICIES,
     SIZE,
@@ -50,7 +51,9 @@ def full_state_dicts(mesh: DeviceMesh) -> Any:
         named = {n: plain.state[p] for n, p in expected.named_parameters()}
         assert list(state["state"]) == list(named)
         for name, entry in named.items():
-            torch.testing.assert_close(state["state"][name]["exp_avg"], entry["exp_avg"], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                state["state"][name]["exp_avg"].cpu(), entry["exp_avg"].cpu(), rtol=1e-4, atol=1e-6
+            )
     return weights, state
 
 
@@ -133,7 +136,7 @@ def in_a_plain_module(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert [w.check_is_root() for w in FSDP.fsdp_modules(model, root_only=True)] == [True, True]
-    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    plain = here(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
     full = model.state_dict(prefix="net.")
     assert list(full) == ["net.first.weight", "net.first.bias", "net.second.weight", "net.second.bias"]
     plain.load_state_dict(dict(zip(plain.state_dict(), full.values(), strict=True)))

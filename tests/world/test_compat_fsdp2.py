@@ -204,7 +204,7 @@ def scaled(mesh) -> None:
     pair = both(mesh)
     scales = []
     for m in pair:
-        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(m.parameters(), lr=0.1)
+        scaler, optimizer = torch.amp.GradScaler(device().type, init_scale=8.0), torch.optim.SGD(m.parameters(), lr=0.1)
         seen = []
         for step in range(3):
             loss = scaler.scale(one_loss(m, step)) * (float("inf") if step == 1 and mesh.get_local_rank() == 0 else 1.0)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.devices import device
+from tests.devices import device, here
 from tests.world import models
 from tests.world.checks import assert_close, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import SIDES, assert_same_gradients, describe, grads_of, leases, sharded
@@ -119,7 +119,7 @@ class Crossed(nn.Module):
 
 
 def tied(mesh) -> None:
-    plain, model = Crossed(), Crossed()
+    plain, model = here(Crossed()), here(Crossed())
     for part in (model.first, model.second):
         ours.fully_shard(part, mesh=mesh)
     assert model.second[0].weight is model.first[0].weight

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.devices import device
+from tests.devices import device, here
 from tests.pool import Pool
 from tests.sample import sampled
 from tests.world import models
@@ -111,11 +111,11 @@ def pipelined(mesh) -> None:
         torch.randn(4, 8, generator=torch.Generator().manual_seed(row)).to(device()),
         torch.zeros(4, 8, device=device()),
     )
-    plain, stage = nn.Sequential(*layers()), nn.Sequential(*layers()[2 * at : 2 * at + 2])
+    plain, stage = here(nn.Sequential(*layers())), here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
     for layer in stage:
         ours.fully_shard(layer, mesh=mesh["dp"])
     ours.fully_shard(stage, mesh=mesh["dp"])
-    running = PipelineStage(stage, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(running, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     nn.functional.mse_loss(plain(x), target).backward()
     for _ in range(2):
@@ -309,7 +309,7 @@ def extended(mesh) -> None:
     pair = []
     for api in SIDES:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 4))
+        model = here(nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 4)))
         model[0].weight = nn.Parameter(Packed(model[0].weight.detach()))
         model[4].weight = nn.Parameter(Levels(model[4].weight.detach()), requires_grad=False)
         for i in (0, 4):
@@ -366,7 +366,7 @@ def viewed(mesh) -> None:
     model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     for _ in range(2):
         model(torch.ones(3, 8)).sum().backward()
-    assert torch.equal(seen[1].detach().float(), torch.arange(24.0).view(3, 8))
+    assert torch.equal(seen[1].detach().float().cpu(), torch.arange(24.0).view(3, 8))
 
 
 def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(world):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
-from tests.devices import device
+from tests.devices import device, here
 from tests.world.checks import logged
 from tests.world.compare import (
     RANKS,
@@ -140,7 +140,7 @@ def tied_meta(mesh, tie: str) -> None:
             model = acc.shard(model, mesh=mesh, units={Pair})
         if mesh.get_local_rank() == 0:
             assert sum(m.startswith("tied") for m in messages) == len(MERGED[tie])
-        plain = Stack(tie)
+        plain = here(Stack(tie))
         torch.manual_seed(5)
         with torch.no_grad():
             plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
@@ -151,7 +151,7 @@ def tied_meta(mesh, tie: str) -> None:
             acc.initialise(model)
         found, wanted = params_of(model), dict(plain.named_parameters())
         assert found.keys() == wanted.keys()
-        assert not [n for n in wanted if not torch.equal(found[n], wanted[n])], how
+        assert not [n for n in wanted if not torch.equal(found[n].cpu(), wanted[n].cpu())], how
         for m in (plain, model):
             torch.manual_seed(seed_of(0))
             stack_loss(m)
@@ -169,7 +169,7 @@ def tied_states(mesh, tie: str, path: str) -> None:
     model = acc.shard(seeded(functools.partial(Stack, tie), 1), mesh=mesh, units={Pair})
     state = acc.full_state_dict(model, rank0_only=False)
     assert list(state) == list(plain.state_dict())
-    assert not [n for n, t in plain.state_dict().items() if not torch.equal(t, state[n])]
+    assert not [n for n, t in plain.state_dict().items() if not torch.equal(t.cpu(), state[n].cpu())]
     for names in MERGED[tie]:
         assert len({state[n].data_ptr() for n in names}) == 1, "tied names are one tensor"
     optimizer = torch.optim.AdamW(model.parameters())
@@ -514,6 +514,7 @@ def sparse(mesh) -> None:
     rest(model)
 
 
+@pytest.mark.cpu("the simulator has no sparse tensors")
 def test_sparse_gradients_are_refused_by_name(world):
     run_on_all(world, sparse)
 

@@ -62,8 +62,8 @@ def addresses(mesh) -> None:
     """Shards and gradients lie in the arena, one piece of memory; the unit with an override of its own has them outside."""
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
-    arena = units_of(model)[0].engine.wiring.home.arena
-    assert any(f"offload: {arena.num_bytes} bytes of ordinary host memory for 2 of 3 units, the" in m for m in messages)
+    arena, kind = units_of(model)[0].engine.wiring.home.arena, "ordinary" if device().type == "cpu" else "pinned"
+    assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units, the" in m for m in messages)
     low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
     first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
@@ -93,7 +93,8 @@ def landing(mesh) -> None:
         found.append({name: local_of(p.grad).clone() for name, p in model.named_parameters()})
     assert_equal(*found)
     assert len(landed)
-    assert bool((landed == 7).all())
+    if device().type == "cpu":
+        assert bool((landed == 7).all())
 
 
 def budgets(mesh, path: Path) -> None:

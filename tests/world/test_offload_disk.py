@@ -45,7 +45,7 @@ def in_pieces(mesh, path: Path) -> None:
             shaped = [v for v in state if v.dim()]
             assert all(low <= v.data_ptr() < low + file.num_bytes for v in shaped if v.numel())
             assert os.listdir(path) == []
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
 def all_on_disk(mesh, path: Path) -> None:
@@ -118,7 +118,7 @@ def touched(mesh, path: Path) -> None:
                 local_of(model.norm.weight).mul_(1.25)
             optimizer.state_dict()["state"][0]["exp_avg"].mul_(0.5)
         found.append([*params_of(model).values(), *(local_of(g).clone() for g in kept)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
 def changed_unseen(mesh, path: Path) -> None:
@@ -144,7 +144,7 @@ def changed_unseen(mesh, path: Path) -> None:
                 optimizer.step()
                 with pytest.raises(acc.OffloadError, match="are not what was written there"):
                     acc.synchronize(model)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
 
 
 def test_a_write_that_nobody_counts_is_no_fault_of_the_disk(world, tmp_path):

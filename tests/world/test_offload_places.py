@@ -52,7 +52,7 @@ def trained(mesh, kind: str, **options: Any) -> list[Tensor]:
     make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
     settings = {"fused": True, "weight_decay": 0.1} if kind == "adamw" else {"momentum": 0.9}
     optimizer = acc.wrap_optimizer(make(model.parameters(), lr=1e-2, **settings))
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "sgd", init_scale=2.0**8, growth_interval=2)
+    scaler = torch.amp.GradScaler(device().type, enabled=kind == "sgd", init_scale=2.0**8, growth_interval=2)
     found = []
     for step in range(3):
         for micro in range(2):
@@ -82,7 +82,8 @@ def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
             with pieces_of(4096):
                 got = trained(mesh, kind, offload=offload, checkpoint_activations="full" if i % 2 else "none")
             pairs = enumerate(zip(got, wanted, strict=True))
-            wrong = [at for at, (a, b) in pairs if not torch.equal(a, b) and not (a.isnan().all() and b.isnan().all())]
+            pairs = ((at, a.cpu(), b.cpu()) for at, (a, b) in pairs)
+            wrong = [at for at, a, b in pairs if not torch.equal(a, b) and not (a.isnan().all() and b.isnan().all())]
             assert not wrong, (kind, names, wrong)
 
 

@@ -62,7 +62,8 @@ def deferred(mesh, kind: str, path: Path) -> None:
         assert list(state) == list(results[0][2])
         for index, entry in results[0][2].items():
             assert list(state[index]) == list(entry)
-            assert all(torch.equal(local_of(state[index][key]), local_of(value)) for key, value in entry.items())
+            pairs = [(local_of(state[index][key]), local_of(value)) for key, value in entry.items()]
+            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
 @pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
@@ -111,7 +112,7 @@ def scaled(mesh, path: Path) -> None:
             torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=device()), fused=True)
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
         losses = []
         for step in range(5):
             loss = one_loss(model, step) * (float("inf") if step == 2 else 1.0)
@@ -158,13 +159,14 @@ def in_backward(mesh, path: Path, num_ways: int) -> None:
         found = (losses, state, list(params_of(model).values()))
         wanted = wanted or found
         assert found[0] == wanted[0], name
-        assert all(torch.equal(a, b) for a, b in zip(found[1] + found[2], wanted[1] + wanted[2], strict=True)), name
+        pairs = zip(found[1] + found[2], wanted[1] + wanted[2], strict=True)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs), name
 
 
 def broken_promises(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(step_in_backward=True))
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(device().type)
     promise = r"Offload\(step_in_backward=True\) promised one backward a step, no clipping and no scaler; "
     scaler.scale(one_loss(model)).backward()
     with pytest.raises(acc.UsageError, match=promise + "a gradient scaler"):

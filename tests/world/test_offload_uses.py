@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import PlantedError, one_loss
 from tests.world.offloads import HOST, MIXED, disk, disk_of_all
@@ -49,7 +50,7 @@ def end_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]
 def unscales_and_clips(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     """A scaler that writes into the gradients, backwards that add up, an overflow, torch's own clipping."""
     model = shard(models.plain())
-    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
     found = []
     for step in range(5):
         for micro in range(2):
@@ -276,7 +277,9 @@ def in_places(mesh, path: Path, names: list[str], places: list[str]) -> None:
             shard = partial(acc.shard, mesh=mesh, offload=offloads[place])
             found = PROGRAMS[name](mesh, shard, path / f"{name} {place}")
             pairs = enumerate(zip(found, wanted, strict=True))
-            wrong = [i for i, (a, b) in pairs if not (torch.equal(a, b) if isinstance(a, Tensor) else a == b)]
+            wrong = [
+                i for i, (a, b) in pairs if not (torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) else a == b)
+            ]
             assert not wrong, (name, place, wrong)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine.unit import Unit
-from tests.devices import device
+from tests.devices import device, here
 from tests.world import models, reference
 from tests.world.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss, units_of
 from tests.world.meters import Wire
@@ -136,7 +136,7 @@ def lora(mesh) -> None:
     found = []
     for sharded in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(Adapted(), Adapted())
+        model = here(nn.Sequential(Adapted(), Adapted()))
         if sharded:
             model = acc.shard(model, mesh=mesh, units={Adapted})
         model(torch.linspace(-1, 1, 32, device=device()).view(2, 16)).square().sum().backward()
@@ -465,6 +465,7 @@ def on_cpu(mesh) -> list[float]:
     return found
 
 
+@pytest.mark.cpu("it asks whether the parameters lie there")
 def test_notable_fsdp_on_cpu(world):
     for found in world.run(4, on_cpu):
         assert found == sorted(found, reverse=True)

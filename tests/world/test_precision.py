@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from tests.devices import device
+from tests.devices import device, here
 from tests.world import models, reference
 from tests.world.checks import assert_close, assert_equal, one_loss, run_all
 from tests.world.models import Block
@@ -89,7 +89,7 @@ def dtypes(mesh) -> None:
 
 def convolution() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1))
+    return here(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1)))
 
 
 def batch_norms(mesh) -> None:
@@ -174,7 +174,7 @@ def adapted() -> models.Tiny:
 
 def adapters(mesh, strategy: acc.Strategy) -> None:
     """Mixed dtypes need no flag: each parameter is gathered in its own."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = adapted()
         torch.manual_seed(5)
@@ -264,7 +264,7 @@ def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
     optimizer: torch.optim.Optimizer = reference.adamw(model.parameters())
     if wrapped:
         optimizer = acc.wrap_optimizer(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    scaler = torch.amp.GradScaler(device().type, init_scale=64.0, growth_interval=1000)
     for step in range(4):
         before = params_of(model)
         planted = step == 1 and dist.get_rank() == mesh.size() - 1
@@ -302,7 +302,7 @@ def scaled_clip(mesh, strategy: acc.Strategy) -> None:
     optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
     norms = []
     for scale in (2.0**10, 2.0**6):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler = torch.amp.GradScaler(device().type, init_scale=scale)
         scaler.scale(model(torch.linspace(-1, 1, 64, device=device()).view(4, 16)).float().square().mean()).backward()
         scaler.unscale_(optimizer)
         norms.append(acc.clip_grad_norm_(model, 1.0).item())
@@ -343,7 +343,7 @@ def saved_copies(mesh, precision: acc.Precision | None) -> tuple[int, list[str]]
         warnings.simplefilter("always")
         tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(1, 3))
         for _ in range(2):
-            with torch.autocast("cpu", dtype=BF16):
+            with torch.autocast(device().type, dtype=BF16):
                 loss = models.loss_of(model(tokens), targets)
             loss.backward()
     return found, [str(w.message) for w in said]
@@ -364,7 +364,7 @@ def test_autocast_saves_no_copy_of_a_weight_where_precision_is_set_and_warns_onc
 def matched_inputs(mesh) -> None:
     """Floating inputs are cast to the dtype of the weights, and their gradients come back in their own."""
     torch.manual_seed(0)
-    plain = nn.Sequential(*(Block(32, 64) for _ in range(2)))
+    plain = here(nn.Sequential(*(Block(32, 64) for _ in range(2))))
     torch.manual_seed(0)
     model = acc.shard(
         nn.Sequential(*(Block(32, 64) for _ in range(2))), mesh=mesh, precision=acc.Precision(params=BF16)

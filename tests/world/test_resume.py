@@ -12,6 +12,7 @@ import accordion as acc
 from accordion.checkpoint import RandomState
 from accordion.config import strategy_named
 from accordion.train.data import Share, make_loader
+from tests.devices import device
 
 STEPS, ACCUMULATE, MICRO = 7, 2, 3
 
@@ -65,7 +66,7 @@ class Run:
         precision = acc.Precision(params=torch.float16)
         self.model = acc.shard(Net(), mesh, strategy=strategy_named(strategy), precision=precision)
         self.optimizer = acc.wrap_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=2.0**16, growth_interval=2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
         own = torch.Generator()  # else a loader that begins anew draws a number of the dropout's
         with warnings.catch_warnings():
@@ -85,7 +86,7 @@ class Run:
         for _ in range(ACCUMULATE):
             numbers = next(self.batches)
             seen += numbers.tolist()
-            tokens = (numbers[:, None] * torch.arange(1, 6)) % 19
+            tokens = ((numbers[:, None] * torch.arange(1, 6)) % 19).to(device())
             mean = F.cross_entropy(self.model(tokens).float().flatten(0, 1), (tokens * 7 % 19).flatten()) / ACCUMULATE
             self.scaler.scale(mean).backward()
             loss += mean.item()
@@ -151,9 +152,9 @@ def global_batches(mesh, path, micro, save_at, steps):
     for step in range(steps):
         if step == save_at:
             acc.save(path, model, optimizer, state={"loader": loader})
-        total, seen = torch.zeros(()), []
+        total, seen = torch.zeros((), device=device()), []
         for _ in range(share.accumulate):
-            batch = next(batches)
+            batch = next(batches).to(device())
             seen.append(batch)
             loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()) / share.accumulate
             loss.backward()

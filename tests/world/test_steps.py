@@ -303,7 +303,7 @@ def structured(mesh) -> None:
     found = []
     for sharded in (False, True):
         torch.manual_seed(0)
-        model = Structured()
+        model = here(Structured())
         if sharded:
             model = acc.shard(model, mesh=mesh, units={nn.Sequential})
         out = model(
@@ -336,7 +336,7 @@ def recurrent(mesh, strategy: acc.Strategy) -> None:
     found = []
     for sharded in (False, True):
         torch.manual_seed(0)
-        model = Recurrent()
+        model = here(Recurrent())
         if sharded:
             model = acc.shard(model, mesh=mesh, strategy=strategy, units={nn.LSTM})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -495,7 +495,7 @@ class Shared(nn.Module):
 
 
 def shared_gradients(mesh, strategy: acc.Strategy) -> None:
-    plain, model = Shared(), acc.shard(Shared(), mesh=mesh, strategy=strategy)
+    plain, model = here(Shared()), acc.shard(Shared(), mesh=mesh, strategy=strategy)
     scale = 1.0 + dist.get_rank()
     for m in (plain, model):
         m(scale).backward()

@@ -155,6 +155,7 @@ def passes_without_reducing(mesh, strategy: acc.Strategy) -> bool:
         return False
 
 
+@pytest.mark.cpu("a device that has asserted runs nothing any more")
 def test_a_reduce_that_nobody_waits_for_does_not_pass(world):
     for name in STRATEGIES:
         assert not any(world.run_mesh(*mesh_of(STRATEGIES[name]), passes_without_reducing, STRATEGIES[name])), name
@@ -204,6 +205,7 @@ def order_of_arrival(mesh) -> list[tuple[bool, bool]]:
     return found
 
 
+@pytest.mark.cpu("it reads what a stream is writing")
 def test_nothing_arrives_before_it_is_waited_for_and_nothing_stays_after(world):
     for found in world.run(2, order_of_arrival):
         assert found

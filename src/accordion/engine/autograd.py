@@ -216,28 +216,41 @@ class Stage(torch.autograd.Function):
         calls = staged.reducing.pop(_torch.current_graph_task(), ()) if staged is not None else ()
         found = ctx.nothing
         for call, parts in calls:  # none where the unit adds up since that forward
-            grads = _landed(call, parts)
+            engine = call.unit.engine
+            accumulates = engine.accumulates()
+            waits = parts[0].goes_on and accumulates and engine.after_unit is None
+            if waits and not any(_torch.have_hooks(call.trained.params)):
+                for part in parts:
+                    part.arrive()
+                engine.put_off.add(partial(landed, call, parts, True))
+                continue
+            engine.put_off.write()
+            grads = landed(call, parts, accumulates)
             if grads is not None:
                 found = grads if found is ctx.nothing else _sums(found, grads)
         return found
 
 
-def _landed(call: Call, parts: list[Reduced]) -> tuple[Tensor | None, ...] | None:
-    """Wait for the gradients of a call, and write them where nobody listens; what is left, as Stage returns it."""
+def landed(call: Call, parts: list[Reduced], accumulates: bool) -> tuple[Tensor | None, ...] | None:
+    """Wait for the gradients of a call, and write them where nobody listens; what is left, as Stage returns it.
+
+    `accumulates`: whether the engine may write them; see `Engine.accumulates`.
+    """
     engine = call.unit.engine
     engine.land_gradients()
     if engine.after_unit is not None:
         engine.after_unit(call.unit)
-    params, accumulates = call.trained.params, engine.accumulates()
+    params = call.trained.params
     held = _torch.grads_of(params)
     listens = _torch.have_hooks(params) if accumulates else [True] * len(params)
     if [g for g in held if g is not None]:
         pairs = zip(listens, held, strict=True)
         listens = [heard or not (g is None or isinstance(g, DTensor)) for heard, g in pairs]
     adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
-    grads = call.unit.as_gradients(call.trained, parts, adding)
-    engine.flying.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
     heard = True in listens
+    decide = heard or engine.after_unit is not None  # somebody looks at gradients before the backward ends
+    grads = call.unit.as_gradients(call.trained, parts, adding, decide)
+    engine.flying.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
     if heard:
         engine.land_gradients()
     if not accumulates:
@@ -252,6 +265,11 @@ def _landed(call: Call, parts: list[Reduced]) -> tuple[Tensor | None, ...] | Non
                 param.grad = grad
             else:
                 engine.add(_torch.local_of(standing), _torch.local_of(grad))
+    if engine.undecided or not decide:
+        counted = [None] * len(params) if decide else [place for part in parts for place in part.counted()]
+        for param, standing, grad, place in zip(params, held, grads, counted, strict=True):
+            if grad is not None and (place is not None or engine.undecided):
+                engine.undecided.note(param, standing, grad, place)
     return (None, None, *[grad if yes else None for yes, grad in zip(listens, grads, strict=True)]) if heard else None
 
 

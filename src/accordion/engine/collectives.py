@@ -78,9 +78,14 @@ class Link:
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
         # What torch puts around each backend to check it has none for several tensors before 2.12.
-        self._coalesces = not _torch.wraps_backends()
+        self._coalesces = not _torch.checks_groups()
         self._gather_coalesced = _torch.gather_coalesced(group)
         self._scatter_coalesced = _torch.reduce_scatter_coalesced(group)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether what is asked of it runs in the order of a stream, and no host waits."""
+        return self.group is not None and not self._async
 
     def _pending(self, *works: Any) -> Pending:
         return Pending(self, works if self._async else ())
@@ -155,7 +160,7 @@ def alone(device: torch.device) -> Link:
 
 def own_communicator(link: Link, device: torch.device) -> Link:
     """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link."""
-    if link.num_ranks == 1 or link._async:
+    if link.num_ranks == 1 or not link.is_ordered:
         return link
     name, (timeout, options) = f"accordion/{common_name([link])}", _torch.options_of(link.group, device)
     return Link(_torch.named_group(name, link.ranks, device, timeout, options), device)

@@ -19,6 +19,7 @@ from accordion.engine.reduced import Reduced
 from accordion.engine.schedule import Expected, Order, Phase
 from accordion.engine.streams import Flight
 from accordion.engine.together import Step, Together
+from accordion.engine.undecided import PutOff, Undecided
 from accordion.engine.unit import Trained, Unit
 from accordion.errors import DivergenceError
 
@@ -68,6 +69,8 @@ class Engine:
         self.root_call = 0
         self.kept: list[Kept] = []
         self.flying: dict[int, list[Reduced]] = {}  # reduces under way, by id of their list
+        self.put_off = PutOff()
+        self.undecided = Undecided()
         self.arriving: list[Flight] = []  # gradients on their way to where they rest, off the device
         self._to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
         self._tasks: dict[int, list[Call]] = {}
@@ -91,6 +94,8 @@ class Engine:
         self.siblings.clear()
         self._tasks.clear()
         self.flying.clear()
+        self.put_off.clear()
+        self.undecided.forget()
 
     # -- forward
 
@@ -230,6 +235,8 @@ class Engine:
             for part in parts:
                 part.finish()
         self.flying.clear()
+        self.put_off.clear()
+        self.undecided.forget()
         for calls in self._tasks.values():
             for call in calls:
                 call.end_all()
@@ -311,6 +318,9 @@ class Engine:
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
+        if self.put_off:
+            self.writes_here()
+            self.put_off.write()
         if self._tasks:
             return
         self.land_gradients()
@@ -325,6 +335,7 @@ class Engine:
         if self._synced:
             self._synced.clear()
             self._reduce_leftovers()
+            self.undecided.settle()
             params = [p for u in self.units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
             spread([(p.cut.dim is None, p.sharded.grad) for p in params], self.wiring.cut_links, self.wiring.device)
             for unit in self.units:
@@ -340,11 +351,14 @@ class Engine:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
             parts = unit.reduce(trained, nothing, [False] * len(nothing))
-            grads = unit.as_gradients(trained, parts, [False] * len(nothing))
+            decide = any(_torch.have_hooks(trained.params)) or self.after_unit is not None
+            grads = unit.as_gradients(trained, parts, [False] * len(nothing), decide)
             self.land_gradients()
-            for param, grad in zip(trained.params, grads, strict=True):
+            counted = [place for part in parts for place in part.counted()]
+            for param, grad, place in zip(trained.params, grads, counted, strict=True):
                 if grad is None:
                     continue
+                self.undecided.note(param, param.grad, grad, None if decide else place)
                 if param.grad is None:
                     param.grad = grad
                 else:

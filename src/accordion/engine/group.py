@@ -19,6 +19,7 @@ from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, me
 from accordion.engine.reduced import Reduced
 from accordion.engine.reduction import Plan
 from accordion.engine.streams import Flight, Lane, Steps
+from accordion.engine.undecided import runs
 from accordion.engine.watch import ADVICE, Watch
 
 KEPT_FLAG_BYTES = 16 * KIB
@@ -41,6 +42,7 @@ class Wiring:
     scale: float
     gather_lane: Lane
     reduce_lane: Lane
+    replicate_lane: Lane  # what goes on over `replicate`, in a hybrid
     fetch_lane: Lane  # from homes elsewhere to the device
     watch: Watch
     device: torch.device
@@ -315,7 +317,8 @@ class Group:
         flags = torch.ones(rows, count + 1, dtype=dtype, device=self.wiring.device)
         flags[:, count] = self.tag
         if absent:
-            flags[:, list(absent)] = 0
+            for some in runs(absent):  # slices: an index of several would be copied to the device, and waited for
+                flags[:, some] = 0
         elif flags.nbytes <= KEPT_FLAG_BYTES:
             self.wiring.reduce_lane.settle()
             self._ones[key] = flags

@@ -31,6 +31,8 @@ class Reduced:
         self._group, self._chosen, wiring = group, chosen, group.wiring
         self._absent = [k for k, g in enumerate(grads) if g is None]
         self._flight: Flight | None = None
+        self._outer: Flight | None = None  # in a hybrid the second one, over `replicate`
+        self.goes_on = wiring.shard.num_ranks > 1 and wiring.replicate.num_ranks > 1
         self._results: Sequence[Tensor | None]
         if wiring.num_ranks == 1:
             self._results = [
@@ -49,21 +51,45 @@ class Reduced:
                 r.poison()
         flags = group.flags(self._absent, len(chosen), wiring.shard.num_ranks, sent)
         reductions[0].load(present, flags, ours)
-        self._last = reductions[-1]
-        held = [tensor for r in reductions for tensor in r.held]
-        self._flight = wiring.reduce_lane.start(self._steps(*reductions), held, group.reduces)
+        self._first, self._last = reductions[0], reductions[-1]
+        steps = self._first.steps() if self.goes_on else self._steps()
+        self._flight = wiring.reduce_lane.start(steps, self._first.held, group.reduces)
         self._results = self._last.results
+        if self.goes_on and self._flight.ended:
+            self._go_on()
 
-    def _steps(self, first: Reduction, second: Reduction | None = None) -> Steps:
-        wiring = self._group.wiring
-        yield from first.steps()
-        if second is not None:
-            flags = first.flag_sums.expand(wiring.replicate.num_ranks, -1)
-            second.load(first.results, flags, [True] * len(first.results))
-            yield from second.steps()
-        elif wiring.replicate.num_ranks > 1:
-            yield wiring.replicate.reduce.sum(first.buffers)
-        self._finish_sums(self._last.buffers, self._last.flag_sums)
+    def _steps(self) -> Steps:
+        """All of it, where one axis has one rank."""
+        yield from self._first.steps()
+        yield from self._outer_steps()
+
+    def _outer_steps(self) -> Steps:
+        """Over `replicate`, whose ranks hold sums of the same rows."""
+        first, last, replicate = self._first, self._last, self._group.wiring.replicate
+        if last is not first:
+            last.load(first.results, first.flag_sums.expand(replicate.num_ranks, -1), [True] * len(first.results))
+            yield from last.steps()
+        elif replicate.num_ranks > 1:
+            yield replicate.reduce.sum(first.buffers)
+        self._finish_sums(last.buffers, last.flag_sums)
+
+    def _go_on(self) -> None:
+        """Begin what follows the first axis, on a lane of its own: the next unit's gradients need not wait for that."""
+        assert self._flight is not None, "it has begun on the first axis"
+        lane, held = self._group.wiring.replicate_lane, self._first.buffers
+        if self._last is not self._first:
+            held = [*held, *self._last.held]
+        self._flight.join(lane)
+        self._outer = lane.start(self._outer_steps(), held, self._group.reduces)
+
+    def arrive(self) -> None:
+        """Wait for the first axis, and let go what only that needed: from here on a reduce holds memory of a shard's size."""
+        if self._flight is not None:
+            self._flight.land()
+            if self.goes_on and self._outer is None:
+                self._go_on()
+            if self.goes_on:
+                self._first.let_go()
 
     def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
         group = self._group
@@ -86,16 +112,28 @@ class Reduced:
             text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
             watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
 
-    def bring_home(self, adding: Sequence[bool]) -> tuple[Sequence[Tensor | None], Flight | None]:
+    def bring_home(self, adding: Sequence[bool], decide: bool = True) -> tuple[Sequence[Tensor | None], Flight | None]:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `Home.put`."""
-        return self._group.home.put(self._chosen, self.finish(), adding)
+        return self._group.home.put(self._chosen, self.finish(decide), adding)
 
-    def finish(self) -> list[Tensor | None]:
-        """Local rows for each chosen parameter, in the dtype of its shard."""
+    def counted(self) -> list[tuple[Tensor, int] | None]:
+        """For each chosen parameter without a gradient of this rank's, where it is counted how many have one; see `Undecided`."""
+        if not self._absent or self._flight is None:
+            return [None] * len(self._chosen)
+        sums, absent = self._last.flag_sums, set(self._absent)
+        return [(sums, k) if k in absent else None for k in range(len(self._chosen))]
+
+    def finish(self, decide: bool = True) -> list[Tensor | None]:
+        """Local rows for each chosen parameter, in the dtype of its shard.
+
+        `decide`: None for what no rank has, for which a rank that lacked a gradient reads the device; else zeros.
+        """
         if self._flight is not None:
-            self._flight.land()
+            self.arrive()
+            if self._outer is not None:
+                self._outer.land()
             self._check()
-            if self._absent:  # the one read of the device, and only on a rank that lacked a gradient
+            if self._absent and decide:
                 sums = self._last.flag_sums.tolist()
                 nobody = [k for k in self._absent if sums[k] == 0]
                 self._results = [None if k in nobody else r for k, r in enumerate(self._results)]

@@ -129,6 +129,10 @@ class Reduction:
     def held(self) -> list[Tensor]:
         return [*self.buffers, self._pack, *self._direct, *self._received]
 
+    def let_go(self) -> None:
+        """After `steps`: all but `buffers`."""
+        self._pack, self._direct, self._received = self._out_pack, [], []
+
     @property
     def buffers(self) -> list[Tensor]:
         """What lies behind `results` and `flag_sums`."""

@@ -26,11 +26,19 @@ class Lane:
     arrives before it is waited for: the host starts a flight when it lands, and a device stream sleeps first.
     """
 
+    _event: Callable[[], Any] = staticmethod(lambda: None)  # an event to record; None: the device's own kind
+
     def __init__(self, device: torch.device, watch: Watch, late: bool = False) -> None:
         self._device, self.watch, self.late = device, watch, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
         self.sleeps = self._module is not None  # work runs on a stream, and the host goes on
+
+    def for_threads(self) -> Lane:
+        """This lane, for whose work threads wait: they give the processor away meanwhile, where the device can."""
+        if self._module is not None:
+            self._event = _torch.blocking_events(self._module)
+        return self
 
     def compute(self) -> Any:
         """The stream on which the caller computes; None on a device whose work is done in the order of the calls."""
@@ -38,7 +46,7 @@ class Lane:
 
     def record(self) -> Any:
         """What has been begun on this lane by now."""
-        return None if self._module is None else self.stream.record_event()
+        return None if self._module is None else self.stream.record_event(self._event())
 
     def wait(self, event: Any) -> None:
         """Let this lane wait for what another one recorded."""

@@ -372,15 +372,18 @@ class Unit:
             return grad if grad is None else grad.to(self._reduce_dtypes[i])
         return held if grad is None else held + grad
 
-    def as_gradients(self, trained: Trained, parts: Sequence[Reduced], adding: Sequence[bool]) -> list[DTensor | None]:
+    def as_gradients(
+        self, trained: Trained, parts: Sequence[Reduced], adding: Sequence[bool], decide: bool = True
+    ) -> list[DTensor | None]:
         """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter.
 
         Where gradients rest off the device, the copies that bring them there are `arriving` then. `adding`: see `Home.put`.
+        `decide`: see `Reduced.finish`.
         """
         local: list[Tensor | None] = []
         by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]
         for mine, part in zip(by_group, parts, strict=True):
-            rows, flight = part.bring_home(mine)
+            rows, flight = part.bring_home(mine, decide)
             local += rows
             if flight is not None:
                 self.engine.arriving.append(flight)

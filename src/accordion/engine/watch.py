@@ -29,6 +29,10 @@ CALM_PASSES = (
     3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
 )
 POLLS = 3  # one after the other, in all of which ranks must be found apart: one may just be leaving
+UNHEARD = (
+    'Here ranks that wait in a collective cannot be asked, and end by the backend\'s time-out; debug="order" has all ranks '
+    "agree on each unit."
+)
 ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
 
@@ -46,6 +50,9 @@ class Watch:
         links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
         self._ranks = sorted(ranks)
         self._store: Any = _torch.default_store() if links else None
+        self.asks_in_vain = any(
+            link.is_ordered for link in links
+        )  # ranks that wait do so on their devices, and hear nothing
         self.listens = self._store is not None  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         # What a rank does that waits, where others ask where it is.
@@ -156,8 +163,9 @@ class Watch:
         # Where all whom a rank waits for are there, it is slow, but it goes on.
         self._num_looks += 1
         silent = self._unheard(posts, "")
+        hint = f" {UNHEARD}" if self.asks_in_vain else ""
         if silent and self._num_looks == SILENT_POLLS:
-            log.warning("rank %d %s, %s: all must call the model.", self._rank, what, silent)
+            log.warning("rank %d %s, %s: all must call the model.%s", self._rank, what, silent, hint)
         complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
         if complete or len(posts) < len(self._ranks):
             return 0

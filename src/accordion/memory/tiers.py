@@ -47,7 +47,7 @@ class Tiers:
     def __init__(self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], wiring: Wiring) -> None:
         self.offloads, self._wiring = offloads, wiring
         self.late = wiring.gather_lane.late
-        self._store_lane = Lane(wiring.device, wiring.watch, self.late)
+        self._store_lane = Lane(wiring.device, wiring.watch, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
         self.in_backward: InBackward | None = None  # where some unit is stepped there
         self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
+REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of ranks
 HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
 STEPPER, DISK_LANE = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
 

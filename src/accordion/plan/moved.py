@@ -10,6 +10,7 @@ from accordion.plan.events import (
     DISK_LANE,
     FETCH,
     HOST,
+    REPLICATE,
     STEPPER,
     STORE,
     Alloc,
@@ -66,7 +67,9 @@ class Moved:
         self._clipped = False
         self._flights = max((e.flight for e in log.events if isinstance(e, (Launch, Mark))), default=0)
         self._gathers, self._shares = gathers_of(log)
-        self._reduces = {e.flight for e in log.events if isinstance(e, Launch) and e.stream == "reduce"}
+        launches = [e for e in log.events if isinstance(e, Launch)]
+        last = REPLICATE if any(e.stream == REPLICATE for e in launches) else "reduce"
+        self._reduces = {e.flight for e in launches if e.stream == last}
         self._stepped: dict[int, int] = {}  # by unit, the end of its step, until somebody waited for it
         self._fresh: set[int] = set()  # units whose rows came to the device in this step
         self._waiting: list[Alloc] = []  # gradients that no flight reduces yet

@@ -14,7 +14,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.streams import Flight, Lane, Steps
 from accordion.engine.unit import Unit
 from accordion.memory.tiers import Tiers
-from accordion.plan.events import FETCH, STORE, Category, Land, Launch, Phase
+from accordion.plan.events import FETCH, REPLICATE, STORE, Category, Land, Launch, Phase, Wait
 from accordion.plan.tracker import Tracker, storages_of
 
 
@@ -23,6 +23,8 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     wiring = engine.wiring
     tracker.axes = {id(wiring.replicate.gather): "replicate", id(wiring.replicate.reduce): "replicate"}
     lanes = {"gather": wiring.gather_lane, "reduce": wiring.reduce_lane, FETCH: wiring.fetch_lane}
+    if wiring.replicate_lane is not wiring.reduce_lane:
+        lanes[REPLICATE] = wiring.replicate_lane
     if isinstance(wiring.home, Tiers):
         lanes[STORE] = wiring.home._store_lane
     for name, lane in lanes.items():
@@ -69,6 +71,11 @@ class _Traced(Flight):
     def land(self) -> None:
         self.tracker.events.append(Land(self.number))
         super().land()
+
+    def join(self, lane: Lane) -> None:
+        if self.name == "reduce":
+            self.tracker.events.append(Wait(self.number, REPLICATE))
+        super().join(lane)
 
 
 def _start(lane: Lane, name: str, tracker: Tracker, steps: Steps, held: list[Any], what: str) -> Flight:

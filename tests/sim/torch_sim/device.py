@@ -82,6 +82,7 @@ def _devices(extension: Any) -> dict[str, Any]:
         "is_available": lambda: extension.device_count() > 0,
         "is_initialized": lambda: True,
         "init": lambda: None,
+        "_initialized": True,  # else torch.utils.checkpoint keeps no state of its random numbers
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: extension.device_count(),

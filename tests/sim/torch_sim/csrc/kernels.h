@@ -130,7 +130,8 @@ const std::unordered_set<std::string> READS = {
 const std::unordered_set<std::string> SHAPES_OF_CPU = {"aten::native_layer_norm", "aten::native_group_norm",
                                                        "aten::native_batch_norm", "aten::_native_batch_norm_legit",
                                                        "aten::_embedding_bag",    "aten::_embedding_bag_forward_only",
-                                                       "aten::mse_loss",          "aten::smooth_l1_loss"};
+                                                       "aten::mse_loss",          "aten::_native_multi_head_attention",
+                                                       "aten::smooth_l1_loss"};
 
 struct Shapes {  // of an operator with such arguments
   bool known;

@@ -1,6 +1,7 @@
 // The operators that torch asks of a device, and those whose way on an accelerator is another than on the CPU.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/native/Resize.h>
 
 #include "kernels.h"
@@ -282,8 +283,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   // CPU has kernels of its own for these: take them, and not what torch puts together from others.
-  for (auto* name :
-       {"native_layer_norm", "native_group_norm", "native_batch_norm", "silu_backward", "embedding_dense_backward"})
+  for (auto* name : {"native_layer_norm", "native_group_norm", "native_batch_norm", "mse_loss", "smooth_l1_loss",
+                     "silu_backward", "embedding_dense_backward"})
     if (c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""}))
       m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -291,6 +292,18 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 // A copy sees by itself that its source is conjugated or negated; else it would be asked to resolve that by a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+// Autocast, with CUDA's lists of operators.
+#define SIM_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define SIM_FP32_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define SIM_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  using namespace at::autocast;
+  AT_FORALL_LOWER_PRECISION_FP(SIM_LOWER)
+  AT_FORALL_FP32(SIM_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(SIM_FP32_DTYPE)
+  AT_FORALL_PROMOTE(SIM_PROMOTE)
+}
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }  // namespace sim

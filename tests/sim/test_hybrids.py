@@ -1,0 +1,79 @@
+"""A hybrid's two reduces: the one between nodes runs beside the one inside, and the backward does not wait for it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.engine.collectives import Link, Pending
+from tests.devices import device
+
+pytestmark = pytest.mark.sim
+UNITS = 6
+SLOW = 20_000_000  # cycles at 1 GHz
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(UNITS)])
+
+
+def reduces(mesh, strategy: str) -> list[tuple[str, int, float, float]]:
+    """The reduces of one backward in which those between nodes are slow: (axis, stream, begin, end)."""
+    model = acc.shard(blocks(), mesh, units={nn.Sequential}, strategy=getattr(acc, strategy))
+    wiring = model._accordion.engine.wiring
+    between, x = wiring.replicate.reduce, torch.randn(4, 32, device=device())
+    plain = {name: getattr(Link, name) for name in ("sum", "exchange", "scatter_sum")}
+
+    def slowly(name: str):
+        def call(link: Link, *args) -> Pending:
+            if link is between:
+                torch.sim._sleep(SLOW)
+            return plain[name](link, *args)
+
+        return call
+
+    for _ in range(2):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    loss = model(x).square().mean()
+    torch.accelerator.synchronize()
+    torch.sim.trace(True)
+    with mock.patch.multiple(Link, **{name: slowly(name) for name in plain}):
+        loss.backward()
+    torch.accelerator.synchronize()
+    streams = {wiring.reduce_lane.stream.stream_id: "inside", wiring.replicate_lane.stream.stream_id: "between"}
+    return [
+        (streams[stream], stream, begin, end)
+        for kind, name, stream, _, begin, end in torch.sim.trace(False)
+        if kind == "kernel" and name.startswith("ccl_") and stream in streams
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
+def test_what_goes_over_nodes_holds_up_neither_the_backward_nor_the_reduce_inside_of_one(world, strategy):
+    for found in world.run_mesh((2, 2), ("replicate", "shard"), reduces, strategy):
+        inside, between = ([(a, b) for axis, _, a, b in found if axis == which] for which in ("inside", "between"))
+        assert len(inside) == len(between) == UNITS
+        assert inside[3][1] < between[1][1], "the fourth reduce inside a node waited for the second between nodes"
+
+
+def trains(mesh, strategy: str) -> None:
+    model = acc.shard(blocks(), mesh, units={nn.Sequential}, strategy=getattr(acc, strategy))
+    alone = blocks()
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        for m in (model, alone):
+            m.zero_grad()
+            m(x.to(device()) if m is model else x).square().mean().backward()
+        for own, want in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor().cpu(), want.grad)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
+def test_gradients_are_those_without_sharding(world, strategy):
+    world.run_mesh((2, 2), ("replicate", "shard"), trains, strategy)

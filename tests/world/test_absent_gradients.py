@@ -1,0 +1,82 @@
+"""Parameters for which some ranks, or all, have no gradient: what is None, what is a sum, and when it is known."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+from tests.devices import device
+
+WIDTH = 16
+
+
+class Routed(nn.Module):
+    """Experts as modules of one unit, of which a rank uses those that it is told."""
+
+    def __init__(self, num: int = 5) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        y = self.norm(x)
+        for i in chosen:
+            x = x + self.experts[i](y)
+        return x
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Routed() for _ in range(3)), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...], again: tuple[int, ...] = ()) -> Tensor:
+        for block in self.blocks:
+            x = block(x, chosen)
+        return self.head(self.blocks[0](x, again) if again else x)
+
+
+# For each rank the experts of one step. Expert 4 is nobody's in the first, and 3 is one rank's alone.
+STEPS = [[(0, 1), (0, 3)], [(4,), (2, 4)], [(0, 1), (0, 1)]]
+
+
+def losses(model: nn.Module, step: int, rank: int, where: torch.device, again: bool) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(where)
+    return model(x, STEPS[step][rank], STEPS[step][1 - rank] if again else ()).square().mean()
+
+
+def is_as_without_sharding(mesh, strategy: str, how: str) -> None:
+    """`how`: gradients add up over steps, blocks are called twice, or hooks hear of gradients."""
+    torch.manual_seed(0)
+    policy = getattr(acc, strategy)
+    rank, num_ranks = torch.distributed.get_rank() % 2, mesh.size()
+    alone = Mixture()
+    model = acc.shard(copy.deepcopy(alone), mesh, units={Routed}, strategy=policy)
+    heard: set[str] = set()
+    if how == "hooks":
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: heard.add(name))
+    for step in range(len(STEPS)):
+        heard.clear()
+        losses(model, step, rank, device(), how == "twice").backward()
+        for r in range(num_ranks):
+            (losses(alone, step, r % 2, torch.device("cpu"), how == "twice") / num_ranks).backward()
+        for (name, own), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (own.grad is None) == (want.grad is None), (step, name)
+            if want.grad is not None:
+                torch.testing.assert_close(own.grad.full_tensor().cpu(), want.grad, msg=f"{step} {name}")
+        if how == "hooks":
+            assert heard >= {name for name, p in model.named_parameters() if p.grad is not None}
+        if how != "adding":
+            model.zero_grad()
+            alone.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["", "adding", "twice", "hooks"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_OPTIM", "NO_SHARD"])
+def test_what_no_rank_has_is_none_and_what_one_has_is_its_own(world, strategy, how):
+    shape = (2, 2) if getattr(acc, strategy).hybrid else (2,)
+    world.run_mesh(shape, ("replicate", "shard")[-len(shape) :], is_as_without_sharding, strategy, how)

@@ -1,0 +1,116 @@
+"""How the end of a backward is noticed where an accelerator's thread runs beside the CPU's: through views of a call's inputs.
+
+Only units with frozen parameters beside trained ones do so, and only on accelerators; here the CPU is told to.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import accordion as acc
+from accordion.engine.unit import Unit
+from tests.world.checks import units_of
+
+WIDTH = 32
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter beside it, or merged into its weight."""
+
+    def __init__(self, merges: bool) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.a, self.b = nn.Parameter(torch.randn(4, WIDTH) / 8), nn.Parameter(torch.randn(WIDTH, 4) / 8)
+        self.merges = merges
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.merges:
+            return x @ (self.w + self.b @ self.a).t()
+        return x @ self.w.t() + (x @ self.a.t()) @ self.b.t()
+
+
+class Block(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.layer, self.how = nn.LayerNorm(WIDTH), Adapted("merged" in how), how
+
+    def body(self, x: Tensor, memory: Tensor | None = None, more: list[Tensor] | None = None) -> Tensor:
+        y = self.layer(self.norm(x))
+        if memory is not None:
+            y = y + torch.tanh(memory) * y
+        return x + torch.relu(y if more is None else y + more[0])
+
+    def forward(self, x: Tensor, memory: Tensor | None = None, more: list[Tensor] | None = None) -> Tensor:
+        if "in place" in self.how:
+            x += 0.5
+        if "inside" in self.how:
+            return checkpoint(self.body, x, memory, more, use_reentrant="reentrant" in self.how)
+        y = self.body(x, memory, more)
+        return y + self.layer(x.detach()) if "detached" in self.how else y
+
+
+class Net(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.tokens, self.how = nn.Embedding(32, WIDTH), how
+        self.blocks, self.head = nn.ModuleList(Block(how) for _ in range(3)), nn.Linear(WIDTH, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        memory = torch.sin(x) if "encoder" in self.how else None
+        x = x if x.requires_grad else x.requires_grad_()
+        for block in self.blocks:
+            given: dict[str, Any] = {} if memory is None else {"memory": memory}
+            if "list" in self.how:
+                given["more"] = [x * 0.1]
+            if "in place" in self.how:
+                x = x.clone()
+            reentrant = "reentrant" in self.how
+            x = checkpoint(block, x, use_reentrant=reentrant) if "outside" in self.how else block(x, **given)
+        return self.head(x)
+
+
+TRAINED = {
+    "adapters": lambda name: name.endswith((".a", ".b")),
+    "all but a block's layer": lambda name: "blocks.1.layer.w" not in name,
+    "all but the first norm and tokens": lambda name: not name.startswith(("tokens", "blocks.0.norm")),
+}
+WAYS = [
+    *("plain", "merged", "in place", "encoder", "list", "detached", "encoder merged inside"),
+    *("inside", "inside reentrant", "outside", "outside reentrant", "full", "selective"),
+]
+
+
+def backwards(mesh, how: str, trained: str) -> None:
+    torch.manual_seed(0)
+    alone = Net(how)
+    for name, p in alone.named_parameters():
+        p.requires_grad_(TRAINED[trained](name))
+    options = {"checkpoint_activations": how} if how in ("full", "selective") else {}
+    watched = property(lambda unit: len(unit.trained.indices) < len(unit.params))
+    with mock.patch.object(Unit, "views_inputs", watched):
+        model = acc.shard(copy.deepcopy(alone), mesh, units={Block}, debug="streams", **options)
+        assert any(unit.views_inputs and unit.trained.indices for unit in units_of(model))
+        for step in range(3):
+            tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
+            for m in (alone, model):
+                m.zero_grad()
+                nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten()).backward()
+            for (name, own), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert (own.grad is None) == (want.grad is None), name
+                if want.grad is not None:
+                    torch.testing.assert_close(own.grad.full_tensor(), want.grad, msg=name)
+    assert [unit.name for unit in units_of(model) if unit.leases] == []
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_gradients_are_those_without_sharding_and_every_lease_ends(world, trained):
+    for how in WAYS:
+        world.run(2, backwards, how, trained)
