@@ -327,9 +327,9 @@ def test_a_host_buffer_is_used_again():
     buffer = HostBuffer()
     plan = layout([Part("a", Box((0,), (5,)), torch.arange(5))], 0)
     first = buffer.copy(plan)
-    held = buffer._held.data_ptr()
+    held = buffer._held.memory.data_ptr()
     again = buffer.copy(layout([Part("a", Box((0,), (3,)), torch.arange(3) + 7)], 0))
-    assert buffer._held.data_ptr() == held
+    assert buffer._held.memory.data_ptr() == held
     assert bytes(again) == bytes((torch.arange(3) + 7).view(torch.uint8).tolist()) == bytes(first[:24])
 
 

@@ -137,6 +137,24 @@ CORE = [
 OPTIONAL = {"checkpoint/sums.py": {"xxhash"}, "checkpoint/folders.py": {"fsspec"}}
 
 
+# Where code says "cuda", and why it may.
+SAYS_CUDA = {
+    "_torch.py": "torch tells of a device's abilities and versions in ways of its own there",
+    "memory/arena.py": "the calls of a driver that pins memory, by whichever device module has them",
+    "plan/fsdp2.py": "fake tensors of a trace are of the type whose operators torch knows without a device",
+    "plan/ours.py": "as above",
+    "plan/rig.py": "as above",
+    "plan/space.py": "as above",
+    "plan/substitute.py": "as above",
+    "plan/trace.py": "as above",
+    "plan/unsure.py": "what moves a model there, looked for in the source of models",
+    "plan/search.py": "a name of torch's in a message on GPU memory",
+    "train/planned.py": "what such a trace is asked for, whatever the accelerator",
+    "compat/fsdp1/sharded_grad_scaler.py": "the default of an argument, as in the interface that it has",
+    "bench/still.py": "the types of device on which a backend of the benchmark runs",
+}
+
+
 def imports(path: Path) -> set[str]:
     """Modules that a file imports, those under `if TYPE_CHECKING` too: who names a class must know its file."""
     found: set[str] = set()
@@ -256,3 +274,17 @@ def test_memory_names_its_device():
         and not {"device", None} & {word.arg for word in node.keywords}
     ]
     assert not nameless
+
+
+def code_says_cuda(path: Path) -> bool:
+    """Whether a name, an attribute or a text has the word in it, docstrings aside."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    said = (getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(tree))
+    texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docstrings)
+    return any(isinstance(word, str) and "cuda" in word.lower() for word in [*said, *texts])
+
+
+def test_any_accelerator_will_do_but_in_these_places():
+    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if code_says_cuda(path)}
+    assert sorted(found) == sorted(SAYS_CUDA)

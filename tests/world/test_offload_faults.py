@@ -190,7 +190,8 @@ def refused(mesh) -> None:
         acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="disk:/nowhere"))
     if dist.get_rank() == 0:
         with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):
-            pin_on(FakeAccelerator(1))
+            pin_on(denied := FakeAccelerator(1))
+        assert denied.calls == ["register 4096", "launch"], "else the runtime's last error is raised by the next launch"
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert_equal(params_of(model), dict(models.plain().named_parameters()))
@@ -203,7 +204,12 @@ def pin_on(module: Any) -> list[str]:
         pass
 
     owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8, device=device())
-    arena.pin(owner, memory, module, lambda: module.calls.append("settle"))
+
+    def launch() -> None:  # the first one after an error of the runtime raises that
+        module.calls.append("launch")
+        raise RuntimeError("CUDA error: out of memory")
+
+    arena.pin(owner, memory, module, lambda: module.calls.append("settle"), launch)
     del owner
     return module.calls
 
@@ -232,7 +238,7 @@ def refused_on_one(mesh) -> None:
         def __init__(self, num_bytes: int, device: torch.device) -> None:
             super().__init__(num_bytes, device)
             if mesh.get_rank() == 1:
-                arena.pin(self, self.memory, FakeAccelerator(1), lambda: None)
+                arena.pin(self, self.memory, FakeAccelerator(1), lambda: None, lambda: None)
 
     others = "1 other ranks could not get the memory or files that offloading asks for; they say why"
     message = "the machine refuses to pin" if mesh.get_rank() == 1 else others

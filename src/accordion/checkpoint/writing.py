@@ -13,6 +13,7 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.folders import Folder, Writer
 from accordion.checkpoint.format import code_of, entry_name, header
 from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Running, kind_here, pieces, running
+from accordion.memory.arena import Arena
 
 SUMS = "sums"
 
@@ -111,22 +112,27 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class HostBuffer:
-    """Owns host memory into which parts are copied: pinned where there is an accelerator, used again by the next copy."""
+    """Owns host memory into which parts are copied: pinned where there is an accelerator, used again by the next copy.
+
+    An arena, since torch's pinned allocator would take up to twice as much.
+    """
 
     def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._held: Arena | None = None
 
     def copy(self, plan: Layout) -> memoryview:
         """A copy of the bytes of all parts; it stands when this returns."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
-        if self._held.numel() < plan.num_bytes:
-            self._held = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
-            self._held = torch.empty(plan.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device is not None)
-        at = 0
+        if self._held is None or self._held.num_bytes < plan.num_bytes:
+            self._held = None  # the old one goes first
+            self._held = Arena(
+                plan.num_bytes, device or torch.device("cpu"), "a save in the background", "save with background=False"
+            )
+        memory, at = self._held.memory, 0
         for part in plan.parts:
-            into = self._held[at : at + part.num_bytes].view(part.data.dtype).view(part.data.shape)
+            into = memory[at : at + part.num_bytes].view(part.data.dtype).view(part.data.shape)
             into.copy_(part.data, non_blocking=device is not None)
             at += part.num_bytes
         if device is not None:
             torch.accelerator.synchronize(device)
-        return bytes_of(self._held[:at])
+        return bytes_of(memory[:at])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,21 +27,29 @@ class Arena:
     two. It is let go when nobody holds a part of it any more.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        purpose: str = "offloading",
+        instead: str = "offload less, or use more ranks or the disk",
+    ) -> None:
+        """`purpose`, `instead`: of what needs the memory, and what to do without, for the error where there is none."""
         self.num_bytes = num_bytes
         try:
             whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
-                f"offloading needs {num_bytes} bytes of host memory on this rank, which the machine did not give "
-                f"({_first_line(error)}); offload less, or use more ranks or the disk."
+                f"{purpose} needs {num_bytes} bytes of host memory on this rank, which the machine did not give "
+                f"({_first_line(error)}); {instead}."
             ) from error
         start = -whole.data_ptr() % ALIGN_BYTES
         self.memory, self._used = whole[start : start + num_bytes], 0
         if device.type != "cpu" and num_bytes:
             driver = getattr(torch.get_device_module(device), "cudart", None)
             if driver is not None:  # another accelerator's copies are right, and slower
-                pin(self, self.memory, driver(), partial(torch.get_device_module(device).synchronize, device))
+                settle = partial(torch.get_device_module(device).synchronize, device)
+                pin(self, self.memory, driver(), settle, partial(_launch, device))
 
     def take(self, numel: int, dtype: torch.dtype, *, zeros: bool = True) -> Tensor:
         """A 1-D tensor of zeros in a part that nobody has. Without `zeros` of anything, and not resident before it is used."""
@@ -51,19 +60,27 @@ class Arena:
         return part.zero_() if zeros else part
 
 
-def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None]) -> None:
+def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], None]) -> None:
     """Let a device copy from and to `memory` by itself, as long as `owner` lives. Raises `UsageError` where it is refused.
 
-    `runtime`: the driver, as `torch.cuda.cudart()` gives it. `settle`: waits until no copy is under way any more.
+    `runtime`: the driver, as `torch.cuda.cudart()` gives it. `settle`: waits until no copy is under way any more. `launch`:
+    launches a kernel.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
+        # The runtime keeps its last error for whoever launches next, which would be the agreement of ranks on this very error.
+        with suppress(RuntimeError):
+            launch()
         raise UsageError(
             f"the machine refuses to pin {memory.numel()} bytes of host memory ({runtime.cudaGetErrorString(result)}); raise the "
             "limit of locked memory (ulimit -l), offload less, or use more machines."
         )
     # The finalizer holds the memory: it must not be given back while it is registered.
     weakref.finalize(owner, _unpin, runtime, memory, settle)
+
+
+def _launch(device: torch.device) -> None:
+    torch.zeros(1, device=device)
 
 
 def _unpin(runtime: Any, memory: Tensor, settle: Callable[[], None]) -> None:

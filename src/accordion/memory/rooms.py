@@ -19,6 +19,7 @@ from accordion.memory.arena import ALIGN_BYTES, Arena, page_aligned
 from accordion.memory.disk import SwapFile
 from accordion.memory.paged import CHUNK_BYTES
 
+GROWTH = 8  # a piece that takes the place of a smaller one has this share of its size beyond what is asked for
 NUM_STAGES = 3  # pieces of host memory on the way to a file and back: one is filled, one is written or read, one waits
 STORES, FETCHES = "takes activations from the device", "brings activations back"
 
@@ -66,6 +67,8 @@ class HostRoom:
             self._free.remove(largest)
             self.host_bytes -= largest.num_bytes
             del largest
+            # Beyond what is asked for: else lengths that grow a little at a time have each step pin memory, and wait for it.
+            num_bytes = page_aligned(num_bytes + num_bytes // GROWTH)
         piece = Arena(num_bytes, self._device)
         self.host_bytes += num_bytes
         return HostBerth(self, piece)

@@ -138,14 +138,18 @@ class GlobalOrder(Sampler[list[int]]):
         self.num_read = state["num_read"]
 
 
-def make_loader(tokens: np.ndarray, seq_len: int, share: Share, seed: int) -> StatefulDataLoader:
-    """Micro-batches (micro_batch, seq_len + 1) of this rank, without end; its `state_dict` holds the place in the order."""
+def make_loader(tokens: np.ndarray, seq_len: int, share: Share, seed: int, *, pins: bool = False) -> StatefulDataLoader:
+    """Micro-batches (micro_batch, seq_len + 1) of this rank, without end; its `state_dict` holds the place in the order.
+
+    `pins`: they lie in memory from which an accelerator copies while the host goes on.
+    """
     sequences = Sequences(tokens, seq_len)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
         return StatefulDataLoader(
             sequences,
             batch_sampler=GlobalOrder(len(sequences), share, seed),
+            pin_memory=pins,
             generator=torch.Generator(),  # a loader draws a number when it begins, and a run that goes on begins twice
         )
 

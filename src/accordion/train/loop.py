@@ -28,6 +28,7 @@ from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import COMPUTE_DTYPES, strategy_named
 from accordion.config import Place as Lies
 from accordion.devices import backend_of
+from accordion.memory.step import engines_of
 from accordion.plan.language import language_model
 from accordion.train import checkpoints
 from accordion.train.config import Config, TrainConfig, as_yaml, flat
@@ -116,6 +117,9 @@ class Run:
     rate: Callable[[int], float]  # the learning rate of step 1, 2, ...
     loader: StatefulDataLoader
     sums_locally: bool
+    decides_on_device: (
+        bool  # whether a step is left out: the optimizer is a fused one whose states are on an accelerator
+    )
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
@@ -178,6 +182,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         reduce_op=theirs.reduce_op if theirs else "mean",
     )
     fill(model, config.model, options.seed)
+    optimizer = _optimizer(model, options, theirs)
     share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     return Run(
         config=config,
@@ -186,11 +191,14 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
         device=device,
         share=share,
         model=model,
-        optimizer=_optimizer(model, options, theirs),
+        optimizer=optimizer,
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
         skips=Skips(options.on_nonfinite, options.max_skips),
         rate=partial(lr_at, options=options, schedule=theirs.scheduler if theirs else None),
-        loader=make_loader(prepared.tokens.read("train"), config.data.seq_len, share, options.seed),
+        loader=make_loader(
+            prepared.tokens.read("train"), config.data.seq_len, share, options.seed, pins=device.type != "cpu"
+        ),
+        decides_on_device=device.type != "cpu" and theirs is None and not engines_of(optimizer),
         sums_locally=strategy.grads is Lies.REPLICATE,
         saves_behind=config.checkpoint.background and not offload.uses_disk,
     )
@@ -245,19 +253,22 @@ def _step(run: Run, batches: Iterator[Tensor], step: int, screen: Screen) -> Ste
     loss = _backward(run, batches, seen, run.scaler.scale)
     run.scaler.unscale_(run.optimizer)
     norm = acc.clip_grad_norm_(run.model, options.clip or math.inf)
-    most = torch.tensor(peak_bytes(run.device), device=run.device)
+    most = torch.full((), peak_bytes(run.device), dtype=torch.int64, device=run.device)
     # The sum of the norms too, so that ranks decide alike whatever one of them has.
     sums = torch.stack([loss, norm])
     dist.all_reduce(sums)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    mean_loss, mean_norm = (value / run.place.world for value in sums.tolist())  # the one wait for the device in a step
+    figures = Figures([sums, most])
+    if run.decides_on_device:
+        _optimize(run, partial(_step_if_finite, run.optimizer, sums), screen)
+    # The one wait for the device in a step; the optimizer's work is in its queue by then.
+    (loss_sum, norm_sum), peak = figures.read()
+    mean_loss, mean_norm = loss_sum / run.place.world, norm_sum / run.place.world
     finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
     if finite:
         run.skips.passed()
-        try:
-            run.scaler.step(run.optimizer)
-        except acc.CheckpointError as error:  # of a save in the background; the step is done
-            _not_written(run, error, screen)
+        if not run.decides_on_device:
+            _optimize(run, partial(run.scaler.step, run.optimizer), screen)
     else:
         _leave_out(run, seen, drawn, step, f"loss {mean_loss}, gradient norm {mean_norm}", screen)
     run.scaler.update()
@@ -270,9 +281,51 @@ def _step(run: Run, batches: Iterator[Tensor], step: int, screen: Screen) -> Ste
         lr=lr,
         tokens_per_s=run.share.global_batch * run.config.data.seq_len / step_s,
         step_s=step_s,
-        peak_bytes=int(most),
+        peak_bytes=peak,
         skipped=not finite,
     )
+
+
+class Figures:
+    """Owns numbers of the device on their way to the host, which may give the device more to do meanwhile."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        """Begin to copy them behind all that the current stream was given."""
+        device = tensors[0].device
+        self._event: torch.Event | None = None
+        self._held = tensors
+        if device.type != "cpu":
+            self._held = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for held, tensor in zip(self._held, tensors, strict=True):
+                held.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(device)
+            self._event.record()
+
+    def read(self) -> list[Any]:
+        """Wait for them, and for nothing that the device was given since."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [held.tolist() for held in self._held]
+
+
+def _optimize(run: Run, do: Callable[[], object], screen: Screen) -> None:
+    """One step of the optimizer."""
+    try:
+        do()
+    except acc.CheckpointError as error:  # of a save in the background; the step is done
+        _not_written(run, error, screen)
+
+
+def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
+    """A step that changes nothing where a sum is NaN or inf, which the device decides: the host need not know.
+
+    A fused optimizer heeds `found_inf`, by which `torch.amp.GradScaler` tells it of gradients that overflowed.
+    """
+    optimizer.found_inf = 1.0 - torch.isfinite(sums).all().float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
 
 
 def _backward(run: Run, batches: Iterator[Tensor], seen: list[Tensor], scale: Callable[[Tensor], Any]) -> Tensor:
