@@ -176,7 +176,7 @@ def tied_states(mesh, tie: str, path: str) -> None:
     stack_loss(model)
     optimizer.step()
     acc.save(path, model, optimizer)
-    other = acc.shard(seeded(functools.partial(Stack, tie), 2), mesh=mesh, units={Pair})
+    other = acc.shard(Stack(tie), mesh=mesh, units={Pair})
     others_optimizer = torch.optim.AdamW(other.parameters())
     acc.load(path, other, others_optimizer)
     found, wanted = params_of(other), params_of(model)
