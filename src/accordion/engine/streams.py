@@ -86,11 +86,14 @@ class Lane:
 
     def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Flight | None = None) -> Flight:
         """Begin copies on this lane; nothing is waited for. `after`: what makes the source, if no other work must end before."""
-        return Flight(self, _copying(copies), held, what, after)
+        return self.start(_copying(copies), held, what, after)
 
-    def start(self, steps: Steps, held: list[Any], what: str) -> Flight:
-        """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages."""
-        return Flight(self, steps, held, what)
+    def start(self, steps: Steps, held: list[Any], what: str, after: Flight | None = None) -> Flight:
+        """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages.
+
+        `after`: what these steps follow, in place of all that the compute stream has been given by now.
+        """
+        return Flight(self, steps, held, what, after)
 
 
 def _copying(copies: Callable[[], None]) -> Steps:
@@ -122,7 +125,8 @@ class Flight:
             self.begun_on = lane.follow()
         else:
             self.begun_on = lane.compute()
-            after.join(lane)
+            after._finish()
+            lane.wait(after._end)
         if lane.late:
             with lane.entered():
                 _torch.sleep_on_device()

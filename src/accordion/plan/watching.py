@@ -78,11 +78,13 @@ class _Traced(Flight):
         super().join(lane)
 
 
-def _start(lane: Lane, name: str, tracker: Tracker, steps: Steps, held: list[Any], what: str) -> Flight:
+def _start(
+    lane: Lane, name: str, tracker: Tracker, steps: Steps, held: list[Any], what: str, after: Flight | None = None
+) -> Flight:
     flight = _Traced.__new__(_Traced)
     flight.name, flight.number, flight.tracker = name, tracker.next_flight(), tracker
     tracker.events.append(Launch(flight.number, name))
-    flight.__init__(lane, steps, held, what)  # type: ignore[misc]
+    flight.__init__(lane, steps, held, what, after)  # type: ignore[misc]
     return flight
 
 
