@@ -44,14 +44,15 @@ def validation_loss(model: nn.Module, batches: Iterable[Tensor], device: torch.d
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: list[int], num_tokens: int, longest: int, seed: int) -> list[int]:
+def sample(
+    model: nn.Module, device: torch.device, prompt: list[int], num_tokens: int, longest: int, seed: int
+) -> list[int]:
     """`num_tokens` tokens after `prompt`, the same on every rank; all ranks call it, since the model may be gathered for each.
 
-    `longest`: how many tokens the model is shown at most.
+    `device`: on which the model computes; its parameters may rest elsewhere. `longest`: how many tokens it is shown at most.
     """
     generator = torch.Generator().manual_seed(seed)
     small = describe(model).total_params * 4 <= SMALL_BYTES
-    device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     ids = list(prompt)

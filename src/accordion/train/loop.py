@@ -484,6 +484,6 @@ def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: acc.Checkpoi
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
     prompt = [int(token) for token in run.prepared.tokens.read("validation")[:PROMPT_TOKENS]]
-    written = sample(run.model, prompt, SAMPLE_TOKENS, run.config.data.seq_len, run.config.train.seed)
+    written = sample(run.model, run.device, prompt, SAMPLE_TOKENS, run.config.data.seq_len, run.config.train.seed)
     tokenizer = run.prepared.tokens.tokenizer()
     screen.sample(tokenizer.decode(prompt), tokenizer.decode(written))

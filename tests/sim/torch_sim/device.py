@@ -25,6 +25,13 @@ class Stream(torch.Stream):
             return super().__new__(cls, priority=priority, **kwargs)
         return super().__new__(cls, torch.device("sim", index_of(device)), priority=priority)
 
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        """As CUDA's, of events of the device's own class too, which torch's method refuses."""
+        if event is None:
+            return super().record_event()
+        event.record(self)
+        return event
+
 
 class Event(torch.Event):
     def __new__(
