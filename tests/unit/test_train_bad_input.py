@@ -193,7 +193,8 @@ CASES = {
     "no text at all": (rows("\n"), "holds no text"),
     "sequence longer than the data": (words("--data.seq_len", "4096"), "longer than the data"),
     "step larger than the data": (words("--train.micro_batch", "4000"), "one step takes 8000"),
-    "no GPU": (words("--launch.device", "cuda"), "no GPU"),
+    "no accelerator": (words("--launch.device", "cuda"), "has no accelerator"),
+    "an unknown device": (words("--launch.device", "gpu"), "take 'auto' or 'cpu'"),
     "replicas do not divide": (
         words("--shard.strategy", "hybrid_shard", "--shard.replicas", "3"),
         "does not divide the 2",

@@ -90,7 +90,6 @@ MISTAKES = [
     (["--shard.units", "min_params:0"], "min_params"),
     (["--shard.units", "Llama Layer"], "is not understood"),
     (["--shard.replicas", "2"], "has no replicas"),
-    (["--launch.device", "gpu"], "launch.device"),
     (["--data.path", ""], "data.path is empty"),
     (["--run.dir", "a\0b"], "run.dir"),
     (["stray"], "stray"),
