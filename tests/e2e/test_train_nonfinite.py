@@ -109,7 +109,9 @@ def troubled(place: launch.Place, store: Store, folder: Path, jobs: dict[str, An
     for name, (config, prepared) in jobs.items():
         where, rank, steps, _ = JOBS[name]
         if name == "resumed":
-            prepared = replace(prepared, resume=str(folder / "gradients skipped" / "checkpoints" / "step-000003"))
+            path = str(folder / "gradients skipped" / "checkpoints" / "step-000003")  # of a run that was not there yet
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=path))
+            prepared = replace(prepared, resume=path)
         notes: list[str] = []
         error = ""
         with planted(Fault(where, steps if rank == place.rank else []), notes):

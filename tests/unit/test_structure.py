@@ -151,6 +151,7 @@ SAYS_CUDA = {
     "plan/search.py": "a name of torch's in a message on GPU memory",
     "train/planned.py": "what such a trace is asked for, whatever the accelerator",
     "compat/fsdp1/sharded_grad_scaler.py": "the default of an argument, as in the interface that it has",
+    "bench/gpu/streams.py": "categories of events in a trace of torch.profiler",
     "bench/still.py": "the types of device on which a backend of the benchmark runs",
 }
 
