@@ -294,11 +294,23 @@ def _unreached(text: str) -> str | None:
 def first_of_all(place: Place, store: Store, do: Callable[[], T]) -> T | None:
     """`do` on the first rank of the job, for which the others wait. A `UsageError` of it is raised by every rank."""
     key = "accordion/first"
-    if place.rank != 0:
-        store.wait([key], LONG)
-        if message := store.get(key).decode():
-            raise UsageError(message)
-        return None
+    if place.rank == 0:
+        return _done_for_others(do, store, key)
+    _wait_for(store, key)
+    return None
+
+
+def once_per_host(place: Place, store: Store, do: Callable[[], T]) -> T:
+    """`do` on the first rank of this host, then on its other ranks. A `UsageError` is raised by every rank of the host."""
+    key = f"accordion/host/{socket.gethostname()}"
+    if place.local_rank == 0:
+        return _done_for_others(do, store, key)
+    _wait_for(store, key)
+    return do()
+
+
+def _done_for_others(do: Callable[[], T], store: Store, key: str) -> T:
+    """`do`, and what became of it for those that wait under `key`: nothing, or the words of a `UsageError`."""
     message = "broken"
     try:
         result = do()
@@ -311,21 +323,7 @@ def first_of_all(place: Place, store: Store, do: Callable[[], T]) -> T | None:
     return result
 
 
-def once_per_host(place: Place, store: Store, do: Callable[[], T]) -> T:
-    """`do` on the first rank of this host, then on its other ranks. A `UsageError` is raised by every rank of the host."""
-    key = f"accordion/host/{socket.gethostname()}"
-    if place.local_rank == 0:
-        message = "broken"
-        try:
-            result = do()
-            message = ""
-        except UsageError as error:
-            message = str(error)
-            raise
-        finally:
-            store.set(key, message)
-        return result
+def _wait_for(store: Store, key: str) -> None:
     store.wait([key], LONG)
     if message := store.get(key).decode():
         raise UsageError(message)
-    return do()
