@@ -15,10 +15,13 @@ WHERE = """
 import sys, torch, torch.distributed as dist, torch.nn as nn
 import accordion as acc
 from accordion.compat.fsdp2 import fully_shard
+from torch.distributed.rendezvous import rendezvous
 
+store, rank, num_ranks = next(rendezvous("env://"))
 for count, backend in enumerate([None, "simccl", "cpu:gloo,sim:simccl", "gloo"]):
     for shard in acc.shard, fully_shard:
-        dist.init_process_group(backend)
+        here = dist.PrefixStore(f"{count}/{shard.__name__}", store)  # keys of an earlier group are another's
+        dist.init_process_group(backend, store=here, rank=rank, world_size=num_ranks)
         torch.manual_seed(0)
         model = shard(nn.Linear(4, 4))
         kind = next(model.parameters()).device.type
