@@ -415,9 +415,8 @@ class Anonymous(threading.Thread):
     @staticmethod
     def now() -> int:
         status = Path("/proc/self/status").read_text()
-        return (
-            sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem"))) * 1024
-        )
+        # Not RssShmem: files on tmpfs that are mapped count there.
+        return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
 
     def run(self) -> None:
         while not self._ended.wait(0.001):
