@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,3 +123,16 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 class PlantedError(RuntimeError):
     pass
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Train on, one batch for each number in `steps`."""
+    for step in steps:
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """The full state dict, on every rank."""
+    return acc.full_state_dict(model, rank0_only=False)

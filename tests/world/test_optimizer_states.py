@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import accordion as acc
 from tests.world import models
-from tests.world.checks import assert_equal, one_loss
+from tests.world.checks import assert_equal, full, go_on, one_loss
 from tests.world.row_states import InBlocks, Packed
 
 
@@ -28,17 +28,6 @@ def trained(mesh, steps=2, **options):
     model, optimizer = built(mesh, **options)
     go_on(model, optimizer, range(steps))
     return model, optimizer
-
-
-def go_on(model, optimizer, steps):
-    for step in steps:
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def full(model):
-    return acc.full_state_dict(model, rank0_only=False)
 
 
 def local(value):

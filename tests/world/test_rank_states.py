@@ -12,7 +12,7 @@ import accordion as acc
 from accordion.checkpoint.look import diff, inspect, verify
 from accordion.config import STRATEGIES
 from tests.world import models
-from tests.world.checks import assert_equal, mesh_of, one_loss
+from tests.world.checks import assert_equal, full, go_on, mesh_of, one_loss
 from tests.world.row_states import Factored, InBlocks, Packed
 
 KINDS = {"blocks": InBlocks, "packed": Packed, "factored": Factored}
@@ -27,17 +27,6 @@ def trained(mesh, kind, steps=3, **options):
     model, optimizer = built(mesh, kind, **options)
     go_on(model, optimizer, range(steps))
     return model, optimizer
-
-
-def go_on(model, optimizer, steps):
-    for step in steps:
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def full(model):
-    return acc.full_state_dict(model, rank0_only=False)
 
 
 def refused(mesh, kind, path, key):

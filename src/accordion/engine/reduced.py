@@ -114,10 +114,11 @@ class Reduced:
 
     def bring_home(self, adding: Sequence[bool], decide: bool = True) -> tuple[Sequence[Tensor | None], Flight | None]:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `Home.put`."""
-        rows = self.finish(decide)
-        # Else compute is still to cast them.
-        as_they_came = all(row is None or row is made for row, made in zip(rows, self._results, strict=True))
-        return self._group.home.put(self._chosen, rows, adding, (self._outer or self._flight) if as_they_came else None)
+        rows, group = self.finish(decide), self._group
+        made_by = (
+            (self._outer or self._flight) if group.sums_are_shards else None
+        )  # else by the compute stream, which casts
+        return group.home.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
         """For each chosen parameter without a gradient of this rank's, where it is counted how many have one; see `Undecided`."""

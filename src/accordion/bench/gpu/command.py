@@ -76,7 +76,7 @@ IN_ORDER = "cdafeb"  # what tells soonest first, and last (b), which takes as ma
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"accordion bench gpu: {message}")
+        raise UsageError(f"{message}; accordion bench gpu --help lists all.")
 
 
 def run(words: Sequence[str]) -> int:

@@ -100,7 +100,7 @@ class _Unit:
         wait(self._link.gather(self._fulls, self._shards))
 
     def _flat_gather(self) -> None:
-        torch._foreach_copy_(list(self._flat_shard.split(self._sizes)), self._shards)
+        _torch.foreach_copy_(list(self._flat_shard.split(self._sizes)), self._shards)
         dist.all_gather_into_tensor(self._flat_full, self._flat_shard)
         num = self._link.num_ranks
         outs = [full.view(num, -1) for full in self._fulls]
