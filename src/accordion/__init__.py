@@ -14,17 +14,18 @@ from accordion.config import (
     Prefetch,
     Strategy,
 )
+from accordion.describe import describe
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
-from accordion.initialise import initialise
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.api import plan
-from accordion.pretrained import load_pretrained
-from accordion.report import describe
-from accordion.shard import entry_point, shard
+from accordion.shard.api import entry_point, shard
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
 from accordion.units import min_params, only_blocks
+from accordion.version import VERSION
+from accordion.weights.initialise import initialise
+from accordion.weights.pretrained import load_pretrained
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "FULL_SHARD",
     "HYBRID_SHARD",

@@ -406,6 +406,15 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor.data) is Tensor or isinstance(tensor.data, _fake.FakeTensor)
 
 
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of which a subclass is made, if it tells them (`__tensor_flatten__`); a plain one itself."""
+    if is_plain(tensor):
+        yield tensor.detach()
+    elif hasattr(tensor.data, "__tensor_flatten__"):
+        for name in tensor.data.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(tensor.data, name))
+
+
 def companion_of(group: Any) -> Any | None:
     """What `keep_companion` was given for a group; None where nothing was, or where the job's groups were made anew."""
     return next(

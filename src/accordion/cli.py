@@ -88,7 +88,7 @@ def _run(words: list[str]) -> int:
 
         return checkpoint.run(words[1:])
     if command == "plan":
-        from accordion.planner import command as planner
+        from accordion.plan.cli import command as planner
 
         return planner.run(words[1:])
     if command == "bench":

@@ -15,9 +15,9 @@ from accordion import _torch
 from accordion.engine.autograd import engine_of
 from accordion.engine.norm import Part, scale_to, total_norm
 from accordion.errors import NonFiniteError, UsageError
-from accordion.memory.entries import local_state, write_back
-from accordion.memory.in_backward import refuse_in_backward
-from accordion.memory.step import defer, engines_of, expose, prepare
+from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare
+from accordion.offload.step.optimizer_copy import local_state, write_back
+from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows
 
 Opt = TypeVar("Opt", bound=Optimizer)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.agreement import checksums, differences, form_of
 from accordion.engine.autograd import engine_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
 from accordion.errors import DivergenceError, UsageError
-from accordion.memory.in_backward import refuse_in_backward
-from accordion.memory.step import unit_of
+from accordion.offload.step.deferred_step import unit_of
+from accordion.offload.step.step_in_backward import refuse_in_backward
+from accordion.same_on_ranks import checksums, differences, form_of
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:

@@ -23,9 +23,9 @@ from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
 from accordion.bench.model import shape_of
-from accordion.bench.ranks import BenchError, Seat, Team, World, interleaved
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
+from accordion.workers.ranks import BenchError, Seat, Team, World, interleaved
 from tests.sample import sampled
 
 ONE = World(num_ranks=1)

@@ -16,7 +16,7 @@ import transformers
 from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
-from accordion.checkpoint.look import diff, verify
+from accordion.checkpoint.inspect import diff, verify
 from accordion.train import launch
 from tests import forked
 from tests.e2e.jobs import TINY, lines_of, workers_of

@@ -133,7 +133,7 @@ time.sleep(600)
 WATCHES = """
 import sys, time
 from torch.distributed import PrefixStore, TCPStore
-from accordion.train.lifeline import watch_store
+from accordion.train.store_watchdog import watch_store
 watch_store(PrefixStore("job", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)), 3, 1.0)
 print("watches", flush=True)
 time.sleep(600)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 
 from accordion.checkpoint import latest
-from accordion.checkpoint.look import diff, verify
+from accordion.checkpoint.inspect import diff, verify
 from accordion.errors import NonFiniteError
 from accordion.train import launch, loop
 from accordion.train.command import read

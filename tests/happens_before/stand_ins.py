@@ -22,11 +22,11 @@ from accordion.engine.collectives import Link
 from accordion.engine.streams import Lane
 from accordion.engine.unit import Unit
 from accordion.engine.watch import Watch
-from accordion.memory.arena import Arena
-from accordion.memory.tiers import Tiers
+from accordion.offload.arena import Arena
+from accordion.offload.tiers import Tiers
 from tests.happens_before.checker import Checker, Event, Stream, where
 
-SHARD = sys.modules["accordion.shard"]  # the package's name of it is the function
+SHARD = sys.modules["accordion.shard.api"]  # the package's name of it is the function
 NO_KERNEL = (
     "aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift", "aten._unsafe_view", "aten.set_", "aten.alias",
     "aten.empty_like", "aten.empty_strided", "aten._local_scalar_dense", "aten.equal", "prim.device",

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import accordion as acc
 from accordion.config import Place
 from accordion.engine.autograd import engine_of
-from accordion.memory.step import tiers_of
-from accordion.plan import fsdp2
-from accordion.plan.ours import AtOnce
-from accordion.plan.rig import OPTIMIZERS
+from accordion.offload.step.deferred_step import tiers_of
+from accordion.plan.trace import fsdp2
+from accordion.plan.trace.own_engine import AtOnce
+from accordion.plan.trace.setup import OPTIMIZERS
 from tests.plan import subjects
 
 MARK = "the step that is counted"

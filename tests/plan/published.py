@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.plan.rig import Run, Subject
+from accordion.plan.trace.setup import Run, Subject
 
 SEQ, BATCH, VOCAB = 8192, 2, 128256
 RESERVED_GIB, TOKENS_PER_S = 82.4, 5762  # of one GPU, of 8

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.bench.model import GPT, loss_of
-from accordion.plan.rig import Run, Subject
+from accordion.plan.trace.setup import Run, Subject
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
 

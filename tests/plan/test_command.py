@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 from accordion import cli
+from accordion.plan.cli.command import Options
 from accordion.plan.hardware import GPUS, gpu_named
-from accordion.planner.command import Options
 
 NO_FOLDER = "/no-such-folder/page.html"
 
@@ -177,7 +177,7 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
 
 
 def test_what_draws_on_the_screen_is_not_imported_for_json():
-    asked = "import sys, accordion.planner.command; print(*{'rich', 'plotly', 'transformers'} & set(sys.modules))"
+    asked = "import sys, accordion.plan.cli.command; print(*{'rich', 'plotly', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
 

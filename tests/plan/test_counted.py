@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES, Cluster
-from accordion.plan.memory import peak_of
-from accordion.plan.predict import memory_of
-from accordion.plan.trace import trace
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.replay.predict import memory_of
+from accordion.plan.trace.trace import trace
 from tests.plan import counted, subjects
 
 SAMPLE = [("gpt", "full_shard"), ("gpt", "offload"), ("llama", "checkpoint every:2, bf16"), ("vision", "no_shard")]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 import accordion as acc
-from accordion.plan.cost import costs_of
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Log, Op
 from accordion.plan.hardware import GPUS, REACHED, Cluster
-from accordion.plan.memory import peak_of
-from accordion.plan.predict import log_of
-from accordion.plan.simulate import simulate
-from accordion.plan.trace import trace
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.replay.predict import log_of
+from accordion.plan.replay.timeline import simulate
+from accordion.plan.trace.trace import trace
 from tests.plan.test_plan import gpt, run_of
 
 

@@ -7,9 +7,9 @@ import torch
 
 import accordion as acc
 from accordion.bench import measure
-from accordion.plan.cost import costs_of
 from accordion.plan.events import Collective, Op
 from accordion.plan.hardware import GB, REACHED, Cluster, gpu_named
+from accordion.plan.replay.cost import costs_of
 from tests.plan.test_plan import total
 
 TINY = measure.Sizes(products=(64, 96), seq=64, copy_bytes=1 << 20, message_bytes=1 << 16, seconds=0.01)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion import cli
-from accordion.plan.change import _attempts
 from accordion.plan.hardware import GPUS, Cluster
-from accordion.plan.models import PRESETS, Built, Shape
-from accordion.plan.space import Space
+from accordion.plan.search.space import Space
+from accordion.plan.search.suggest import _attempts
+from accordion.plan.trained_models import PRESETS, Built, Shape
 
 FOUR = Cluster(gpu=GPUS["h100"], node=4)
 PUBLISHED = {  # parameters, by the makers' model cards and indices of weights

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 import accordion as acc
-from accordion.plan.cost import Costs, costs_of
 from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import GB, GPUS, HOST_MEMORY_GBPS, REACHED, Cluster
-from accordion.plan.memory import peak_of
-from accordion.plan.offload import offloaded
-from accordion.plan.part import Job, Part
-from accordion.plan.rig import Run
-from accordion.plan.simulate import simulate
-from accordion.plan.space import Choice, Space
-from accordion.plan.trace import trace
+from accordion.plan.replay.cost import Costs, costs_of
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.replay.timeline import simulate
+from accordion.plan.search.evaluate import Job, Part
+from accordion.plan.search.space import Choice, Space
+from accordion.plan.trace.setup import Run
+from accordion.plan.trace.trace import trace
 from tests.plan.test_plan import gpt, run_of
 
 RANKS = 2

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.bench import report
-from accordion.bench.page import Chart, Page, Table
-from accordion.planner.html import PIECES, as_html, lanes_chart, memory_chart
-from accordion.planner.pages import of_plan
+from accordion.pages import show
+from accordion.pages.page import Chart, Page, Table
+from accordion.plan.cli.html import PIECES, as_html, lanes_chart, memory_chart
+from accordion.plan.cli.pages import of_plan
 from tests.plan import browser
 
 BINARY = browser.found()
@@ -91,7 +91,7 @@ def test_the_page_of_a_benchmark_fits_a_phone(tmp_path):
     page = Page(
         name="bench", title="A step", notes=["2 ranks"], tables=[table], charts=[step], data={"machine": machine}
     )
-    _, html = report.write(page, tmp_path)
+    _, html = show.write(page, tmp_path)
     with browser.started(BINARY) as seen:
         seen.open(html, *DESK)
         assert seen.evaluate("document.querySelectorAll('.spread').length") == len(names) * (len(parts) + 1)

@@ -14,18 +14,18 @@ from torch import nn
 import accordion as acc
 from accordion import cli
 from accordion.bench.model import GPT, loss_of
-from accordion.plan.allocator import Allocator, reserved_bytes
-from accordion.plan.cost import costs_of
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, Phase, Place
-from accordion.plan.extend import extend, num_traced
+from accordion.plan.extrapolate.depth import extend, num_traced
+from accordion.plan.extrapolate.family import Family
 from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
-from accordion.plan.memory import curve_of, peak_of
-from accordion.plan.predict import log_of
+from accordion.plan.replay.allocator import Allocator, reserved_bytes
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.peak import curve_of, peak_of
+from accordion.plan.replay.predict import log_of
+from accordion.plan.replay.timeline import simulate
 from accordion.plan.result import explanation
-from accordion.plan.rig import Run, Subject
-from accordion.plan.scale import Family
-from accordion.plan.simulate import simulate
-from accordion.plan.trace import trace
+from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.trace import trace
 
 MIB = 1 << 20
 BF16 = acc.Precision(params=torch.bfloat16)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from accordion.plan.cost import costs_of
 from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster
-from accordion.plan.memory import peak_of
-from accordion.plan.predict import memory_of
-from accordion.plan.simulate import simulate
-from accordion.plan.trace import trace
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.replay.predict import memory_of
+from accordion.plan.replay.timeline import simulate
+from accordion.plan.trace.trace import trace
 from tests.plan import published
 
 COSTS = costs_of(Cluster(gpu=GPUS["h100-96"]), REACHED["middle"], 8, hybrid=False)

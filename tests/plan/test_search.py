@@ -10,22 +10,22 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.memory.stated import stated
-from accordion.plan.accumulate import step_of_choice
-from accordion.plan.alike import alike
-from accordion.plan.allocator import reserved_bytes
-from accordion.plan.bounds import Floor, floor_of, lanes_s, least_bytes
+from accordion.offload.estimate import stated
 from accordion.plan.events import Alloc, Category, Free, Op
+from accordion.plan.extrapolate.accumulate import step_of_choice
+from accordion.plan.extrapolate.family import UnlikeError
+from accordion.plan.extrapolate.offload import disk_bytes, elements_of, host_bytes, offloaded
+from accordion.plan.extrapolate.sizes import alike
 from accordion.plan.hardware import GPUS, Cluster
-from accordion.plan.memory import peak_of
-from accordion.plan.models import unit_rules
-from accordion.plan.offload import disk_bytes, elements_of, host_bytes, offloaded
-from accordion.plan.part import Job, Part
-from accordion.plan.predict import step_of
-from accordion.plan.scale import UnlikeError
-from accordion.plan.search import Found, search
-from accordion.plan.space import Choice, Space, choices
-from accordion.plan.trace import trace
+from accordion.plan.replay.allocator import reserved_bytes
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.replay.predict import step_of
+from accordion.plan.search.bounds import Floor, floor_of, lanes_s, least_bytes
+from accordion.plan.search.evaluate import Job, Part
+from accordion.plan.search.search import Found, search
+from accordion.plan.search.space import Choice, Space, choices
+from accordion.plan.trace.trace import trace
+from accordion.plan.trained_models import unit_rules
 from accordion.units import AUTO, units_named
 from tests.plan.test_plan import gpt, run_of
 

@@ -14,10 +14,10 @@ from torch.nn.functional import dropout, layer_norm, rms_norm, scaled_dot_produc
 
 import accordion as acc
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, Phase
-from accordion.plan.memory import peak_of
-from accordion.plan.rig import Run, Subject
-from accordion.plan.substitute import Substitutes
-from accordion.plan.trace import trace
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.trace.cuda_operators import Substitutes
+from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.trace import trace
 
 HALF, FULL = torch.bfloat16, torch.float32
 BATCH, HEADS, SEQ, HEAD = 2, 4, 100, 64

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.plan.hardware import GIB, gpu_named
-from accordion.plan.unsure import unsure_bytes
+from accordion.plan.trace.unknown_workspaces import unsure_bytes
 
 MOST = "aten.convolution.default"
 

@@ -11,12 +11,12 @@ import pytest
 import accordion as acc
 from accordion.plan.events import Log
 from accordion.plan.hardware import GPUS, Cluster
-from accordion.plan.part import Candidate
-from accordion.plan.predict import memory_of, step_of
-from accordion.plan.rig import Run
-from accordion.plan.search import why_not
-from accordion.plan.space import Choice, Space
-from accordion.plan.trace import trace
+from accordion.plan.replay.predict import memory_of, step_of
+from accordion.plan.search.evaluate import Candidate
+from accordion.plan.search.search import why_not
+from accordion.plan.search.space import Choice, Space
+from accordion.plan.trace.setup import Run
+from accordion.plan.trace.trace import trace
 from tests.plan.test_plan import gpt, run_of
 
 SLOW = Cluster(  # slow enough that a small model's kernels are not all as short as their launch

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accordion.checkpoint.look import diff
+from accordion.checkpoint.inspect import diff
 
 pytestmark = [pytest.mark.sim, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 TEXT = str(Path(asyncio.__file__).parent)

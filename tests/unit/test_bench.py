@@ -19,7 +19,7 @@ import torch
 
 import accordion
 from accordion import cli
-from accordion.bench import contenders, offload, report
+from accordion.bench import contenders, offload
 from accordion.bench.compare import step_flops
 from accordion.bench.contenders import OURS, Setting, chosen
 from accordion.bench.gpu import cases, command, one_rank, simulated, sizes, streams, turns
@@ -28,16 +28,17 @@ from accordion.bench.gpu.command import PARTS, Part
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.gpu.sizes import full_sizes, tiny_sizes
 from accordion.bench.host import HostTime, ratio_of, summary
-from accordion.bench.machine import describe, known_peak_flops
 from accordion.bench.model import GPT, SHAPES, batch_of, loss_of, shape_of
-from accordion.bench.page import Chart, Page, Table, as_text, plain_data
-from accordion.bench.ranks import BenchError, Team, World
 from accordion.bench.scale import Network
-from accordion.bench.stats import Spread, compare_losses, extremes, quartiles, ratio
-from accordion.bench.still import StillGroup
 from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
+from accordion.pages import show
+from accordion.pages.machine import describe, known_peak_flops
+from accordion.pages.page import Chart, Page, Table, as_text, plain_data
+from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.train.config import Preset
+from accordion.workers.null_group import StillGroup
+from accordion.workers.ranks import BenchError, Team, World
 
 
 def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
@@ -233,7 +234,7 @@ def page() -> Page:
 
 
 def test_a_page_is_written_as_json_and_as_one_html_file(tmp_path, capsys):
-    data, html = report.write(page(), tmp_path / "new")
+    data, html = show.write(page(), tmp_path / "new")
     assert json.loads(data.read_text())["ratios"]["a / b"]["median"] == 0.5
     text = html.read_text()
     assert "A &lt;title&gt;" in text
@@ -241,15 +242,15 @@ def test_a_page_is_written_as_json_and_as_one_html_file(tmp_path, capsys):
     assert text.count('id="chart-') == 2
     assert not re.search(r"<(script|link)[^>]+(src|href)=", text), "nothing is fetched from beside it"
     assert len(text) > 1_000_000, "plotly's own script is inside"
-    report.show(page())
+    show.show(page())
     assert "a long name" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [60, 20])
 def test_no_figure_is_cut_on_a_narrow_screen(monkeypatch, capsys, width):
     columns, row = ["contender", "step ms", "backward ms"], ["accordion", "1,229.3 (1,204.0-1,253.2)", ""]
-    monkeypatch.setattr(report, "PLAIN_WIDTH", width)
-    report.show(dataclasses.replace(page(), tables=[Table(title="time", columns=columns, rows=[row])], notes=[]))
+    monkeypatch.setattr(show, "PLAIN_WIDTH", width)
+    show.show(dataclasses.replace(page(), tables=[Table(title="time", columns=columns, rows=[row])], notes=[]))
     said = capsys.readouterr().out
     assert "1,229.3" in said
     assert "(1,204.0-1,253.2)" in said

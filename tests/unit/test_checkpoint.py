@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accordion.checkpoint import latest, load, prune, save
-from accordion.checkpoint.folders import folder_at
+from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import CheckpointError
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from accordion import cli
 from accordion.checkpoint import load, save
 from accordion.checkpoint.convert import convert, export
-from accordion.checkpoint.look import diff, verify
+from accordion.checkpoint.inspect import diff, verify
 from accordion.errors import CheckpointError, UsageError
 from tests.unit.test_checkpoint import Tied, trained
 

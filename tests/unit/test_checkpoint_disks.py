@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.checkpoint import disk as files
-from accordion.checkpoint import folders, latest, load, save
-from accordion.checkpoint.look import verify
+from accordion.checkpoint import latest, load, save
+from accordion.checkpoint.inspect import verify
+from accordion.checkpoint.storage import direct as files
+from accordion.checkpoint.storage import folders
 from accordion.errors import CheckpointError
 
 MIB = 2**20
@@ -224,7 +225,8 @@ ENDS = """
 import os, sys, threading, time
 import torch
 from torch import nn
-from accordion.checkpoint import disk, save
+from accordion.checkpoint import save
+from accordion.checkpoint.storage import direct
 
 real, last_line = os.pwrite, threading.Event()
 
@@ -233,7 +235,7 @@ def late(*words):
     time.sleep(0.05)  # the program has come to its end by then: Python waits for the writers' threads
     return real(*words)
 
-os.pwrite, disk.BUFFER_BYTES = late, 2**18
+os.pwrite, direct.BUFFER_BYTES = late, 2**18
 model = nn.Module()
 model.a = nn.Parameter(torch.full((2**20,), 3.0))
 save(sys.argv[1], model, background=True)

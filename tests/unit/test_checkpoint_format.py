@@ -18,10 +18,10 @@ from torch import nn
 
 import accordion.checkpoint
 from accordion.checkpoint import format as fmt
-from accordion.checkpoint import load, save, values
+from accordion.checkpoint import json_values, load, save
 from accordion.checkpoint.boxes import Box, Cut, box_of, overlap
-from accordion.checkpoint.folders import folder_at
-from accordion.checkpoint.sums import PIECE_BYTES, kind_here, summer, sums_of
+from accordion.checkpoint.checksums import PIECE_BYTES, kind_here, summer, sums_of
+from accordion.checkpoint.storage.folders import folder_at
 from accordion.checkpoint.writing import HostBuffer, Part, layout, write
 from accordion.errors import CheckpointError
 
@@ -91,24 +91,24 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_round_trip_exactly(value):
-    text = json.dumps(values.encode(value, "extra"), allow_nan=False)
-    again = values.decode(json.loads(text), dict.__getitem__)
+    text = json.dumps(json_values.encode(value, "extra"), allow_nan=False)
+    again = json_values.decode(json.loads(text), dict.__getitem__)
     assert again == value
     assert type(again) is type(value)
 
 
 def test_not_a_number_round_trips():
-    assert math.isnan(values.decode(values.encode(math.nan, "extra"), {}.__getitem__))
+    assert math.isnan(json_values.decode(json_values.encode(math.nan, "extra"), {}.__getitem__))
 
 
 def test_tensors_are_referred_to_by_place():
     tensors = {}
-    words = values.encode({"a": [torch.ones(1), 2]}, "top", tensors)
+    words = json_values.encode({"a": [torch.ones(1), 2]}, "top", tensors)
     assert words == {"a": [{"$tensor": "top/a/0"}, 2]}
-    assert values.decode(words, tensors.__getitem__) == {"a": [torch.ones(1), 2]}
+    assert json_values.decode(words, tensors.__getitem__) == {"a": [torch.ones(1), 2]}
     tensors = {}
-    words = values.encode({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "top", tensors)
-    assert values.decode(words, tensors.__getitem__) == {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    words = json_values.encode({"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "top", tensors)
+    assert json_values.decode(words, tensors.__getitem__) == {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
 
 
 CANNOT_HOLD = {"tensor": torch.ones(1), "set": {1, 2}, "object": object(), "bytes": {"deep": [b"bytes"]}}
@@ -117,7 +117,7 @@ CANNOT_HOLD = {"tensor": torch.ones(1), "set": {1, 2}, "object": object(), "byte
 @pytest.mark.parametrize("value", CANNOT_HOLD.values(), ids=CANNOT_HOLD.keys())
 def test_what_json_cannot_hold_is_named(value):
     with pytest.raises(CheckpointError, match=r"extra.* is a (Tensor|set|object|bytes), which JSON cannot hold"):
-        values.encode(value, "extra")
+        json_values.encode(value, "extra")
 
 
 NESTS = {  # how to put a value into another, and how often at most
@@ -348,7 +348,7 @@ def test_without_the_package_xxhash(tmp_path, monkeypatch):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     save(tmp_path / "a", model)
     before = other.weight.clone()
-    monkeypatch.setattr("accordion.checkpoint.sums.find_spec", lambda name: None)
+    monkeypatch.setattr("accordion.checkpoint.checksums.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"cannot be checked: its checksums are xxh3.* pip install xxhash"):
         load(tmp_path / "a", other)
     assert torch.equal(other.weight, before)

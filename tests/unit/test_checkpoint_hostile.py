@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.look import verify
+from accordion.checkpoint.inspect import verify
 from accordion.errors import CheckpointError, UsageError
 from tests.world.test_checkpoint_faults import damage, lied
 

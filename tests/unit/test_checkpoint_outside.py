@@ -20,11 +20,11 @@ from torch import nn
 
 import accordion
 from accordion.checkpoint.convert import convert, export
+from accordion.checkpoint.inspect import diff
 from accordion.checkpoint.load import load
-from accordion.checkpoint.look import diff
-from accordion.checkpoint.saved import Saved
+from accordion.checkpoint.torch_save_files import Saved
 from accordion.errors import CheckpointError
-from accordion.pretrained import check_pretrained
+from accordion.weights.pretrained import check_pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 INDEX = "model.safetensors.index.json"
@@ -577,7 +577,7 @@ def test_load_pretrained_opens_no_pipe_and_casts_no_float_to_an_integer(tmp_path
         check_pretrained(model, tmp_path)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}')
     code = (
-        "from accordion.pretrained import check_pretrained\nimport pathlib\ntry:\n"
+        "from accordion.weights.pretrained import check_pretrained\nimport pathlib\ntry:\n"
         "    check_pretrained(torch.nn.Linear(2, 2), pathlib.Path(sys.argv[1]))\n"
         "except CheckpointError as error:\n    print(error)\n"
     )

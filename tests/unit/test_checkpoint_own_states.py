@@ -8,7 +8,7 @@ import torch
 
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.format import Chunk, Entry
-from accordion.checkpoint.own_states import _words
+from accordion.checkpoint.rank_states import _words
 from accordion.errors import CheckpointError
 
 NAME = "rank/00000/optimizer"

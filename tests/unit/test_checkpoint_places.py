@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.checkpoint import folders, latest, load, prune, save
+from accordion.checkpoint import latest, load, prune, save
 from accordion.checkpoint.convert import export
-from accordion.checkpoint.look import inspect, verify
+from accordion.checkpoint.inspect import inspect, verify
+from accordion.checkpoint.storage import folders
 from accordion.errors import AccordionError, CheckpointError, UsageError
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.checkpoint import RandomState, folders, latest, load, prune, save
+from accordion.checkpoint import RandomState, latest, load, prune, save
 from accordion.checkpoint.convert import FORMATS, convert, export
-from accordion.checkpoint.look import diff, verify
+from accordion.checkpoint.inspect import diff, verify
+from accordion.checkpoint.storage import folders
 from accordion.errors import CheckpointError, UsageError
 from tests import pool
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accordion as acc
-from accordion.memory.stated import Stated, stated
+from accordion.offload.estimate import Stated, stated
 from tests.world import models
 
 

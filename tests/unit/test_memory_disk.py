@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from accordion.errors import OffloadError, UsageError
-from accordion.memory import disk, pieces
-from accordion.memory.arena import Arena
-from accordion.memory.disk import SwapFile, aligned_buffer, check_folder
-from accordion.memory.entries import Entry
-from accordion.memory.stream import NUM_BUFFERS, Passage, Stream
+from accordion.offload import swap_file
+from accordion.offload.arena import Arena
+from accordion.offload.step import chunks
+from accordion.offload.step.optimizer_copy import Entry
+from accordion.offload.step.pipelines import NUM_BUFFERS, Passage, Stream
+from accordion.offload.swap_file import SwapFile, aligned_buffer, check_folder
 from tests.disks import mounted
 
-PAGE = disk.ALIGN_BYTES
+PAGE = swap_file.ALIGN_BYTES
 
 
 def filled(num_bytes: int, seed: int) -> Tensor:
@@ -65,7 +66,7 @@ def test_a_file_system_without_direct_access_is_read_and_written_plainly(tmp_pat
     real = os.preadv
 
     def preadv(handle: int, *rest: Any) -> int:
-        if os.get_blocking(handle) and disk.DIRECT & fcntl_flags(handle):
+        if os.get_blocking(handle) and swap_file.DIRECT & fcntl_flags(handle):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(handle, *rest)
 
@@ -97,14 +98,14 @@ def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
 @pytest.mark.parametrize("never_named", [True, False])
 def test_no_file_has_a_name_and_names_that_a_kill_left_are_taken_away(tmp_path, monkeypatch, never_named):
     if not never_named:  # a file system that makes none without a name
-        monkeypatch.setattr(disk, "NEVER_NAMED", 0)
-    elif not disk.NEVER_NAMED:
+        monkeypatch.setattr(swap_file, "NEVER_NAMED", 0)
+    elif not swap_file.NEVER_NAMED:
         pytest.skip("this system has no files without a name")
     else:
-        monkeypatch.setattr(disk.tempfile, "mkstemp", None)
+        monkeypatch.setattr(swap_file.tempfile, "mkstemp", None)
     running = SwapFile(tmp_path, PAGE)
     if not never_named:
-        (tmp_path / f"{disk.PREFIX}left").write_text("by a job that was killed before its file lost its name")
+        (tmp_path / f"{swap_file.PREFIX}left").write_text("by a job that was killed before its file lost its name")
     (tmp_path / "other").write_text("")
     file = SwapFile(tmp_path, PAGE)
     assert os.listdir(tmp_path) == ["other"]
@@ -178,12 +179,12 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
     for size in sizes:
         starts.append(at)
         at += -(-size // 1024) * 1024
-    area = pieces.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
+    area = chunks.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
-    todos = [pieces.Todo(e, pieces.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
+    todos = [chunks.Todo(e, chunks.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
-    for piece in pieces.pieces_of(stepped):
+    for piece in chunks.pieces_of(stepped):
         assert 0 < piece.stop - piece.start <= 2048
         assert piece.start % 1024 == piece.stop % 1024 == 0
         for part in piece.parts:
@@ -220,7 +221,7 @@ def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tm
     todo, parts = made_pieces(tmp_path, 3 * NUM_BUFFERS)
     file, begun, stepping = todo.place.area.store, threading.Event(), threading.Semaphore(1)
 
-    def step(piece: pieces.Piece, views: list[Tensor]) -> None:
+    def step(piece: chunks.Piece, views: list[Tensor]) -> None:
         assert stepping.acquire(blocking=False), "two are stepped at a time"
         if not begun.is_set():
             while file.traffic["read"] < NUM_BUFFERS * 4 * PAGE:
@@ -256,7 +257,7 @@ def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_othe
 def test_a_piece_that_fails_gives_its_buffer_back(tmp_path):
     _, parts = made_pieces(tmp_path, 2 * NUM_BUFFERS)
 
-    def fails(piece: pieces.Piece, views: list[Tensor]) -> None:
+    def fails(piece: chunks.Piece, views: list[Tensor]) -> None:
         raise ValueError("planted")
 
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
@@ -293,13 +294,13 @@ def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypat
         assert len(ended) == NUM_BUFFERS - 1
 
 
-def made_pieces(path: Path, num: int) -> tuple[pieces.Todo, list[pieces.Piece]]:
+def made_pieces(path: Path, num: int) -> tuple[chunks.Todo, list[chunks.Piece]]:
     """A parameter with a state of zeros in a file, cut into pieces of four pages."""
     numel = num * PAGE
-    area = pieces.Area(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
+    area = chunks.Area(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
     own, shown = torch.zeros(numel), area.store.mapped(0, numel, torch.float32)
-    todo = pieces.Todo(Entry(0, own, own, own, {}), pieces.Place(area, 0, {"a": shown}), frozenset({"a"}))
-    parts = list(pieces.pieces_of([todo]))
+    todo = chunks.Todo(Entry(0, own, own, own, {}), chunks.Place(area, 0, {"a": shown}), frozenset({"a"}))
+    parts = list(chunks.pieces_of([todo]))
     assert len(parts) == num
     return todo, parts
 
@@ -308,7 +309,7 @@ def buffers() -> list[Tensor]:
     return [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)]
 
 
-def add_one(piece: pieces.Piece, views: list[Tensor]) -> None:
+def add_one(piece: chunks.Piece, views: list[Tensor]) -> None:
     views[0].add_(1)
 
 
@@ -326,7 +327,7 @@ def test_host_memory_is_given_at_once_and_never_grows():
 def test_pieces_are_small_beside_what_is_stepped_and_never_large(total, wanted):
     for itemsize in (2, 4):
         step = PAGE // itemsize
-        numel = pieces.piece_numel(itemsize, total)
+        numel = chunks.piece_numel(itemsize, total)
         assert numel % step == 0
         assert wanted - step < numel <= wanted
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import accordion as acc
-from accordion.plan.language import language_model
+from accordion.models.language import language_model
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.evaluate import token_losses

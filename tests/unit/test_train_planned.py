@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from accordion.plan.space import Choice
+from accordion.plan.search.space import Choice
+from accordion.train.auto_plan import offload_named, smaller_of, space_of, with_choice
 from accordion.train.config import Config, ShardConfig, TrainConfig, check
-from accordion.train.planned import offload_named, smaller_of, space_of, with_choice
 
 NAMED: frozenset[str] = frozenset()
 CONFIG = Config(train=TrainConfig(micro_batch=8, accumulate=3))

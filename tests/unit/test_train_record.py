@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accordion.checkpoint import save
-from accordion.report import Report, UnitReport
+from accordion.describe import Report, UnitReport
 from accordion.train import checkpoints
 from accordion.train.config import TrainConfig
 from accordion.train.loop import lr_at

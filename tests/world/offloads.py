@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.memory import pieces
+from accordion.offload.step import chunks
 from tests.world import models
 from tests.world.checks import assert_equal, train
 from tests.world.reference import Recipe, Trace
@@ -80,7 +80,7 @@ def same_as_without(
     strategy: acc.Strategy,
     recipes: list[Recipe],
     offloads: list[acc.Offload],
-    piece_numel: int = pieces.PIECE_NUMEL,
+    piece_numel: int = chunks.PIECE_NUMEL,
 ) -> None:
     for i, recipe in enumerate(recipes):
         recipe = dataclasses.replace(recipe, steps=3)
@@ -107,8 +107,8 @@ def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.O
 @contextmanager
 def pieces_of(numel: int) -> Iterator[None]:
     """States go through buffers of so many elements: most tensors are larger."""
-    before, pieces.PIECE_NUMEL = pieces.PIECE_NUMEL, numel
+    before, chunks.PIECE_NUMEL = chunks.PIECE_NUMEL, numel
     try:
         yield
     finally:
-        pieces.PIECE_NUMEL = before
+        chunks.PIECE_NUMEL = before

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.activations import ATTENTION, PRODUCTS, _Choice
+from accordion.shard.activations import ATTENTION, PRODUCTS, _Choice
 from tests.devices import device, here
 from tests.world import models, programs
 from tests.world.checks import assert_at_rest, assert_close, mean_grads

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.agreement import checksum
 from accordion.config import STRATEGIES
+from accordion.same_on_ranks import checksum
 from tests.world import models
 from tests.world.checks import logged, mesh_of, one_loss
 from tests.world.reference import local_of, params_of

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import accordion as acc
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.look import diff, verify
+from accordion.checkpoint.inspect import diff, verify
 from accordion.config import STRATEGIES
 from tests.world import models
 from tests.world.checks import assert_equal, mesh_of, one_loss

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from accordion.compat.lazy import parts_below
+from accordion.compat.fsdp2.lazy import parts_below
 from accordion.engine.schedule import Phase
 from tests.devices import device
 from tests.world import models

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.initialise import initialise
-from accordion.stand_in import init_mode
+from accordion.weights.initialise import initialise
+from accordion.weights.write_through import init_mode
 from tests.devices import device
 from tests.world import families, models
 from tests.world.meters import Allocations

@@ -12,7 +12,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.memory.stated import stated
+from accordion.offload.estimate import stated
 from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss, units_of

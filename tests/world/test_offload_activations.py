@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.memory import disk, rooms
-from accordion.memory.parking import Parking
-from accordion.memory.rooms import HostRoom, joined
+from accordion.offload import swap_file
+from accordion.offload.activations import stores
+from accordion.offload.activations.offload import Parking
+from accordion.offload.activations.stores import HostRoom, joined
 from tests.devices import device
 from tests.disks import fill, mounted
 from tests.world import models
@@ -134,7 +135,7 @@ def test_inputs_off_the_device_with_everything_else(world, which, tmp_path):
     world.run(2, same, tmp_path, [which], timeout_s=300)
 
 
-@pytest.mark.parametrize("direct", [disk.DIRECT, 0])
+@pytest.mark.parametrize("direct", [swap_file.DIRECT, 0])
 def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_path):
     world.run(1, bounded, direct, tmp_path)
 
@@ -142,14 +143,14 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_pa
 def bounded(mesh, direct: int, path: Path) -> None:
     """A few pieces of host memory, a file as large as all inputs, and neither grows with uses of the same shapes."""
     inputs, num_blocks = 8 * 64 * 32 * 4, 8
-    with mock.patch.object(disk, "DIRECT", direct), mock.patch.object(rooms, "CHUNK_BYTES", 4096 * 3):
+    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(stores, "CHUNK_BYTES", 4096 * 3):
         model = acc.shard(
             models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
         )
         with logged() as messages:
             loss_of(model, 0, (8, 64)).backward()
     parking = parking_of(model)
-    taken = rooms.NUM_STAGES * inputs, num_blocks * inputs
+    taken = stores.NUM_STAGES * inputs, num_blocks * inputs
     assert (parking.host_bytes, parking.disk_bytes) == taken
     said = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
     assert any(said in m for m in messages)
@@ -163,7 +164,7 @@ def bounded(mesh, direct: int, path: Path) -> None:
     loss_of(model, 9, (8, 64)).backward()
     room._collect()  # waits for what is under way
     assert room.file.traffic["written"] - before["written"] == num_blocks * inputs
-    assert room.file.traffic["read"] - before["read"] == (num_blocks - rooms.NUM_STAGES) * inputs, (
+    assert room.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
         "the last ones are there"
     )
     loss_of(model, 9, (8, 65)).backward()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import accordion as acc
-from accordion.memory.disk import aligned_buffer, bytes_of
-from accordion.memory.paged import DiskHome
+from accordion.offload.disk_shards import DiskHome
+from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.world import models
 from tests.world.checks import one_loss, units_of
 from tests.world.offloads import disk, disk_of_all, pieces_of

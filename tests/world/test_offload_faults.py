@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from accordion.memory import arena, tiers
-from accordion.memory.disk import SwapFile, aligned_buffer
+from accordion.offload import arena, tiers
+from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss, units_of

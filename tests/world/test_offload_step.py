@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.memory.step import Job
+from accordion.offload.step.deferred_step import Job
 from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss

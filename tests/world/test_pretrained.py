@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion import pretrained
 from accordion.config import STRATEGIES
-from accordion.pretrained import load_pretrained
+from accordion.weights.pretrained import load_pretrained
 from tests import pool
 from tests.world import models
 from tests.world.test_initialise import FAMILIES, LAYOUTS, transformers_model, unlike

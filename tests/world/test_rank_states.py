@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
-from accordion.checkpoint.look import diff, inspect, verify
+from accordion.checkpoint.inspect import diff, inspect, verify
 from accordion.config import STRATEGIES
 from tests.world import models
 from tests.world.checks import assert_equal, full, go_on, mesh_of, one_loss

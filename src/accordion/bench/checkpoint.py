@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch
 from accordion.bench.contenders import mesh_of
-from accordion.bench.page import Chart, Page, Table, spread
-from accordion.bench.ranks import Seat
-from accordion.bench.stats import extremes, ratio
 from accordion.checkpoint import load, save
-from accordion.checkpoint.sums import DIGITS, Buffer
+from accordion.checkpoint.checksums import DIGITS, Buffer
+from accordion.pages.page import Chart, Page, Table, spread
+from accordion.pages.stats import extremes, ratio
+from accordion.workers.ranks import Seat
 
 KINDS: Mapping[str, str] = {
     "accordion": "accordion.save and load, every byte with a checksum that load verifies",

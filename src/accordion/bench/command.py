@@ -14,7 +14,6 @@ from accordion.bench.checkpoint import KINDS as KINDS_OF_SAVES
 from accordion.bench.checkpoint import CheckpointLoop
 from accordion.bench.compare import compare
 from accordion.bench.contenders import ENVIRON, OURS, Setting, chosen
-from accordion.bench.machine import describe, num_cores
 from accordion.bench.model import shape_of
 from accordion.bench.optimizer import KINDS, OptimizerLoop
 from accordion.bench.options import (
@@ -29,14 +28,15 @@ from accordion.bench.options import (
     read,
     writable,
 )
-from accordion.bench.page import Page
-from accordion.bench.ranks import BenchError, Team, World, interleaved
-from accordion.bench.report import show, write
 from accordion.bench.scale import Network
 from accordion.bench.trainer import start
 from accordion.config import nearest
 from accordion.devices import devices_here, devices_named
 from accordion.errors import UsageError
+from accordion.pages.machine import describe, num_cores
+from accordion.pages.page import Page
+from accordion.pages.show import show, write
+from accordion.workers.ranks import BenchError, Team, World, interleaved
 
 SUBCOMMANDS = {
     "host": "host time of a sharded unit, with collectives that cost nothing",

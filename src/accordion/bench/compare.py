@@ -12,12 +12,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from accordion.bench.contenders import ENVIRON, OURS, Setting
-from accordion.bench.machine import describe, known_peak_flops
 from accordion.bench.model import loss_of, shape_of
-from accordion.bench.ranks import BenchError, Team, World, interleaved
-from accordion.bench.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
 from accordion.bench.trainer import Trainer, start
 from accordion.devices import name_of
+from accordion.pages.machine import describe, known_peak_flops
+from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
+from accordion.workers.ranks import BenchError, Team, World, interleaved
 
 LOSS_STEPS = 3
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion.bench.model import loss_of
-from accordion.bench.ranks import Seat
 from accordion.config import STRATEGIES, Precision, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.optim import wrap_optimizer
-from accordion.shard import shard
+from accordion.shard.api import shard
 from accordion.units import choose_units, only_blocks
+from accordion.workers.ranks import Seat
 
 OURS = "accordion"
 

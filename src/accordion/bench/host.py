@@ -15,10 +15,10 @@ import torch.distributed as dist
 from accordion.bench.contenders import WRAPPERS
 from accordion.bench.meters import Allocations, Wire
 from accordion.bench.model import NineNet
-from accordion.bench.ranks import Seat, Team, World, interleaved
-from accordion.bench.stats import Spread, extremes, quartiles
-from accordion.bench.still import StillGroup
 from accordion.errors import UsageError
+from accordion.pages.stats import Spread, extremes, quartiles
+from accordion.workers.null_group import StillGroup
+from accordion.workers.ranks import Seat, Team, World, interleaved
 
 WARM = 5
 MEASURED = ("fsdp2", "fsdp1")

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from accordion.bench.machine import describe, num_cores
-from accordion.bench.page import Page, Table
-from accordion.bench.ranks import Seat, Team, World
 from accordion.devices import devices_here, devices_named
 from accordion.errors import UsageError
+from accordion.pages.machine import describe, num_cores
+from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GB, GIB, REACHED
+from accordion.workers.ranks import Seat, Team, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def shape_of(name: str) -> Shape:
         return SHAPES[name]
     if not Path(name).is_dir():
         raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, SHAPES)}")
-    from accordion.plan.language import language_model
+    from accordion.models.language import language_model
     from accordion.train.model import check_folder, configuration
 
     check_folder(name)

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from accordion import _torch
 from accordion.bench.contenders import Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
-from accordion.bench.ranks import BenchError, Seat
-from accordion.bench.stats import Spread, extremes, flat, quartiles
 from accordion.bench.trainer import STATUS
 from accordion.config import Offload, Precision, nearest
 from accordion.errors import UsageError
-from accordion.memory.disk import SwapFile, aligned_buffer
-from accordion.memory.entries import local_of
-from accordion.memory.stated import stated
-from accordion.memory.stream import NUM_BUFFERS
-from accordion.memory.tiers import Tiers
+from accordion.offload.estimate import stated
+from accordion.offload.step.optimizer_copy import local_of
+from accordion.offload.step.pipelines import NUM_BUFFERS
+from accordion.offload.swap_file import SwapFile, aligned_buffer
+from accordion.offload.tiers import Tiers
 from accordion.optim import wrap_optimizer
-from accordion.shard import shard
+from accordion.pages.stats import Spread, extremes, flat, quartiles
+from accordion.shard.api import shard
 from accordion.state import sharded_engine, synchronize
+from accordion.workers.ranks import BenchError, Seat
 
 OURS, HOST, DISK = "accordion", "accordion host", "accordion disk"
 PEER, PEER_HOST = "fsdp2", "fsdp2 host"

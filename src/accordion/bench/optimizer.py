@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.bench.contenders import Setting, optimizer_of, ours
 from accordion.bench.model import batch_of, loss_of, shape_of
-from accordion.bench.ranks import Seat
 from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.workers.ranks import Seat
 
 KINDS = ("accordion", "local", "dtensor")
 MAX_NORM = 1.0

@@ -10,9 +10,9 @@ from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
 from accordion.bench.offload import OURS as PLAIN
 from accordion.bench.offload import Measured
-from accordion.bench.page import Chart, Page, Table, mebi, plain_data, spread
 from accordion.bench.scale import Network, Point
-from accordion.bench.stats import extremes, flat, quartiles, ratio
+from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
+from accordion.pages.stats import extremes, flat, quartiles, ratio
 
 ROUNDS = "ratios: median (least-most) over rounds"
 ON_CPU = "bytes on CPU: storages that operators made (the inside of operators and of gloo left out); reserved: the resident set"

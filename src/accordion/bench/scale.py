@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from accordion.bench.host import HostLoop, HostTime, summary
-from accordion.bench.ranks import Team, World, interleaved
+from accordion.workers.ranks import Team, World, interleaved
 
 SIZES = (8, 64, 512, 4096)
 BLOCKS = 16

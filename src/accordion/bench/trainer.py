@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accordion.bench.contenders import Loop, Setting, loop_of
 from accordion.bench.meters import Allocations, Wire
 from accordion.bench.model import batch_of, shape_of
-from accordion.bench.ranks import Seat
+from accordion.workers.ranks import Seat
 
 STATUS = Path("/proc/self/status")
 MATMUL_ROWS = {"cpu": 1024}  # of others 8192

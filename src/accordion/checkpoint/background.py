@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from accordion import _torch
+from accordion.checkpoint.collective import QUOTED, Team, agreed, told
 from accordion.checkpoint.peers import Peers
-from accordion.checkpoint.team import QUOTED, Team, agreed, told
 from accordion.checkpoint.writing import HostBuffer, Layout
 from accordion.errors import CheckpointError
 

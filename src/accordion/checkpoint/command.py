@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accordion.checkpoint.convert import FORMATS, convert, export
-from accordion.checkpoint.folders import Folder, checkpoint_at, folder_at
 from accordion.checkpoint.format import CODES, DTYPES
-from accordion.checkpoint.look import diff, inspect, verify
+from accordion.checkpoint.inspect import diff, inspect, verify
 from accordion.checkpoint.prune import prune
+from accordion.checkpoint.storage.folders import Folder, checkpoint_at, folder_at
 from accordion.errors import CheckpointError, UsageError
 
 SHOWN = 40  # tensors that are listed without --all

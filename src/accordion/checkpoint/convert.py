@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from accordion.checkpoint.folders import Folder, Local, Remote, checkpoint_at, folder_at
+from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.foreign import Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
-from accordion.checkpoint.gather import described
 from accordion.checkpoint.load import whole
-from accordion.checkpoint.outside import HF_INDEX, HF_SINGLE
+from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.reading import Files, Read, opened
-from accordion.checkpoint.sums import PIECE_BYTES, kind_here
+from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
 from accordion.checkpoint.writing import layout, write
 from accordion.errors import CheckpointError, UsageError
 

@@ -16,8 +16,19 @@ from torch import Tensor
 from accordion._torch import TENSOR_MAKERS
 from accordion.checkpoint.boxes import Box, box_of
 from accordion.checkpoint.format import DTYPES
-from accordion.checkpoint.gather import Stored
-from accordion.checkpoint.outside import (
+from accordion.checkpoint.json_values import Json, encode
+from accordion.checkpoint.manifest_of_files import Stored
+from accordion.checkpoint.pickles import Meaning, Name, Record, most_pickle, read_pickle
+from accordion.checkpoint.torch_save_files import (
+    DTYPE_NAMES,
+    LARGEST_EXPANDED,
+    SUBCLASS,
+    Held,
+    Saved,
+    called_list,
+    is_archive,
+)
+from accordion.checkpoint.untrusted_files import (
     BROKEN,
     HF_INDEX,
     HF_SINGLE,
@@ -28,9 +39,6 @@ from accordion.checkpoint.outside import (
     read_index,
     size_of,
 )
-from accordion.checkpoint.pickles import Meaning, Name, Record, most_pickle, read_pickle
-from accordion.checkpoint.saved import DTYPE_NAMES, LARGEST_EXPANDED, SUBCLASS, Held, Saved, called_list, is_archive
-from accordion.checkpoint.values import Json, encode
 from accordion.checkpoint.writing import Part
 from accordion.errors import CheckpointError, UsageError
 

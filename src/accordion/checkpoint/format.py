@@ -18,8 +18,8 @@ from itertools import product
 import torch
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.sums import DIGITS, LONGEST_PIECE
-from accordion.checkpoint.values import DEEPEST, Json
+from accordion.checkpoint.checksums import DIGITS, LONGEST_PIECE
+from accordion.checkpoint.json_values import DEEPEST, Json
 from accordion.errors import CheckpointError
 
 SCHEMA = 2

@@ -14,17 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accordion.checkpoint.alike import same_kind_on_all
 from accordion.checkpoint.background import saver_of
 from accordion.checkpoint.boxes import overlap
-from accordion.checkpoint.folders import checkpoint_at
-from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
-from accordion.checkpoint.gather import OF_RANKS
-from accordion.checkpoint.own_states import OwnStates, own_states
-from accordion.checkpoint.prune import before
-from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
-from accordion.checkpoint.restore import differences, restored
-from accordion.checkpoint.state import (
+from accordion.checkpoint.collective import Team, joined
+from accordion.checkpoint.contents import (
     Contents,
     Stateful,
     check_stateful,
@@ -35,8 +28,15 @@ from accordion.checkpoint.state import (
     own_box,
     state_name,
 )
-from accordion.checkpoint.team import Team, joined
-from accordion.checkpoint.values import Json, decode
+from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
+from accordion.checkpoint.json_values import Json, decode
+from accordion.checkpoint.manifest_of_files import OF_RANKS
+from accordion.checkpoint.prune import before
+from accordion.checkpoint.rank_states import OwnStates, own_states
+from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
+from accordion.checkpoint.restore import differences, restored
+from accordion.checkpoint.shared_states import same_kind_on_all
+from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.engine.autograd import engine_of
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.optim import LocalStep

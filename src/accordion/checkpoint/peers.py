@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
-from accordion.checkpoint.team import Team
+from accordion.checkpoint.collective import Team
 
 DONE = b"."  # said by who ends because all is done, or because all know of the failure
 CONNECT_S = 5.0

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from accordion.checkpoint.boxes import Box
+from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
-from accordion.checkpoint.folders import Folder, Local, Reader
 from accordion.checkpoint.format import DTYPES, MANIFEST, Chunk, Entry, Manifest, parse
-from accordion.checkpoint.sums import SUMMED_BYTES, pieces, running
+from accordion.checkpoint.storage.folders import Folder, Local, Reader
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 

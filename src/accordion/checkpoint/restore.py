@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from accordion.checkpoint.contents import Contents, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Entry, Manifest, holds
-from accordion.checkpoint.own_states import OwnStates
-from accordion.checkpoint.state import Contents, optimizer_name
-from accordion.checkpoint.values import Json, decode
+from accordion.checkpoint.json_values import Json, decode
+from accordion.checkpoint.rank_states import OwnStates
 from accordion.errors import CheckpointError
 
 LONGEST_NAME = 300  # letters of one that a message lists

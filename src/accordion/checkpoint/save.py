@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.alike import OfRank, same_on_all
 from accordion.checkpoint.background import Saving, StoreAgreement, saver_of
 from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.folders import Folder, Local, folder_at
-from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
-from accordion.checkpoint.gather import described
-from accordion.checkpoint.prune import check_keep, prune_before
-from accordion.checkpoint.state import (
+from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
+from accordion.checkpoint.collective import Team, told_as
+from accordion.checkpoint.contents import (
     Contents,
     Stateful,
     check_stateful,
@@ -36,9 +33,12 @@ from accordion.checkpoint.state import (
     state_name,
     writes,
 )
-from accordion.checkpoint.sums import PIECE_BYTES, kind_here
-from accordion.checkpoint.team import Team, told_as
-from accordion.checkpoint.values import Json, encode
+from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
+from accordion.checkpoint.json_values import Json, encode
+from accordion.checkpoint.manifest_of_files import described
+from accordion.checkpoint.prune import check_keep, prune_before
+from accordion.checkpoint.shared_states import OfRank, same_on_all
+from accordion.checkpoint.storage.folders import Folder, Local, folder_at
 from accordion.checkpoint.writing import Layout, Part, layout, write
 from accordion.engine.autograd import engine_of
 from accordion.errors import CheckpointError, UsageError

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.folders import Folder, Writer
+from accordion.checkpoint.checksums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Running, kind_here, pieces, running
 from accordion.checkpoint.format import code_of, entry_name, header
-from accordion.checkpoint.sums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Running, kind_here, pieces, running
-from accordion.memory.arena import Arena
+from accordion.checkpoint.storage.folders import Folder, Writer
+from accordion.offload.arena import Arena
 
 SUMS = "sums"
 

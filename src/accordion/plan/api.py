@@ -14,17 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 from accordion.config import Place, Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
-from accordion.plan import fsdp2
-from accordion.plan.calibrate import calibrated, choice_of, only_choice
+from accordion.models.language import language_model
 from accordion.plan.events import Log
+from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
-from accordion.plan.language import language_model
-from accordion.plan.models import Built, configuration, language_subject, unit_rules
-from accordion.plan.offload import offloaded
+from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
-from accordion.plan.rig import OPTIMIZERS, Subject
-from accordion.plan.search import Found, search
-from accordion.plan.space import (
+from accordion.plan.search.search import Found, search
+from accordion.plan.search.space import (
     CHECKPOINTING,
     MICRO_BATCHES,
     NO_OFFLOAD,
@@ -34,7 +31,10 @@ from accordion.plan.space import (
     Space,
     check_offload,
 )
-from accordion.plan.traces import moved_as, traced_as
+from accordion.plan.search.traces import moved_as, traced_as
+from accordion.plan.trace import fsdp2
+from accordion.plan.trace.setup import OPTIMIZERS, Subject
+from accordion.plan.trained_models import Built, configuration, language_subject, unit_rules
 from accordion.units import AUTO, choose_units
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}

@@ -10,9 +10,9 @@ import torch
 
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
-from accordion.plan.part import HOST_MARGIN, Candidate
-from accordion.plan.search import Found, closest, unsettled
-from accordion.plan.space import NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
+from accordion.plan.search.search import Found, closest, unsettled
+from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
 from accordion.units import AUTO
 
 NOT_KNOWN = (

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accordion.checkpoint.folders import checkpoint_at
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 

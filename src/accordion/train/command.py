@@ -15,14 +15,14 @@ from torch.distributed.distributed_c10d import Store
 from accordion.devices import devices_here
 from accordion.errors import UsageError
 from accordion.train import launch, loop
+from accordion.train.auto_plan import planned
 from accordion.train.config import NUMBERS, Config, check, flat, spread
 from accordion.train.deepspeed import translated
-from accordion.train.lifeline import watch_store
 from accordion.train.options import given, parse
 from accordion.train.owner import check_free
-from accordion.train.planned import planned
 from accordion.train.prepare import Folders, prepare
 from accordion.train.screen import Screen
+from accordion.train.store_watchdog import watch_store
 
 
 def make_parser() -> ArgumentParser:

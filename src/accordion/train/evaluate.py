@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accordion.report import describe
+from accordion.describe import describe
 from accordion.state import full_params
 from accordion.train.data import IGNORED, inputs_and_labels
 

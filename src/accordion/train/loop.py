@@ -28,9 +28,10 @@ from accordion.compat.deepspeed import Schedule, Settings
 from accordion.config import COMPUTE_DTYPES, strategy_named
 from accordion.config import Place as Lies
 from accordion.devices import backend_of
-from accordion.memory.step import engines_of
-from accordion.plan.language import language_model
+from accordion.models.language import language_model
+from accordion.offload.step.deferred_step import engines_of
 from accordion.train import checkpoints
+from accordion.train.auto_plan import beside
 from accordion.train.config import Config, TrainConfig, as_yaml, flat
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
 from accordion.train.deepspeed import digest_of, settings_of
@@ -40,7 +41,6 @@ from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.owner import Claim
-from accordion.train.planned import beside
 from accordion.train.prepare import Prepared
 from accordion.train.screen import Screen
 from accordion.units import units_named

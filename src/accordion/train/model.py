@@ -11,7 +11,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.errors import UsageError
-from accordion.plan.language import brief
+from accordion.models.language import brief
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
-from accordion.plan.language import language_model
+from accordion.models.language import language_model
 from accordion.train import checkpoints
+from accordion.train.auto_plan import Expected
 from accordion.train.config import PRESETS, Config
 from accordion.train.data import check_enough
 from accordion.train.model import check_folder, configuration
-from accordion.train.planned import Expected
 from accordion.train.sources import Source, find
 from accordion.train.tokens import (
     Say,
@@ -180,7 +180,7 @@ def _check_writable(folder: Path) -> None:
 
 def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None:
     """Build the model without storage and hold it against the units asked for and the checkpoint."""
-    from accordion.pretrained import check_pretrained
+    from accordion.weights.pretrained import check_pretrained
 
     model = language_model(configuration(config.model, config.data), config.model.path or config.model.preset)
     choose_units(model, units)

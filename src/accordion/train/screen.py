@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from accordion.config import STRATEGIES, Place
-from accordion.report import Report, UnitReport
+from accordion.describe import Report, UnitReport
 from accordion.train.metrics import StepMetrics
 
 PLAIN_WIDTH = 110  # of tables where there is no terminal to ask

@@ -13,10 +13,10 @@ import accordion as acc
 from accordion import _torch
 from accordion.bench.contenders import OURS, WRAPPERS, Loop, mesh_of
 from accordion.bench.model import Llama
-from accordion.bench.ranks import Seat
 from accordion.bench.trainer import Trainer
 from accordion.state import sharded_engine
 from accordion.train.config import Preset
+from accordion.workers.ranks import Seat
 
 BF16 = torch.bfloat16
 NODE = 8  # devices that a machine has in a job of several

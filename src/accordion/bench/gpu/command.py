@@ -34,11 +34,11 @@ from accordion.bench.gpu.simulated import simulated
 from accordion.bench.gpu.sizes import GIB, ROOM_GIB, Sizes, full_sizes, tiny_sizes
 from accordion.bench.gpu.streams import safety
 from accordion.bench.gpu.wires import wires
-from accordion.bench.machine import describe
-from accordion.bench.page import as_text
-from accordion.bench.ranks import BenchError
 from accordion.devices import devices_here, devices_named
 from accordion.errors import UsageError
+from accordion.pages.machine import describe
+from accordion.pages.page import as_text
+from accordion.workers.ranks import BenchError
 
 LAST_S = 570  # of a run: no answer is waited for longer
 PATIENCE_S = 110  # for one answer of a rank

@@ -7,8 +7,8 @@ from dataclasses import replace
 from accordion.bench.gpu.cases import Case, params_of
 from accordion.bench.gpu.findings import Findings, not_run
 from accordion.bench.gpu.turns import NAMES, over_plain, turns_of
-from accordion.bench.page import Table, spread
-from accordion.bench.stats import flat, quartiles
+from accordion.pages.page import Table, spread
+from accordion.pages.stats import flat, quartiles
 
 
 def compiled(case: Case, compiler: str, device: str, rounds: int, steps: int, out: Findings) -> None:

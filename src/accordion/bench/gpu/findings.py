@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accordion.bench.page import Table, plain_data
-from accordion.bench.ranks import World
+from accordion.pages.page import Table, plain_data
+from accordion.workers.ranks import World
 
 CHECK_PATIENCE_S = 1800.0  # on a CPU nothing is measured, and no time is up
 

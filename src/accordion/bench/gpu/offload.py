@@ -16,17 +16,17 @@ import accordion as acc
 from accordion.bench.contenders import mesh_of
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
-from accordion.bench.page import Table, spread
-from accordion.bench.ranks import BenchError, Seat, Team
-from accordion.bench.stats import Spread, quartiles
-from accordion.memory.arena import Arena
-from accordion.memory.stated import Stated, stated
-from accordion.memory.tiers import Tiers
-from accordion.plan.memory import peak_of
-from accordion.plan.rig import Run, Subject
-from accordion.plan.trace import trace
+from accordion.offload.arena import Arena
+from accordion.offload.estimate import Stated, stated
+from accordion.offload.tiers import Tiers
+from accordion.pages.page import Table, spread
+from accordion.pages.stats import Spread, quartiles
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.trace import trace
 from accordion.state import sharded_engine
 from accordion.train.config import Preset
+from accordion.workers.ranks import BenchError, Seat, Team
 
 BF16 = torch.bfloat16
 GIB = 2**30

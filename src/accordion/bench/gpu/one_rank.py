@@ -10,9 +10,9 @@ from accordion.bench.contenders import OURS
 from accordion.bench.gpu.cases import Case, params_of, step_flops
 from accordion.bench.gpu.findings import Findings, not_run
 from accordion.bench.gpu.turns import NAMES, over_plain, turns_of
-from accordion.bench.machine import describe, known_peak_flops
-from accordion.bench.page import Table, spread
-from accordion.bench.stats import compare_losses, extremes, flat, quartiles
+from accordion.pages.machine import describe, known_peak_flops
+from accordion.pages.page import Table, spread
+from accordion.pages.stats import compare_losses, extremes, flat, quartiles
 
 BF16_TOLERANCE = 2e-2  # of losses, relative
 GIB = 2**30

@@ -13,16 +13,16 @@ import accordion as acc
 from accordion.bench.contenders import OURS
 from accordion.bench.gpu.cases import BF16, Case, shape_trainer
 from accordion.bench.gpu.findings import Findings
-from accordion.bench.machine import describe
 from accordion.bench.measure import Sizes, measured
 from accordion.bench.model import Llama, batch_of, loss_of
-from accordion.bench.page import Table
-from accordion.bench.ranks import BenchError, Team
-from accordion.bench.stats import quartiles
+from accordion.pages.machine import describe
+from accordion.pages.page import Table
+from accordion.pages.stats import quartiles
 from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster, Gpu
-from accordion.plan.predict import Memory, memory_of, step_of
-from accordion.plan.rig import Run, Subject
-from accordion.plan.trace import trace
+from accordion.plan.replay.predict import Memory, memory_of, step_of
+from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.trace import trace
+from accordion.workers.ranks import BenchError, Team
 
 TINY = Sizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02)
 

@@ -9,9 +9,9 @@ from typing import Any
 from accordion.bench.contenders import OURS
 from accordion.bench.gpu.cases import Case, params_of, shape_trainer
 from accordion.bench.gpu.findings import Findings
-from accordion.bench.page import Table, spread
-from accordion.bench.ranks import BenchError, Team
-from accordion.bench.stats import quartiles
+from accordion.pages.page import Table, spread
+from accordion.pages.stats import quartiles
+from accordion.workers.ranks import BenchError, Team
 
 GIB = 2**30
 STATE_BYTES = 12  # a parameter: 2 of itself, 2 of its gradient, 8 of the optimizer

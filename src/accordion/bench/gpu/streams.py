@@ -21,14 +21,14 @@ from accordion import _torch
 from accordion.bench.contenders import WRAPPERS
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
-from accordion.bench.page import Table
-from accordion.bench.ranks import BenchError, Seat, Team
-from accordion.bench.stats import compare_losses
 from accordion.config import STRATEGIES, strategy_named
 from accordion.engine.collectives import Link
 from accordion.engine.streams import Lane
 from accordion.engine.watch import Watch
+from accordion.pages.page import Table
+from accordion.pages.stats import compare_losses
 from accordion.train.config import Preset
+from accordion.workers.ranks import BenchError, Seat, Team
 
 ON_LANE = {True: "yes", False: "NO", None: "not shown"}
 

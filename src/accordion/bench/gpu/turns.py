@@ -10,9 +10,9 @@ from typing import Any
 from accordion.bench.contenders import OURS
 from accordion.bench.gpu.cases import Case, shape_trainer
 from accordion.bench.gpu.findings import Findings
-from accordion.bench.page import spread
-from accordion.bench.ranks import BenchError, Team
-from accordion.bench.stats import quartiles, ratio
+from accordion.pages.page import spread
+from accordion.pages.stats import quartiles, ratio
+from accordion.workers.ranks import BenchError, Team
 
 NAMES = ("plain", OURS, "fsdp2")
 

@@ -13,11 +13,11 @@ from accordion import _torch
 from accordion.bench.gpu.cases import BF16
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.gpu.streams import wait
-from accordion.bench.page import Table, spread
-from accordion.bench.ranks import Seat, Team
-from accordion.bench.stats import quartiles, ratio
 from accordion.engine.collectives import Link
 from accordion.engine.reduction import sum_rows
+from accordion.pages.page import Table, spread
+from accordion.pages.stats import quartiles, ratio
+from accordion.workers.ranks import Seat, Team
 
 AHEAD = 4  # milliseconds that the device sleeps while the host launches what is timed there, so that no launch is
 

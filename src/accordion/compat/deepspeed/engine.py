@@ -22,7 +22,7 @@ from accordion.config import Place
 from accordion.engine.collectives import device_type_of_job
 from accordion.errors import UsageError
 from accordion.optim import clip_grad_norm_, wrap_optimizer
-from accordion.shard import shard
+from accordion.shard.api import shard
 from accordion.state import no_sync
 
 LATEST = "latest"  # the file that names the newest checkpoint of a folder

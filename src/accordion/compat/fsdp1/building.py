@@ -14,8 +14,8 @@ from torch import nn
 from accordion.compat.fsdp1.arguments import Arguments
 from accordion.config import Offload, Precision
 from accordion.errors import DivergenceError, UsageError
-from accordion.initialise import initialise
-from accordion.shard import shard
+from accordion.shard.api import shard
+from accordion.weights.initialise import initialise
 
 log = logging.getLogger("accordion")
 

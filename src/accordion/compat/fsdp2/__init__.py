@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from accordion import _torch
-from accordion.compat.cutting import cut_parameters
 from accordion.compat.fsdp2.asked import (
     PlacementRule,
     check_policies,
@@ -25,9 +24,10 @@ from accordion.compat.fsdp2.asked import (
     offload_of,
     spmd_of,
 )
+from accordion.compat.fsdp2.cutting import cut_parameters
+from accordion.compat.fsdp2.lazy import Part
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
 from accordion.compat.fsdp2.module import FSDPModule, UnshardHandle, fsdp_part, sharded_class
-from accordion.compat.lazy import Part
 from accordion.config import Precision
 from accordion.errors import UsageError
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from accordion import _torch
-from accordion.compat.layouts import Spmd
-from accordion.compat.lazy import part_of
+from accordion.compat.fsdp2.layouts import Spmd
+from accordion.compat.fsdp2.lazy import part_of
 from accordion.config import HOST, Offload
 from accordion.errors import UsageError
-from accordion.shard import default_mesh, device_of
+from accordion.shard.api import default_mesh, device_of
 
 log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Shard | None]
@@ -46,7 +46,9 @@ def modules_of(given: Any) -> list[nn.Module]:
                 f"fully_shard was applied to this {type(module).__name__} before; apply it once to each module."
             )
         if "_accordion" in module.__dict__:
-            raise UsageError(f"this {type(module).__name__} is sharded by accordion.shard already; use one of both.")
+            raise UsageError(
+                f"this {type(module).__name__} is sharded by accordion.shard.api already; use one of both."
+            )
     below = {id(m) for module in modules for m in module.modules() if m is not module}
     return [module for module in modules if id(module) not in below]  # a list names a module below another one too
 

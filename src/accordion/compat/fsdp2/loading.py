@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.compat.cutting import rows_of
+from accordion.compat.fsdp2.cutting import rows_of
+from accordion.compat.fsdp2.layouts import Layout
+from accordion.compat.fsdp2.lazy import Part
 from accordion.compat.fsdp2.module import fsdp_part
-from accordion.compat.layouts import Layout
-from accordion.compat.lazy import Part
 from accordion.engine.tree import map_tensors
-from accordion.extensions import is_extended
-from accordion.shard import device_of
+from accordion.shard.api import device_of
+from accordion.shard.subclasses import is_extended
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:

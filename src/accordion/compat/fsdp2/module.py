@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion.compat.fsdp2.asked import say_once
-from accordion.compat.lazy import Part, part_of, parts_below
+from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
 from accordion.engine.schedule import Phase
 from accordion.errors import UsageError
 

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: local disks and remote storage."""

@@ -1,0 +1,135 @@
+"""Files of this machine's file systems: written past the system's cache where that is possible, read through it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from accordion.offload.arena import page_aligned
+from accordion.offload.swap_file import DIRECT, aligned_buffer, bytes_of
+
+BUFFER_BYTES = 4 * 2**20
+IN_FLIGHT = 4  # buffers that the disk has at once
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def created(path: Path, num_bytes: int) -> Iterator[LocalWriter]:
+    """A new file of `num_bytes`; at its end it is on the disk."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        direct = num_bytes > BUFFER_BYTES and _passes_cache(handle, page_aligned(num_bytes))
+        with ThreadPoolExecutor(IN_FLIGHT) as threads:
+            file = LocalWriter(handle, direct, min(BUFFER_BYTES, page_aligned(num_bytes)), threads)
+            yield file
+            file.finish(num_bytes)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _passes_cache(handle: int, num_bytes: int) -> bool:
+    """Have writes go past the system's cache, which takes half of the processor's time; whether this file system can.
+
+    It gets its space first, else the system would write one part after the other. Raises `OSError` where there is no room.
+    """
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, DIRECT)
+    except OSError:
+        return False
+    if DIRECT:  # not posix_fallocate, which writes to every page where a file system has no call for it
+        allocate = ctypes.CDLL(None, use_errno=True).fallocate
+        if allocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) and ctypes.get_errno() in NO_ROOM:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return bool(DIRECT)
+
+
+class LocalWriter:
+    """A file that is written in order. Owns buffers of pages, and hands those that are full to threads that write them."""
+
+    def __init__(self, handle: int, direct: bool, buffer_bytes: int, threads: ThreadPoolExecutor) -> None:
+        self._handle, self._direct, self._buffer_bytes, self._threads = handle, direct, buffer_bytes, threads
+        self._out: deque[tuple[Future[None], Tensor]] = deque()
+        self._buffer: Tensor | None = None
+        self._at = self._held = 0  # where the buffer goes, and its bytes so far
+
+    def write(self, data: memoryview, /) -> None:
+        """Raises `OSError` where this, or what was given before, cannot be written."""
+        while data:
+            if self._buffer is None:
+                self._buffer, self._held = self._free_buffer(), 0
+            step = data[: self._buffer_bytes - self._held]
+            self._buffer.numpy()[self._held : self._held + len(step)] = step  # other threads run meanwhile
+            self._held, data = self._held + len(step), data[len(step) :]
+            if self._held == self._buffer_bytes:
+                self._hand_over()
+
+    def finish(self, num_bytes: int) -> None:
+        """Wait until the system has it all."""
+        self._hand_over()
+        assert self._at == num_bytes, "who creates a file says how long it will be"
+        while self._out:
+            self._out.popleft()[0].result()
+        os.ftruncate(self._handle, num_bytes)
+
+    def _free_buffer(self) -> Tensor:
+        if len(self._out) < IN_FLIGHT:
+            return aligned_buffer(self._buffer_bytes)
+        written, buffer = self._out.popleft()
+        written.result()
+        return buffer
+
+    def _hand_over(self) -> None:
+        if self._buffer is not None:
+            data = bytes_of(self._buffer)[: page_aligned(self._held) if self._direct else self._held]
+            try:
+                self._out.append((self._threads.submit(self._put, data, self._at), self._buffer))
+            except RuntimeError:  # this program has come to its end, where no thread takes on work any more
+                self._put(data, self._at)
+            self._at, self._buffer = self._at + self._held, None
+
+    def _put(self, data: memoryview, at: int) -> None:
+        start, end = at, at + len(data)
+        while data:
+            direct = self._direct
+            try:
+                count = os.pwrite(self._handle, data, at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                fcntl.fcntl(self._handle, fcntl.F_SETFL, 0)  # some take a file for direct access and refuse it then
+                self._direct = False
+            else:
+                at, data = at + count, data[count:]
+        if not self._direct and hasattr(os, "posix_fadvise"):  # have the disk begin: else all waits for the `fsync`
+            os.posix_fadvise(self._handle, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+class LocalReader:
+    """An open file. Owns its handle."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.num_bytes = os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, into: memoryview, at: int) -> None:
+        while into:
+            count = os.preadv(self._file.fileno(), [into], at)
+            if count == 0:
+                raise OSError(f"it ends at byte {at}")
+            into, at = into[count:], at + count
+
+    def expect(self, at: int, length: int) -> None:
+        """The system reads ahead by itself; told to, it does so in small pages, and a load took 1.5 times as long."""
+
+    def close(self) -> None:
+        self._file.close()

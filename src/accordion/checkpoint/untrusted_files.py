@@ -1,0 +1,149 @@
+"""Files that somebody else wrote: only regular ones are opened, and what their words say is checked before it is used."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
+from accordion.checkpoint.manifest_of_files import LENGTH_BYTES, Stored
+from accordion.errors import CheckpointError
+
+HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
+FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
+DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
+BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
+
+
+def opened(path: Path) -> BinaryIO:
+    """A regular file. Raises `CheckpointError` for every other: a pipe would wait for its writer, a device has no end."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}.") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path} is no regular file; only those are read.")
+    return os.fdopen(handle, "rb")
+
+
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def mapped(file: BinaryIO) -> Tensor:
+    """The bytes of an open file: (size,), uint8; memory is the file's, and writes to it never reach the file."""
+    if not size_of(file):
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8))
+
+
+def most_words(data_bytes: int) -> int:
+    """How many bytes of JSON may describe so many bytes of tensors, that memory stays near that of the tensors."""
+    return FREE_WORDS + data_bytes // DATA_PER_WORD
+
+
+# -- safetensors
+
+
+def read_header(path: Path) -> list[Stored]:
+    """The tensors of a safetensors file in the order of their bytes, which they fill without gaps and overlaps.
+
+    Raises `CheckpointError` where the header says anything else, a key twice, or what no file of its size can hold.
+    """
+    with opened(path) as file:
+        num_bytes = size_of(file)
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        room = num_bytes - LENGTH_BYTES
+        if num_bytes < LENGTH_BYTES or length > room:
+            raise CheckpointError(f"{path} is no safetensors file: its header is longer than the file.")
+        if length > most_words(room - length):
+            raise CheckpointError(
+                f"{path} has a header of {length} bytes, which is absurd beside {room - length} of data."
+            )
+        head = file.read(length)
+    try:
+        return _stored(head, LENGTH_BYTES + length, num_bytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+    except BROKEN as error:
+        raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _stored(head: bytes, start: int, end: int) -> list[Stored]:
+    if not head.startswith(b"{"):
+        raise CheckpointError("its header is no JSON object.")
+    words = json.loads(head.decode(), object_pairs_hook=without_twins)
+    about = words.pop("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        raise CheckpointError("its __metadata__ is no object of strings.")
+    found = [_one(name, said, start, end) for name, said in words.items()]
+    check_names(words)
+    at = start
+    found.sort(key=lambda held: (held.at, held.end))
+    for held in found:
+        if held.at != at:
+            what = "overlaps the tensor before it" if held.at < at else f"leaves a gap after byte {at}"
+            raise CheckpointError(f"{held.name[:100]} in bytes {held.at} to {held.end} {what}.")
+        at = held.end
+    if at != end:
+        raise CheckpointError(f"its tensors end at byte {at} and the file has {end}.")
+    return found
+
+
+def _one(name: str, said: Any, start: int, end: int) -> Stored:
+    """What the header says of one tensor, its bytes counted from the file's first on."""
+    dtype, shape, (at, to) = said["dtype"], said["shape"], said["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{name[:100]} has the dtype {str(dtype)[:20]!r}, which cannot be read.")
+    fits = isinstance(shape, list) and len(shape) <= MOST_DIMS
+    fits = fits and all(type(number) is int and number >= 0 for number in (at, to, *shape))
+    fits = fits and at <= to <= end - start and math.prod(max(1, rows) for rows in shape) <= MOST_ELEMENTS
+    if not fits or to - at != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{name[:100]} cannot be {dtype} of shape {str(shape)[:100]} in bytes {at} to {to}.")
+    return Stored(name, dtype, tuple(shape), start + at, start + to)
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor as the index of a folder of safetensors says: the plain names of files in it."""
+    path = folder / HF_INDEX
+    with opened(path) as file:
+        num_bytes, data_bytes = (
+            size_of(file),
+            sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()),
+        )
+        if num_bytes > most_words(data_bytes - num_bytes):
+            raise CheckpointError(f"{path} has {num_bytes} bytes, which is absurd beside the folder's other files.")
+        text = file.read(num_bytes)
+    try:
+        places = json.loads(text.decode(), object_pairs_hook=without_twins)["weight_map"]
+        bad = [name for name in places.values() if not PLAIN_FILE.fullmatch(name) or ".." in name]
+        check_names(places)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is no index of safetensors: {error}") from None
+    except BROKEN as error:
+        raise CheckpointError(
+            f"{path} is no index of safetensors: {type(error).__name__}: {str(error)[:300]}."
+        ) from error
+    if bad:
+        raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")
+    return dict(places)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `CheckpointError` for a name that is no Unicode text, as half of a pair of surrogates is not."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"the name {ascii(name)[:100]} is no Unicode text.") from None

@@ -1,0 +1,152 @@
+"""How one parameter lies after a call has cut it: on its own mesh, beside tensor parallelism, or on a mesh of all axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from accordion import _torch
+from accordion.engine.around import Around
+from accordion.engine.layout import Cut
+from accordion.errors import UsageError
+from accordion.shard.api import device_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Mesh and placements of the sharded parameter, how its local tensor before was cut, and what modules see around it.
+
+    `rank`: this one among those that have rows of the cut.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    cut: Cut
+    rank: int
+    around: Around | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        return self.cut.local_shape(self.rank)
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis of a data-parallel mesh over which rows are cut."""
+    return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spmd:
+    """A mesh of all axes on which parameters are DTensors already; `shard`, `replicate`: those that are data-parallel."""
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+
+    def data_parallel(self) -> DeviceMesh:
+        """The axes over which this library shards and sums, several of a kind as one."""
+        found = [self._slice(names) for names in (self.replicate, self.shard) if names]
+        return found[0] if len(found) == 1 else _torch.joined_mesh(*found)
+
+    def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
+        return self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
+
+    def axes(self, names: Sequence[str]) -> list[int]:
+        all_names = self.mesh.mesh_dim_names
+        assert all_names is not None, "checked when it was made"
+        return [all_names.index(name) for name in names]
+
+
+def local_part(param: nn.Parameter) -> Tensor:
+    """What data parallelism cuts: the parameter, or this rank's part of it under other parallelism."""
+    return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
+
+
+def layout_of(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None) -> Layout:
+    """Where the sharded parameter lies. Raises `UsageError` where it is a DTensor that cannot be composed with `mesh`."""
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    if spmd is not None:
+        return _on_all_axes(name, param, c, mesh, spmd)
+    own: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
+    if mesh.ndim == 2:
+        own.insert(0, Replicate())
+    if not isinstance(param, DTensor):
+        return Layout(mesh, tuple(own), c, rank)
+    _check_beside(name, param, mesh)
+    inner, placements = param.device_mesh, param.placements
+    own[-1] = _cut_on(c, placements, [inner.size(i) for i in range(inner.ndim)])
+    around = Around(inner, placements, param.shape, device_of(mesh))
+    return Layout(_torch.joined_mesh(mesh, inner), (*own, *placements), c, rank, around)
+
+
+def _cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
+    """The placement of a cut that is made on what the axes to its right have left: strided where they cut the same dim."""
+    if c.dim is None:
+        return Replicate()
+    split = 1
+    for placement, size in zip(after, sizes, strict=True):
+        if isinstance(placement, Shard) and placement.dim == c.dim:
+            split *= size
+    return _torch.StridedShard(c.dim, split_factor=split) if split > 1 else Shard(c.dim)
+
+
+def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) -> Layout:
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
+        found = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
+        raise UsageError(
+            f"parameter {name!r} is {found}, and dp_mesh_dims was given with the mesh {spmd.mesh}; make every parameter a "
+            "DTensor on that mesh first, with distribute_module, or leave dp_mesh_dims out."
+        )
+    dp = spmd.axes([*spmd.replicate, *spmd.shard])
+    if any(not isinstance(param.placements[i], Replicate) for i in dp):
+        raise UsageError(
+            f"parameter {name!r} is placed {param.placements} on the axes {spmd.mesh.mesh_dim_names}; on those of dp_mesh_dims "
+            "it must be Replicate()."
+        )
+    sharding, sizes = spmd.axes(spmd.shard), [spmd.mesh.size(i) for i in range(spmd.mesh.ndim)]
+    placements = list(param.placements)
+    for i in sharding:
+        placements[i] = _cut_on(c, param.placements[i + 1 :], sizes[i + 1 :])
+    around = Around(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
+    if len(sharding) < 2:
+        return Layout(spmd.mesh, tuple(placements), c, rank, around)
+    # Several axes that shard are one: that of the flattened mesh, with the axis that replicates before it.
+    meshes: list[DeviceMesh] = []
+    spread: list[Placement] = []
+    for i, axis in enumerate(spmd.mesh.mesh_dim_names or ()):
+        if i == sharding[0]:
+            meshes.append(mesh)
+            spread += [Replicate()] * (mesh.ndim - 1) + [placements[i]]
+        elif i not in dp:
+            meshes.append(spmd.mesh[axis])
+            spread.append(placements[i])
+    return Layout(_torch.joined_mesh(*meshes), tuple(spread), c, rank, around)
+
+
+def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
+    """A DTensor must be one of other parallelism: on axes beside those of `mesh`, all of one mesh with names."""
+    inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
+    outer = mesh.mesh_dim_names
+    if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):
+        raise UsageError(
+            f"parameter {name!r} is sharded on the mesh {inner} already, by a call on a module around this one; shard the inner "
+            "modules first, then those around them. Where other parallelism did it, give that axes of its own, or say "
+            "dp_mesh_dims=."
+        )
+    if names is None or outer is None:
+        raise UsageError(
+            f"parameter {name!r} is a DTensor on the mesh {inner}; other parallelism is composed on slices of one mesh with "
+            "named axes: mesh['tp'] for parallelize_module and mesh['dp'] here."
+        )
+    if not all(isinstance(p, (Shard, Replicate)) for p in param.placements):
+        raise UsageError(
+            f"parameter {name!r} is a DTensor placed as {param.placements}; Shard and Replicate are composed."
+        )

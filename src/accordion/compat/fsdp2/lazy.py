@@ -1,0 +1,332 @@
+"""Sharding module by module: each call cuts its parameters at once, and one engine for all is made at the first use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.compat.fsdp2.layouts import Layout, Spmd, shard_mesh
+from accordion.compat.fsdp2.lease import Lease, backward_ended
+from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.engine.engine import Engine
+from accordion.engine.group import Group, Planned, Wiring
+from accordion.engine.hooks import Hooks
+from accordion.engine.schedule import Phase
+from accordion.engine.unit import Habits, Unit
+from accordion.errors import UsageError
+from accordion.offload.step.deferred_step import own_parameters
+from accordion.safety.dtensor_calls import answer_for_dtensors
+from accordion.same_on_ranks import same_structure
+from accordion.shard.api import plan_groups, wire, with_tiers
+from accordion.shard.subclasses import extended_groups, is_extended
+from accordion.units import Owned, other_units_read, owned_parameters
+
+PART = "_accordion_part"  # where a module keeps its part
+
+
+class Part:
+    """What one call asked for: modules that are gathered together, how, and their unit while there is an engine.
+
+    Owns the registration with its modules, the lease that `unshard` takes, and what its unit may do unlike others.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
+        self.modules = [weakref.ref(m) for m in modules]
+        self.mesh, self.precision = mesh, precision
+        self.spmd: Spmd | None = None  # a mesh of all axes, of which `mesh` are some
+        self.strategy: Strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
+        self.offload = Offload()
+        self.ignored: set[nn.Parameter] = set()
+        self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
+        self.policy: Any = None  # the caller's own words on precision, for tensor subclasses
+        self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
+        self.habits = Habits(on_convert=partial(_dissolve, weakref.ref(self)))
+        self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
+        self.sync = self.all_reduce = True  # what the caller said of backwards; `habits.reduces` follows from both
+        self.scale: float | None = None  # of gradient sums, in place of one over the number of ranks
+        self.after_reduce: Callable[[Tensor], None] | None = None
+        self.wiring: Wiring | None = None
+        self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
+        self.tree: Tree | None = None
+        self.unit: Unit | None = None
+        self.lease = Lease(self)
+        self.outer: weakref.ref[Part] | None = None
+        self._triggers: list[Any] = []
+        for module in modules:
+            module.__dict__[PART] = self
+        for below in parts_below(modules):
+            if below is not self and below.outer is None:
+                below.outer = weakref.ref(self)
+            if below.tree is not None:  # it was used before it had a part around it
+                below.tree.dissolve()
+        self.arm()
+
+    def withdraw(self) -> None:
+        """Forget the call: what it asked for was refused."""
+        self.disarm()
+        for module in self.alive():
+            del module.__dict__[PART]
+
+    def alive(self) -> list[nn.Module]:
+        return [m for m in (ref() for ref in self.modules) if m is not None]
+
+    def outermost(self) -> Part:
+        outer = None if self.outer is None else self.outer()
+        return self if outer is None else outer.outermost()
+
+    def ensure(self) -> Unit:
+        """The unit, with the engine of the whole tree made where there is none. Collective then."""
+        if self.unit is None:
+            Tree(self.outermost())
+        assert self.unit is not None, "a part lies in the tree of its outermost part"
+        return self.unit
+
+    def wired(self) -> Wiring:
+        """Streams and communicators, made once and kept from engine to engine. Collective the first time."""
+        source = None if self.shares is None else self.shares()
+        if source is not None and source.mesh == self.mesh:
+            return source.wired()
+        if self.wiring is None:
+            self.wiring = wire(self.mesh, self.strategy, 1.0 / self.mesh.size(), late=False)
+        return self.wiring
+
+    # -- the first use
+
+    def arm(self) -> None:
+        """Make the engine at the next call of any of the modules."""
+        trigger = torch.compiler.disable(partial(_first_call, weakref.ref(self)))
+        self._triggers = [m.register_forward_pre_hook(trigger, with_kwargs=True, prepend=True) for m in self.alive()]
+
+    def disarm(self) -> None:
+        for handle in self._triggers:
+            handle.remove()
+        self._triggers = []
+
+    def attach(self, tree: Tree, unit: Unit) -> None:
+        self.tree, self.unit = tree, unit
+        self.disarm()
+        for group in unit.groups:
+            group.after_reduce = self.after_reduce
+            if self.scale is not None:
+                group.rescale(self.scale)
+
+    def detach(self) -> None:
+        self.lease.end()
+        self.tree = self.unit = None
+        self.arm()
+
+    def push(self) -> None:
+        """Tell the unit what was asked of the part since it was made."""
+        if self.unit is None:
+            return
+        for group in self.unit.groups:
+            group.after_reduce = self.after_reduce
+            group.rescale(group.wiring.scale if self.scale is None else self.scale)
+        here = self.unit.engine
+        for phase, parts in self.ahead.items():
+            units = [part.ensure() for part in (ref() for ref in parts) if part is not None]
+            self.habits.ahead[phase] = [unit.index for unit in units if unit.engine is here]
+
+    def hooks(self) -> Hooks:
+        unit = self.ensure()
+        return unit.engine.siblings[unit.index]
+
+    def reshard(self) -> None:
+        """Let full parameters go that no call under way needs; a backward gathers them again."""
+        self.lease.end()
+        if self.unit is not None:
+            unit = self.unit
+            unit.engine.drop_kept(lambda kept: kept.unit is unit)
+            unit.stays = False
+            unit.let_go()
+
+
+def _first_call(of: weakref.ref[Part], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    part = of()
+    assert part is not None, "a module's hook runs while the module holds its part"
+    return part.hooks().before(module, args, kwargs)
+
+
+def _dissolve(of: weakref.ref[Part]) -> None:
+    part = of()
+    if part is not None and part.tree is not None:
+        part.tree.dissolve()
+
+
+class Tree:
+    """The engine of all parts in and below an outermost one. Dissolved where shards change their dtype, device or memory:
+    then each parameter keeps what it has, and the next use makes another."""
+
+    def __init__(self, top: Part) -> None:
+        modules = top.alive()
+        root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        parts = list(parts_below([root]))
+        self._parts = [weakref.ref(part) for part in parts]  # a model's memory goes with it, not with the collector
+        with torch.no_grad(), torch.inference_mode(False):
+            _check_meshes(root, top, parts)
+            index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
+            layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
+            owned = [(o, _layout_of(o, layouts)) for o in _sharded(root, index, parts, layouts)]
+            names = {id(m): name for name, m in root.named_modules()}
+            chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
+            wiring = top.wired()
+            same_structure([o for o, _ in owned], chosen, top.strategy, wiring)
+            by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
+            planned = [
+                plan_groups([(o, layout.cut) for o, layout in mine if not is_extended(o.original)], part.precision)
+                for mine, part in zip(by_unit, parts, strict=True)
+            ]
+            wiring = with_tiers(wiring, [part.offload for part in parts], planned)
+            self.engine = Engine(wiring, top.strategy, top.precision, Prefetch())
+            for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True)):
+                self._make_unit(part, by_unit[i], planned[i], (i, name))
+            read = other_units_read([part.alive() for part in parts], [o for o, _ in owned])
+            for unit, reads in zip(self.engine.units, read, strict=True):
+                unit.reads = reads
+        for part in parts:
+            part.push()
+        leases = [weakref.ref(part.lease) for part in parts]
+        self.engine.after_backward.append(partial(backward_ended, leases))
+        _torch.answer_anomaly_checks()
+        answer_for_dtensors()
+        self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
+
+    def _make_unit(
+        self, part: Part, mine: list[tuple[Owned, Layout]], planned: list[Planned], place: tuple[int, str]
+    ) -> None:
+        precision, wiring = part.precision, self.engine.wiring
+        by_name = {o.names[0]: (o, layout) for o, layout in mine}
+        extended = [(o, layout.cut) for o, layout in mine if is_extended(o.original)]
+        groups = [Group(wiring, group, place) for group in planned]
+        for group in groups:
+            for param, local in zip(group.params, group.home.locals, strict=True):
+                param.sharded = by_name[param.name][0].original
+                local.copy_(_torch.local_of(param.sharded))
+                _torch.set_local(param.sharded, local)
+        groups += extended_groups(extended, precision, wiring, place, shard_mesh(part.mesh), part.policy)
+        for param in [param for group in groups for param in group.params]:
+            param.around = by_name[param.name][1].around
+        modules, inputs = part.alive(), precision.params if precision.cast_inputs else None
+        unit = Unit(
+            self.engine, place[1], modules[0], groups, inputs=inputs, outputs=precision.output, habits=part.habits
+        )
+        hooks = Hooks(unit)
+        own_parameters(unit)
+        for module in modules:
+            hooks.attach(module)
+        part.attach(self, unit)
+
+    def dissolve(self) -> None:
+        """Take the engine off; shards stay where they are."""
+        engine = self.engine
+        if engine.depth or _torch.current_graph_task() != -1:
+            raise UsageError(
+                "shards cannot change their dtype, device or memory in a forward or backward; do it between steps."
+            )
+        if any(unit.holds_sums() for unit in engine.units):
+            raise UsageError(
+                "gradients have been added up without communication, and would be lost; run a backward that synchronises, or "
+                "zero_grad(), before the parameters change their dtype, device or memory."
+            )
+        parts = [part for part in (ref() for ref in self._parts) if part is not None]
+        engine.synchronize()
+        for part in parts:
+            part.lease.end()
+        engine.reset()
+        for part in parts:
+            assert part.unit is not None, "a part of a tree has a unit"
+            engine.siblings[part.unit.index].detach(part.alive())
+            part.detach()
+        self._finalizer.detach()
+        engine.dismantle()
+
+
+def parts_below(modules: Iterable[nn.Module]) -> Iterator[Part]:
+    """The parts of `modules` and of what lies below them, each once, outer ones first."""
+    seen: set[int] = set()
+    for root in modules:
+        for module in root.modules():
+            part = part_of(module)
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                yield part
+
+
+def part_of(module: nn.Module) -> Part | None:
+    return module.__dict__.get(PART)
+
+
+# -- building
+
+
+def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
+    for part in parts:
+        if part.tree is not None:
+            part.tree.dissolve()
+        for name, lender in part.borrowed:
+            if lender() not in parts:
+                raise UsageError(
+                    f"{name!r} of {_kind(part)} is tied to a parameter that was sharded with another module; shard a module that "
+                    "holds both too, and call that one, so that one unit can own it."
+                )
+        if part.mesh != top.mesh:
+            raise UsageError(
+                f"{_kind(part)} is sharded on the mesh {part.mesh} and {_kind(top)} around it on {top.mesh}; one model has "
+                "one mesh here: pass the same one in each call."
+            )
+    on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
+    if on_meta:
+        raise UsageError(
+            f"{len(on_meta)} parameters are on the meta device still, the first is {on_meta[0]!r}; materialise them before the "
+            "first use: model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)."
+        )
+
+
+def _kind(part: Part) -> str:
+    return " and ".join(type(m).__name__ for m in part.alive())
+
+
+def _sharded(
+    root: nn.Module, index: dict[int, int], parts: list[Part], layouts: Mapping[tuple[int, str], Layout]
+) -> Iterator[Owned]:
+    """The parameters that were cut. Others are left to the caller; a cut one must not have become an ordinary one."""
+    ignored = {id(p) for part in parts for p in part.ignored}
+    for o in owned_parameters(root, index):
+        if isinstance(o.original, DTensor) and id(o.original) not in ignored:
+            yield o
+        elif any(place in layouts for place in _places(o)):
+            raise UsageError(
+                f"parameter {o.names[0]!r} was sharded and is a plain tensor now; assign DTensors, as distribute_tensor makes "
+                "them, or load without assign=True."
+            )
+
+
+def _layout_of(o: Owned, layouts: Mapping[tuple[int, str], Layout]) -> Layout:
+    """How a DTensor lies, which is as it was cut; another may have been assigned since."""
+    param: Any = o.original
+    layout = next((layouts[place] for place in _places(o) if place in layouts), None)
+    if layout is None:
+        raise UsageError(
+            f"parameter {o.names[0]!r} is a DTensor that fully_shard did not cut: it came later, or in the place of an ignored "
+            "one; leave such parameters plain, or build and shard the model again."
+        )
+    same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
+    if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
+        raise UsageError(
+            f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, and it was sharded as "
+            f"{layout.placements} on {layout.mesh}; assign DTensors of the placements that it had."
+        )
+    return layout
+
+
+def _places(o: Owned) -> Iterator[tuple[int, str]]:
+    for ref, attr in o.places:
+        yield id(ref()), attr

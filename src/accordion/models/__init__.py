@@ -1,0 +1,1 @@
+"""The model shapes that the commands know by name."""

@@ -1,0 +1,129 @@
+"""Inputs of recomputed blocks off the device: taken away behind the forward, and back ahead of their use in the backward."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from accordion.config import folder_of
+from accordion.engine.streams import Lane
+from accordion.errors import OffloadError, UsageError
+from accordion.offload.activations.stores import Berth, DiskRoom, HostRoom, Move, room_for
+
+log = logging.getLogger("accordion")
+
+
+class Parking:
+    """Owns the places in which inputs wait, made in the first forward and used again, and the order in which they came.
+
+    `lanes`: on which they come back, and on which they leave.
+    """
+
+    def __init__(
+        self, device: torch.device, lanes: tuple[Lane, Lane], pool: Callable[[], ThreadPoolExecutor], checksums: bool
+    ) -> None:
+        self.device, self._lanes, self._pool, self._checksums = device, lanes, pool, checksums
+        self._rooms: dict[str, HostRoom | DiskRoom] = {}
+        self._told = (0, 0)
+        self._last: weakref.ref[Parked] | None = None
+        self._leaving: tuple[Move, Tensor, int] | None = None  # what leaves, of what, and its version then
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(room.host_bytes for room in self._rooms.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(room.disk_bytes for room in self._rooms.values())
+
+    def park(self, tensor: Tensor, place: str) -> Parked:
+        """Begin to take an input away; what the one before still held on the device goes."""
+        self.land()
+        parked = Parked(self, tensor, self._room(place).take(room_for(tensor.nbytes)), self._last)
+        self._last, self._leaving = weakref.ref(parked), (parked.leaving, tensor, tensor._version)
+        return parked
+
+    def _room(self, place: str) -> HostRoom | DiskRoom:
+        if place not in self._rooms:
+            folder = folder_of(place)
+            self._rooms[place] = (
+                HostRoom(self.device, self._lanes)
+                if folder is None
+                else DiskRoom(folder, self.device, self._lanes, self._pool, self._checksums)
+            )
+        return self._rooms[place]
+
+    def land(self) -> None:
+        """Nothing leaves any more. Raises `UsageError` where something was written meanwhile: the copy may have some of it."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            move, tensor, version = leaving
+            move.land()
+            if tensor._version != version:
+                raise UsageError(
+                    f"the input {tuple(tensor.shape)} of a recomputed unit was changed in place while it was copied "
+                    "to the host; change a clone of it, or leave out Offload(activations=...)."
+                )
+
+    def turn(self) -> None:
+        """A backward has begun: inputs that are parked from now on are of another forward."""
+        self._last, taken = None, (self.host_bytes, self.disk_bytes)
+        if taken != self._told:
+            self._told = taken
+            log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *taken)
+
+    def tell(self, error: OffloadError) -> None:
+        """Let other ranks, who may wait for this one in the backward, hear of an error."""
+        self._lanes[0].watch.tell(f"{type(error).__name__}: {error}")
+
+
+class Parked:
+    """Owns the place of one input off the device, from its forward until the graph goes that may recompute with it."""
+
+    def __init__(self, parking: Parking, tensor: Tensor, berth: Berth, before: weakref.ref[Parked] | None) -> None:
+        self._parking, self._berth, self._before = parking, berth, before
+        self._coming: tuple[Move, Tensor] | None = None
+        self._live: Tensor | None = tensor  # until the block's forward has ended
+        self._like = torch.empty_like(tensor, device="meta")  # its shape and strides, where it is dense
+        self.leaving = berth.store(tensor, self._like)
+
+    def leave(self) -> None:
+        """The block's forward has ended."""
+        self._live = None
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._live is None and self._coming is None:
+            self._parking.land()
+            tensor = torch.empty_strided(
+                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._parking.device
+            )
+            self._coming = self._berth.fetch(tensor), tensor
+
+    def tensor(self) -> Tensor:
+        """The input: itself in its forward, else its copy, a leaf that requires a gradient; the one parked before comes too."""
+        if self._live is not None:
+            return self._live
+        self._parking.turn()
+        try:
+            with torch.no_grad():
+                self.fetch()
+                before = None if self._before is None else self._before()
+                if before is not None:
+                    before.fetch()
+                assert self._coming is not None, "it was fetched"
+                move, tensor = self._coming
+                move.land()
+        except OffloadError as error:
+            self._parking.tell(error)
+            raise
+        self._coming = None
+        return tensor.requires_grad_()
+
+    def __del__(self) -> None:
+        self._berth.free(is_coming=self._coming is not None)

@@ -1,0 +1,355 @@
+"""Where inputs of recomputed blocks wait off the device: in host memory, or in a file behind a few pieces of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accordion.engine.collectives import Link, Pending
+from accordion.engine.streams import Flight, Lane, Steps
+from accordion.errors import OffloadError
+from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
+from accordion.offload.disk_shards import CHUNK_BYTES
+from accordion.offload.swap_file import SwapFile
+
+GROWTH = 8  # a piece that takes the place of a smaller one has this share of its size beyond what is asked for
+NUM_STAGES = 3  # pieces of host memory on the way to a file and back: one is filled, one is written or read, one waits
+STORES, FETCHES = "takes activations from the device", "brings activations back"
+
+
+class Move(Protocol):
+    """An input under way, to where it waits or back, as a `Flight` is."""
+
+    def land(self) -> None: ...
+
+
+class Berth(Protocol):
+    """Where one input waits."""
+
+    def store(self, tensor: Tensor, like: Tensor) -> Move:
+        """Begin to take it there. `like`: its shape and strides, without gaps."""
+        ...
+
+    def fetch(self, into: Tensor) -> Move:
+        """Begin to bring it back into a tensor of the same shape and strides."""
+        ...
+
+    def free(self, is_coming: bool) -> None:
+        """Nobody wants it any more, though it may be on its way; on any thread."""
+        ...
+
+
+class HostRoom:
+    """Owns host memory in pieces: as many as ever waited at once, each as large as the largest of those that were in it."""
+
+    disk_bytes = 0
+
+    def __init__(self, device: torch.device, lanes: tuple[Lane, Lane]) -> None:
+        self._device, self.lanes = device, lanes
+        self.host_bytes = 0
+        self._free: list[Arena] = []
+
+    def take(self, num_bytes: int) -> HostBerth:
+        fits = [piece for piece in self._free if piece.num_bytes >= num_bytes]
+        if fits:
+            piece = min(fits, key=lambda piece: piece.num_bytes)
+            self._free.remove(piece)
+            return HostBerth(self, piece)
+        if self._free:  # inputs have grown: a larger one in place of the next smaller one
+            largest = max(self._free, key=lambda piece: piece.num_bytes)
+            self._free.remove(largest)
+            self.host_bytes -= largest.num_bytes
+            del largest
+            # Beyond what is asked for: else lengths that grow a little at a time have each step pin memory, and wait for it.
+            num_bytes = page_aligned(num_bytes + num_bytes // GROWTH)
+        piece = Arena(num_bytes, self._device)
+        self.host_bytes += num_bytes
+        return HostBerth(self, piece)
+
+    def give(self, piece: Arena) -> None:
+        self._free.append(piece)
+
+
+class HostBerth:
+    """Owns a piece of host memory while an input waits in it."""
+
+    def __init__(self, room: HostRoom, piece: Arena) -> None:
+        self._room, self._piece = room, piece
+        self._coming: Flight | None = None
+
+    def store(self, tensor: Tensor, like: Tensor) -> Move:
+        return self._room.lanes[1].copy(copying(shaped(self._piece.memory, like), tensor), [tensor], STORES)
+
+    def fetch(self, into: Tensor) -> Move:
+        self._coming = self._room.lanes[0].copy(copying(into, shaped(self._piece.memory, into)), [into], FETCHES)
+        return self._coming
+
+    def free(self, is_coming: bool) -> None:
+        if is_coming and self._coming is not None:
+            self._coming.synchronize()  # nobody waits for it on the device
+        self._room.give(self._piece)
+
+
+class DiskRoom:
+    """Owns a file, and the host memory through which inputs pass on their way there and back.
+
+    The file grows where no part of it is free that is large enough, in the first passes or with inputs that are larger.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        lanes: tuple[Lane, Lane],
+        pool: Callable[[], ThreadPoolExecutor],
+        checksums: bool,
+    ) -> None:
+        self._device, self.lanes, self._pool = device, lanes, pool
+        self.file = SwapFile(folder, 0, checksums=checksums)
+        self._free: list[tuple[int, int]] = []  # (start, stop) in the file, in order, none beside another
+        self._given: deque[tuple[int, int, list[Moves]]] = deque()  # free as soon as nothing is moved there
+        self._stages = [Stage() for _ in range(NUM_STAGES)]
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.file.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(stage.piece.num_bytes for stage in self._stages if stage.piece is not None)
+
+    def take(self, num_bytes: int) -> DiskBerth:
+        """A part of the file, free or new. Raises `OffloadError` where the disk has no room."""
+        self._collect()
+        fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
+        if fits:
+            _, start, stop = min(fits)
+            self._free.remove((start, stop))
+            if start + num_bytes < stop:
+                self._free = joined([*self._free, (start + num_bytes, stop)])
+            return DiskBerth(self, start, num_bytes)
+        end = self.file.num_bytes
+        start = self._free[-1][0] if self._free and self._free[-1][1] == end else end
+        self.file.grow(start + num_bytes - end)
+        if start < end:
+            self._free.pop()
+        return DiskBerth(self, start, num_bytes)
+
+    def _collect(self) -> None:
+        while self._given:
+            start, stop, moves = self._given.popleft()
+            for move in moves:
+                move.rest()
+            self._free.append((start, stop))
+        self._free = joined(self._free)
+
+    def give(self, start: int, stop: int, moves: list[Moves]) -> None:
+        """A part of the file is free once `moves` have ended; on any thread."""
+        self._given.append((start, stop, moves))
+
+    def stage(self, num_bytes: int) -> Stage:
+        """The piece of host memory that was used longest ago, once what it had is where it belongs."""
+        self._stages.append(self._stages.pop(0))
+        stage = self._stages[-1]
+        stage.clear()
+        stage.fit(num_bytes, self._device)
+        return stage
+
+    def move(self, call: Callable[[int, Tensor], None], start: int, memory: Tensor, after: Callable[[], None]) -> Moves:
+        """Let threads read or write `memory` at `start`, part by part, once `after` returns."""
+        parts = [
+            partial(call, start + at, memory[at : at + CHUNK_BYTES]) for at in range(0, memory.numel(), CHUNK_BYTES)
+        ]
+        return Moves(self._pool(), after, parts)
+
+
+class Stage:
+    """Owns a piece of host memory that is used again and again, and knows what it has and until when that is needed."""
+
+    def __init__(self) -> None:
+        self.piece: Arena | None = None
+        self.has: object = None
+        self._needed: list[Callable[[], None]] = []
+
+    def need(self, until: Callable[[], None]) -> None:
+        self._needed.append(until)
+
+    def clear(self) -> None:
+        """Return when nobody needs what it has. Raises what that raises, once."""
+        self.has = None
+        while self._needed:
+            self._needed.pop(0)()
+
+    def fit(self, num_bytes: int, device: torch.device) -> None:
+        if self.piece is None or self.piece.num_bytes < num_bytes:
+            self.piece = None
+            self.piece = Arena(num_bytes, device)
+
+    def memory(self, num_bytes: int) -> Tensor:
+        assert self.piece is not None, "it was made to fit"
+        return self.piece.memory[:num_bytes]
+
+
+class Moves:
+    """Reads or writes under way on threads. One of them waits for what comes before; the others have work meanwhile."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, after: Callable[[], None], parts: Sequence[Callable[[], None]]
+    ) -> None:
+        self._pool, self._parts = pool, parts
+        self._started = pool.submit(self._start, after)
+
+    def _start(self, after: Callable[[], None]) -> list[Future[None]]:
+        after()
+        parts, self._parts = self._parts, ()
+        return [self._pool.submit(part) for part in parts]
+
+    def wait(self, *_: Any) -> None:
+        """Wait for the end of all, as what a collective gives does. Raises what one of them raised."""
+        self.rest()
+        try:
+            for future in self._started.result():
+                future.result()
+        except OffloadError as error:
+            failed = error.with_traceback(None)
+        else:
+            return
+        # Another one: what is raised knows the frames of who waits, and with them the graph that holds this.
+        raise OffloadError(*failed.args) from failed.__cause__
+
+    def rest(self) -> None:
+        """Wait for the end, whatever it is."""
+        wait([self._started])
+        if self._started.exception() is None:
+            wait(self._started.result())
+
+
+class DiskBerth:
+    """Owns a part of the file while an input waits in it, and what is moved there."""
+
+    def __init__(self, room: DiskRoom, start: int, num_bytes: int) -> None:
+        self.room, self.start, self.num_bytes = room, start, num_bytes
+        self._stage: Stage | None = None
+        self._stored: Stored | None = None
+        self._coming: Flight | None = None
+        self._reads: Moves | None = None
+        self._is_wanted = True
+
+    def store(self, tensor: Tensor, like: Tensor) -> Move:
+        stage = self.room.stage(self.num_bytes)
+        memory = stage.memory(self.num_bytes)
+        flight = self.room.lanes[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
+        self._stage, self._stored, stage.has = stage, Stored(self.room, self.start, memory, flight), self
+        stage.need(partial(self._end, self._stored.finish))
+        return self._stored
+
+    def fetch(self, into: Tensor) -> Move:
+        """From the file, or from the memory in which it went there, where nothing else has come since."""
+        assert self._stage is not None, "what is fetched was stored"
+        assert self._stored is not None, "what is fetched was stored"
+        stage, self._reads = self._stage, None
+        if stage.has is not self:
+            self._stored.finish()  # before the memory was used again; here for what it raised then
+            stage = self.room.stage(self.num_bytes)
+            self._reads = self.room.move(self.room.file.read, self.start, stage.memory(self.num_bytes), nothing)
+        copy = copying(into, shaped(stage.memory(self.num_bytes), into))
+        self._coming = self.room.lanes[0].start(once(self._reads, copy), [into], FETCHES)
+        stage.need(partial(self._end, self._coming.synchronize))
+        return self._coming
+
+    def _end(self, wait: Callable[[], None]) -> None:
+        """Before host memory is used again. What fails is not told where nobody asks any more."""
+        try:
+            wait()
+        except OffloadError:
+            if self._is_wanted:
+                raise
+
+    def free(self, is_coming: bool) -> None:
+        self._is_wanted = False
+        moves = [] if self._stored is None else self._stored.let_go()
+        if is_coming and self._coming is not None:
+            self._end(self._coming.synchronize)
+        moves += [] if self._reads is None else [self._reads]
+        self.room.give(self.start, self.start + self.num_bytes, moves)
+
+
+class Stored:
+    """An input on its way from the device to host memory and from there to the file."""
+
+    def __init__(self, room: DiskRoom, start: int, memory: Tensor, flight: Flight) -> None:
+        self._flight = flight
+        self._move: Callable[[], Moves] | None = partial(room.move, room.file.write, start, memory, flight.block)
+        self._writes: Moves | None = None
+        if not room.lanes[1].late:  # else nothing has arrived before it is waited for
+            self._begin()
+
+    def _begin(self) -> None:
+        move, self._move = self._move, None
+        if move is not None:
+            self._writes = move()
+
+    def land(self) -> None:
+        self._flight.land()
+        self._begin()
+
+    def finish(self) -> None:
+        """Return when it is in the file."""
+        self.land()
+        if self._writes is not None:
+            self._writes.wait()
+
+    def let_go(self) -> list[Moves]:
+        """Nobody wants it any more; what is under way all the same."""
+        self._move = None
+        return [] if self._writes is None else [self._writes]
+
+
+def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts of a file in order, neighbours as one."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(parts):
+        if result and result[-1][1] == start:
+            start = result.pop()[0]
+        result.append((start, stop))
+    return result
+
+
+def shaped(memory: Tensor, like: Tensor) -> Tensor:
+    """The beginning of `memory`, bytes, with dtype, shape and strides of a dense tensor."""
+    return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def copying(to: Tensor, source: Tensor) -> Callable[[], None]:
+    def copy() -> None:
+        to.copy_(source.detach(), non_blocking=True)
+
+    return copy
+
+
+def once(reads: Moves | None, copy: Callable[[], None]) -> Steps:
+    """A copy of what threads read, begun when that is waited for; on a device it waits only for what came before the reads."""
+    if reads is not None:
+        yield Pending(nobody(), [reads])
+    copy()
+
+
+def nobody() -> Link:
+    """The ranks that take part in a read."""
+    return Link(None, torch.device("cpu"))
+
+
+def nothing() -> None:
+    """Nothing comes before."""
+
+
+def room_for(num_bytes: int) -> int:
+    """Bytes that an input takes."""
+    return max(page_aligned(num_bytes), ALIGN_BYTES)

@@ -1,0 +1,142 @@
+"""Where the gradients of one group rest off the device: a slot for each, in host memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.home import own_storage
+from accordion.engine.streams import Flight, Lane
+from accordion.offload.arena import page_aligned
+from accordion.offload.swap_file import Spot
+
+
+class Gradients:
+    """Owns the slots of one group's gradients, and the part of the `landing` into which they come first.
+
+    What a device adds to others lands there and is added from there; what rests on disk is written from there. All homes
+    share the landing, so what lands is waited for before the next unit's gradients come.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        landing: Tensor,
+        locals_: Sequence[Tensor],
+        lane: Lane,
+        pool: Callable[[], ThreadPoolExecutor],
+    ) -> None:
+        self._slots, self._locals, self._lane, self._pool = slots, locals_, lane, pool
+        self.comes_from_device = lane.sleeps  # else what is added to others is added from where it is
+        self._landing: list[Tensor] = []  # for each parameter its part, bytes
+        at = 0
+        for local in locals_:
+            num_bytes = page_aligned(local.nbytes)
+            self._landing.append(landing[at : at + num_bytes])
+            at += num_bytes
+
+    def put(
+        self,
+        chosen: Sequence[int],
+        rows: Sequence[Tensor | None],
+        adding: Sequence[bool],
+        after: Flight | None,
+    ) -> tuple[Sequence[Tensor | None], Flight | None]:
+        """See `Home.put`."""
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        result: list[Tensor | None] = []
+        writes: list[tuple[Slot, Tensor]] = []
+        for i, row, is_added in zip(chosen, rows, adding, strict=True):
+            if row is None:
+                result.append(None)
+                continue
+            if is_added and not self.comes_from_device:
+                result.append(row)
+                continue
+            landed = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self._locals[i].stride())
+            target = given = landed if is_added else self._slots[i].take()
+            if not is_added and self._slots[i].lies_at(given):
+                target = landed
+                if row.numel():
+                    writes.append((self._slots[i], self._landing[i]))
+            to.append(target)
+            source.append(row)
+            result.append(given)
+        if not to:
+            return result, None
+        copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
+        flight = self._lane.copy(copies, source, "copies gradients to the host", after)
+        if writes:
+            flight = cast(Flight, Written(flight, writes, None if self._lane.late else self._pool()))
+        return result, flight
+
+    def spot(self, i: int, grad: Tensor) -> Spot | None:
+        """Where `grad`, of parameter `i`, is on disk; None where it is in memory."""
+        return self._slots[i].spot if self._slots[i].lies_at(grad) else None
+
+    def is_on_disk(self, i: int) -> bool:
+        return self._slots[i].spot is not None
+
+    def settle(self, i: int) -> None:
+        """What a caller wrote into the gradient of parameter `i` is on disk."""
+        self._slots[i].settle()
+
+
+class Slot:
+    """Owns the memory, or the place on disk, in which one gradient rests, and gives it out while nobody else has it.
+
+    `rest`: the gradient as the outside sees it, mapped where it lies at a `spot` of a file.
+    """
+
+    def __init__(self, rest: Tensor, spot: Spot | None = None) -> None:
+        self._rest, self.spot = own_storage(rest), spot
+        self._alone = _torch.holders_of_memory(self._rest)
+
+    def take(self) -> Tensor:
+        """A tensor over the slot; over new memory where a gradient that was given out before is still held."""
+        if _torch.holders_of_memory(self._rest) > self._alone:
+            return torch.empty_like(self._rest)
+        return self._rest.detach()
+
+    def lies_at(self, grad: Tensor) -> bool:
+        return self.spot is not None and grad.data_ptr() == self._rest.data_ptr()
+
+    def write(self, landed: Tensor) -> None:
+        assert self.spot is not None, "only what lies on disk is written there"
+        self.spot.file.write(self.spot.offset, landed)
+
+    def settle(self) -> None:
+        if self.spot is not None and self._rest.numel():
+            self.spot.file.settle(self.spot.offset, page_aligned(self._rest.nbytes))
+
+
+class Written:
+    """Gradients on their way to the host and from there to the disk; answers as the `Flight` of their copy does."""
+
+    def __init__(self, flight: Flight, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
+        self._flight, self._writes = flight, writes
+        self._started: Future[list[Future[None]]] | None = None
+        if pool is not None:  # else nothing has arrived before it is waited for
+            self._started = pool.submit(self._start, pool)
+
+    def _start(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """Once they are on the host: one thread waits for all, the others have work meanwhile."""
+        self._flight.block()
+        return [pool.submit(slot.write, landed) for slot, landed in self._writes]
+
+    def synchronize(self) -> None:
+        self._flight.synchronize()
+        if self._started is not None:
+            for future in self._started.result():
+                future.result()
+        else:
+            for slot, landed in self._writes:
+                slot.write(landed)
+        self._started, self._writes = None, []

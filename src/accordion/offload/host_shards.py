@@ -1,0 +1,208 @@
+"""Homes of shards in host memory: what every home off the device has, and copies on streams of their own to the device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.home import Allocate, Home, flats_of, local_view, zeros_on
+from accordion.engine.layout import Message, message
+from accordion.engine.streams import Flight, Lane
+from accordion.offload.arena import page_aligned
+from accordion.offload.gradient_slots import Gradients, Slot
+from accordion.offload.step.optimizer_copy import flat_of
+from accordion.offload.swap_file import Shelf, Spot
+
+ALIGNED_ITEMSIZE = 4  # of what never travels: only where each tensor begins depends on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What homes off the device are made with: host memory, the landing of this group's gradients, streams and threads.
+
+    `grads`: the file in which gradients rest; None: in host memory.
+    """
+
+    allocate: Allocate
+    landing: Tensor
+    grads: Shelf | None
+    device: torch.device
+    fetch_lane: Lane
+    store_lane: Lane
+    pool: Callable[[], ThreadPoolExecutor]
+
+
+class Offloaded(Home):
+    """A home off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
+
+    Gradients come back into slots. Owns the steps of its shards that are under way, and the copies that read it.
+    """
+
+    is_memory_of_locals = False
+
+    def _furnish(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], means: Means) -> None:
+        """What does not depend on where the shards are. `locals` are there."""
+        if means.grads is None:
+            slots = [Slot(local) for local in Home(_plain(msg), rank, dtypes, means.allocate).locals]
+        else:
+            spots = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
+            slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(spots, msg.cuts, strict=True)]
+        self.grads = Gradients(slots, means.landing, self.locals, means.store_lane, means.pool)
+        self._shown = -1  # version of the shards in the rows that travel
+        self._reading: list[Flight] = []
+        self._steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
+        self._is_written = False  # the rows that travel are those of a step that has ended
+
+    def put(
+        self,
+        chosen: Sequence[int],
+        rows: Sequence[Tensor | None],
+        adding: Sequence[bool],
+        after: Flight | None = None,
+    ) -> tuple[Sequence[Tensor | None], Flight | None]:
+        return self.grads.put(chosen, rows, adding, after)
+
+    def defer(self, wait: Callable[[], None]) -> None:
+        """A step of these shards is under way, which writes the rows that travel; `wait` returns when it has ended."""
+        self._steps.append(wait)
+
+    @property
+    def is_stepping(self) -> bool:
+        return bool(self._steps)
+
+    def ready(self) -> None:
+        while self._steps:
+            self._steps.pop(0)()
+            self._is_written = True
+
+    def settle(self, version: int) -> None:
+        """Before rows travel: they are the shards of `version`, whoever wrote these."""
+        if self._shown != version and not self._is_written:
+            self.synchronize()
+            self.write_rows()
+        self._shown, self._is_written = version, False
+
+    def read_by(self, flight: Flight) -> None:
+        self._reading = [flight]  # of one lane, so that it ends after those before it
+
+    def synchronize(self) -> None:
+        self.ready()
+        self._is_written = False  # a caller who waits may write
+        for flight in self._reading:
+            flight.synchronize()
+        self._reading.clear()
+
+    def mark_stale(self) -> None:
+        self._shown, self._is_written = -1, False
+
+    @abstractmethod
+    def write_rows(self) -> None:
+        """Let the rows that travel be what `locals` are; nothing reads them then."""
+
+    @abstractmethod
+    def row(self, i: int) -> Tensor | Spot | None:
+        """Parameter `i` as it travels, (numel,), where a step writes it too; None: as it is stepped."""
+
+    def flush(self) -> None:
+        """What was written into `locals` is where they rest."""
+
+    def own_spot(self, i: int) -> Spot | None:
+        """Where the shard of parameter `i` is on disk; None where it is in memory."""
+        return None
+
+
+class HostHome(Offloaded):
+    """Owns the shards of one group in host memory, and the rows of them that travel to the device.
+
+    `locals`: each in its own dtype. Rows travel in the dtype in which they are gathered, so what is kept in another one has a
+    second row, written before it travels. With `keeps` rows also lie on the device, and are copied there once a step; else
+    each gather copies them.
+    """
+
+    def __init__(
+        self,
+        msg: Message,
+        rank: int,
+        dtypes: Sequence[torch.dtype],
+        gathered: torch.dtype,
+        means: Means,
+        *,
+        keeps: bool,
+    ) -> None:
+        self._travel = Home(msg, rank, [gathered] * len(dtypes), means.allocate)
+        self._wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
+        own = [dtypes[i] for i in self._wide]
+        masters = Home(_some(msg, self._wide), rank, own, means.allocate) if self._wide else None
+        self.locals = list(self._travel.locals)
+        for i, local in zip(self._wide, masters.locals if masters is not None else [], strict=True):
+            self.locals[i] = local
+        self._stage = Home(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
+        source = self._travel if self._stage is None else self._stage
+        self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
+        self.away = self._stage is None
+        self.flats = [*self._travel.flats, *(masters.flats if masters is not None else [])]
+        self.tag = self._travel.tag
+        self._fetch_lane = means.fetch_lane
+        self._staged = -1  # version of the shards in `_stage`
+        self._furnish(msg, rank, dtypes, means)
+
+    def write_rows(self) -> None:
+        if self._wide:
+            rows = self._travel.locals
+            _torch.foreach_copy_([rows[i] for i in self._wide], [self.locals[i] for i in self._wide])
+
+    def row(self, i: int) -> Tensor | Spot | None:
+        return flat_of(self._travel.locals[i], self._travel.locals[i]) if i in self._wide else None
+
+    def refresh(self, version: int) -> Flight | None:
+        self.settle(version)
+        if self._stage is None or self._staged == version:
+            return None
+        self._staged = version
+        copies = partial(_torch.foreach_copy_, self._stage.flats, self._travel.flats, non_blocking=True)
+        self.read_by(self._fetch_lane.copy(copies, [], "copies shards to the device"))
+        return self._reading[-1]
+
+    def mark_stale(self) -> None:
+        super().mark_stale()
+        self._staged = -1
+
+
+def home_bytes(msg: Message, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> int:
+    """What the shards of a `HostHome` take of an arena."""
+    wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
+    parts = [(msg, [gathered] * len(dtypes))]
+    if wide:
+        parts.append((_some(msg, wide), [dtypes[i] for i in wide]))
+    return _taken(parts)
+
+
+def slots_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
+    """What gradients that rest on the host take of an arena."""
+    return _taken([(_plain(msg), dtypes)])
+
+
+def _taken(parts: Sequence[tuple[Message, Sequence[torch.dtype]]]) -> int:
+    flats = [(part.shard_numel, dtype) for m, ds in parts for dtype, _, part in flats_of(m, ds)]
+    return sum(page_aligned(numel * dtype.itemsize) for numel, dtype in flats)
+
+
+def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
+    """What shards take where each begins at a page: on disk, and where gradients land."""
+    return sum(page_aligned(c.shard_numel * dtype.itemsize) for c, dtype in zip(msg.cuts, dtypes, strict=True))
+
+
+def _plain(msg: Message) -> Message:
+    """The same tensors with nothing behind them."""
+    return _some(msg, range(len(msg.cuts)))
+
+
+def _some(msg: Message, chosen: Sequence[int]) -> Message:
+    return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

@@ -1,0 +1,254 @@
+"""A step cut into pieces: which elements of which tensors it takes at a time, where they lie, and the step of one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion.engine.home import own_storage
+from accordion.errors import UsageError
+from accordion.offload.arena import ALIGN_BYTES, page_aligned
+from accordion.offload.host_shards import Offloaded
+from accordion.offload.step.optimizer_copy import Entry, Recipe, flat_of, local_of, write_back
+from accordion.offload.swap_file import Spot, SwapFile
+
+PIECE_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
+LEAST_NUMEL = 2**16  # and at least: with four requests in flight disks still reach their speed with 256 KiB each
+NUM_PIECES = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """States of several parameters in one piece of memory, of the host or of the device; `owner` keeps it pinned."""
+
+    whole: Tensor  # bytes
+    owner: object = None
+
+    def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """(numel,) of it, shared with it."""
+        return own_storage(self.whole[offset : offset + numel * dtype.itemsize].view(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A part of a store for the parameters of one unit, param group and dtype: for each state a run of `numel` elements.
+
+    `keys`: the states that have an element for each of the parameter's, with their dtypes; `starts`: where each one's run
+    begins, in bytes. `itemsize`: the smallest of whatever is stepped with them. `most`: elements of the largest piece.
+    `from_disk`, `besides`: bytes an element of parameter, gradient and row, those on disk and all of them.
+    """
+
+    store: SwapFile | Memory
+    numel: int
+    keys: dict[str, torch.dtype]
+    starts: dict[str, int]
+    itemsize: int
+    most: int
+    from_disk: int = 0
+    besides: int = 0
+
+    @property
+    def step(self) -> int:
+        """Parameters begin, and pieces are cut, at multiples of so many elements: of a page, whatever the dtype."""
+        return ALIGN_BYTES // self.itemsize
+
+    def piece_bytes(self) -> int:
+        """The most that a piece of it takes in a buffer of the host."""
+        return (self.from_disk + (self._state_bytes if isinstance(self.store, SwapFile) else 0)) * self._piece_numel
+
+    def device_bytes(self) -> int:
+        """The most that a piece of it takes in a buffer of the device."""
+        return (self.besides + self._state_bytes) * self._piece_numel
+
+    @property
+    def _state_bytes(self) -> int:
+        return sum(dtype.itemsize for dtype in self.keys.values())
+
+    @property
+    def _piece_numel(self) -> int:
+        return min(self.most, self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the states of one parameter lie: elements [start, start + own.numel()) of each run of an area."""
+
+    area: Area
+    start: int
+    shown: dict[str, Tensor]  # each state as the outside sees it, in the shape of the shard
+
+
+@dataclass(slots=True)
+class Todo:
+    """A parameter of a step under way. `home`: of its shard, and which parameter of it; None: on the device.
+
+    `made`: its states that have not the parameter's shape, as the last piece left them.
+    """
+
+    entry: Entry
+    place: Place
+    present: frozenset[str]
+    home: tuple[Offloaded, int] | None = None
+    made: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A run of elements that a piece needs: in `memory`, else at `offset` of a file. `reads`: their values matter.
+
+    `writes`: they change, and go back to where they lie.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    reads: bool
+    writes: bool
+    memory: Tensor | None = None
+    file: SwapFile | None = None
+    offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """In a buffer, and in a file."""
+        return page_aligned(self.numel * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [low, high) of a parameter; `own`, `grad`, `row`: which strips of the piece have them."""
+
+    todo: Todo
+    low: int
+    high: int
+    own: int
+    grad: int
+    row: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of an area: what of them is stepped, and all that this takes. States come first, by key."""
+
+    area: Area
+    start: int
+    stop: int
+    parts: list[Part]
+    strips: list[Strip]
+
+
+def piece_numel(itemsize: int, total: int) -> int:
+    """Elements of the largest piece of a step of `total`, where the smallest dtype has `itemsize` bytes.
+
+    Pieces are cut at pages of each dtype.
+    """
+    step = ALIGN_BYTES // itemsize
+    return max(step, min(PIECE_NUMEL, max(LEAST_NUMEL, total // NUM_PIECES)) // step * step)
+
+
+def pieces_of(todos: Sequence[Todo]) -> Iterator[Piece]:
+    """Cut what is to be stepped of one unit into pieces, in the order of the store; what nobody steps is not read."""
+    by_area: dict[int, list[Todo]] = {}
+    for todo in todos:
+        by_area.setdefault(id(todo.place.area), []).append(todo)
+    for mine in by_area.values():
+        area, mine = mine[0].place.area, sorted(mine, key=lambda t: t.place.start)
+        runs: list[tuple[int, int, list[Todo]]] = []
+        for todo in mine:  # neighbours join
+            start = todo.place.start
+            stop = start + -(-todo.entry.own.numel() // area.step) * area.step
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop, [*runs[-1][2], todo])
+            else:
+                runs.append((start, stop, [todo]))
+        for start, stop, inside in runs:
+            for at in range(start, stop, area.most):
+                yield _piece(area, at, min(stop, at + area.most), inside)
+
+
+def _piece(area: Area, start: int, stop: int, inside: Sequence[Todo]) -> Piece:
+    cut = []
+    for todo in inside:
+        first, numel = todo.place.start, todo.entry.own.numel()
+        low, high = max(start, first), min(stop, first + numel)
+        if low < high:
+            cut.append((todo, low - first, high - first))
+    strips, parts = [], []
+    for key, dtype in area.keys.items():
+        there = any(key in todo.present for todo, _, _ in cut)
+        strips.append(_strip(area.store, area.starts[key], start, stop, dtype, reads=there))
+    for todo, low, high in cut:
+        entry, (home, i) = todo.entry, todo.home or (None, 0)
+        spot = None if home is None else home.own_spot(i)
+        own = _strip_of(spot, entry.own, entry.own, low, high, writes=True)
+        spot = None if home is None else home.grads.spot(i, entry.grad)
+        grad = _strip_of(spot, entry.grad, entry.own, low, high, writes=False)
+        row, at = None if home is None else home.row(i), len(strips)
+        strips += [own, grad]
+        if row is not None:
+            spot = row if isinstance(row, Spot) else None
+            strips.append(
+                _strip_of(spot, entry.own if isinstance(row, Spot) else row, None, low, high, writes=True, reads=False)
+            )
+        parts.append(Part(todo, low, high, at, at + 1, None if row is None else at + 2))
+    return Piece(area, start, stop, parts, strips)
+
+
+def _strip(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Strip:
+    at = base + low * dtype.itemsize
+    if isinstance(store, SwapFile):
+        return Strip(dtype, high - low, reads, True, file=store, offset=at)
+    return Strip(dtype, high - low, reads, True, memory=store.mapped(at, high - low, dtype))
+
+
+def _strip_of(
+    spot: Spot | None, tensor: Tensor, like: Tensor | None, low: int, high: int, *, writes: bool, reads: bool = True
+) -> Strip:
+    """Elements [low, high) of a tensor, which is in memory unless there is a spot."""
+    if spot is not None:
+        at = spot.offset + low * spot.dtype.itemsize
+        return Strip(spot.dtype, high - low, reads, writes, file=spot.file, offset=at)
+    flat = flat_of(tensor, tensor if like is None else like)
+    return Strip(tensor.dtype, high - low, reads, writes, memory=flat[low:high])
+
+
+def step_piece(recipe: Recipe, piece: Piece, views: Sequence[Tensor]) -> None:
+    """Step what a piece has, with its strips in `views`, which afterwards hold what they become."""
+    work = []
+    blocks = dict(zip(piece.area.keys, views, strict=False))
+    for part in piece.parts:
+        todo, own = part.todo, views[part.own].detach()
+        own.grad = views[part.grad]
+        at = todo.place.start + part.low - piece.start
+        mine = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
+        state = {k: recipe.scalar(todo.entry.group, k, v, own) for k, v in todo.entry.state.items() if k not in blocks}
+        work.append((part, own, {k: mine.get(k, state.get(k)) for k in todo.entry.state}, mine))
+    states = recipe.step([(part.todo.entry.group, own, state) for part, own, state, _ in work])
+    for part, own, _, mine in work:
+        made = states.get(own, {})
+        for key, value in made.items():
+            if key in mine:
+                if value.data_ptr() != mine[key].data_ptr():
+                    mine[key].copy_(value)
+            elif isinstance(value, Tensor) and value.shape == own.shape and value.dim():
+                raise UsageError(
+                    f"the optimizer made a state {key!r} that it had not when it was wrapped; states that a step brings piece by "
+                    "piece are laid out then: set its options before wrap_optimizer, or keep the optimizer where it steps."
+                )
+        # What was copied into its place is not kept beside it.
+        part.todo.made = {k: part.todo.place.shown.get(k, v) if k in mine else v for k, v in made.items()}
+        if part.row is not None:
+            views[part.row].copy_(own)
+
+
+def finish(todo: Todo) -> None:
+    """After all pieces of a parameter: show its states to the outside."""
+    entry, shown = todo.entry, todo.place.shown
+    show(entry.state, {k: shown.get(k, v) for k, v in todo.made.items()}, entry.param)
+
+
+def show(outer: dict[str, Any], shown: dict[str, Tensor], p: Tensor) -> None:
+    write_back(outer, shown, p, local_of(p))

@@ -1,0 +1,340 @@
+"""The step of offloaded parameters: unit by unit, on a thread of its own, in the order in which the next forward needs them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from accordion.config import DEVICE, HOST
+from accordion.engine.engine import Engine
+from accordion.engine.group import Group
+from accordion.engine.unit import Unit
+from accordion.errors import UsageError
+from accordion.offload.host_shards import Offloaded
+from accordion.offload.step.chunks import Todo, finish, pieces_of, step_piece
+from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, Recipe, local_of, step_here
+from accordion.offload.step.state_store import States, Wanted
+from accordion.offload.step.step_in_backward import InBackward, refuse_in_backward
+from accordion.offload.tiers import Tiers
+
+OWNER = "_accordion_owner"  # the attribute by which an offloaded parameter names its unit
+
+
+class Owner:
+    """Names the unit of an offloaded parameter to its optimizer; a copy or a pickle of a parameter names none."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self.unit: Callable[[], Unit | None] = (lambda: None) if unit is None else weakref.ref(unit)
+
+    def __deepcopy__(self, memo: object) -> Owner:
+        return Owner()
+
+    def __reduce__(self) -> Any:
+        return Owner, ()
+
+
+def own_parameters(unit: Unit) -> None:
+    """Let optimizers find the unit of its parameters, where these are not stepped as others are."""
+    tiers = unit.engine.wiring.home
+    if not isinstance(tiers, Tiers):
+        return
+    tiers.follow(unit)
+    if tiers.offloads[unit.index].step_in_backward:
+        tiers.in_backward = tiers.in_backward or InBackward(step_unit)
+        tiers.in_backward.attach(unit.engine)
+    if tiers.offloads[unit.index].asks:
+        for param in unit.params:
+            if param.extension is None:
+                vars(param.sharded)[OWNER] = Owner(unit)
+    if tiers.offloads[unit.index].streams or tiers.in_backward is not None:
+        tiers.guard(refuse_unwrapped)
+
+
+def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any step of torch's: what is stepped piece by piece would be stepped as it lies, with states in memory."""
+    for group in optimizer.param_groups:
+        for unit in filter(None, map(unit_of, group["params"])):
+            offload = tiers_of(unit.engine).offloads[unit.index]
+            if offload.streams or offload.step_in_backward:
+                raise UsageError(
+                    f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload has the step "
+                    "bring what it needs from disk or to the device, or step in backward; pass the optimizer to wrap_optimizer."
+                )
+
+
+def unit_of(param: Tensor) -> Unit | None:
+    """The unit of an offloaded parameter, None of any other tensor."""
+    owner = vars(param).get(OWNER) if isinstance(param, DTensor) else None
+    return owner.unit() if isinstance(owner, Owner) else None
+
+
+def engines_of(optimizer: Optimizer) -> list[Engine]:
+    """The engines whose offloaded parameters an optimizer steps."""
+    units = {id(u): u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None}
+    return list({id(u.engine): u.engine for u in units.values()}.values())
+
+
+class Job:
+    """The step of the parameters of one unit; owns their gradients until it has run.
+
+    `streamed`: those of them that come piece by piece.
+    """
+
+    def __init__(
+        self, recipe: Recipe, entries: Sequence[Entry], homes: Sequence[Offloaded], streamed: Streamed | None
+    ) -> None:
+        self._recipe, self.entries, self.homes, self._streamed = recipe, entries, homes, streamed
+
+    def run(self) -> None:
+        """Step what is at hand, and begin the rest."""
+        todos = set() if self._streamed is None else {id(todo.entry) for todo in self._streamed.todos}
+        here = [entry for entry in self.entries if id(entry) not in todos]
+        with torch.no_grad():
+            step_here(self._recipe, here)
+            for home in self.homes if here else ():
+                home.write_rows()  # of all parameters; pieces write theirs afterwards
+        if self._streamed is not None:
+            self._streamed.run(self._recipe)
+        self.entries, self._streamed = (), None
+
+
+class Streamed:
+    """The part of a unit's step that comes piece by piece and goes back; owns its gradients until it has ended."""
+
+    def __init__(self, todos: Sequence[Todo], states: States) -> None:
+        self.todos, self._states = todos, states
+        self._passing: list[Future[None]] = []
+
+    def run(self, recipe: Recipe) -> None:
+        """Begin to step all pieces."""
+        step = partial(step_piece, recipe)
+        self._passing = [self._states.start(piece, step) for piece in pieces_of(self.todos)]
+
+    def wait(self) -> None:
+        """Return when all pieces are where they rest, and the outside sees their states."""
+        for future in self._passing:
+            future.result()
+        for todo in self.todos:
+            finish(todo)
+        self._passing, self.todos = [], ()
+
+
+class Waiting:
+    """A job that runs when it is waited for, for debug="streams": until then its parameters read as NaN."""
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._values = [(e.own, e.own.clone()) for e in job.entries]
+        for own, _ in self._values:
+            if own.is_floating_point():
+                own.fill_(float("nan"))
+
+    def result(self) -> None:
+        job, self._job = self._job, None
+        if job is None:
+            return
+        with torch.no_grad():
+            for own, value in self._values:
+                own.copy_(value)
+        self._values.clear()
+        for home in job.homes:
+            home.flush()
+        job.run()
+
+
+def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    """Find room for the states of parameters whose step is streamed. Raises `OffloadError`, `UsageError` where there is none."""
+    _refuse_capturable(optimizer)
+    recipe = None
+    for engine in engines_of(optimizer):
+        tiers = tiers_of(engine)
+        wanted: list[Wanted] = []
+        if tiers.in_backward is not None:
+            tiers.in_backward.steps_with(optimizer, kind)
+        for i, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                unit = unit_of(p)
+                if unit is not None and unit.engine is engine and tiers.offloads[unit.index].streams:
+                    wanted.append(
+                        Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.home_of(unit, p))
+                    )
+        if wanted:
+            recipe, states = recipe or Recipe(optimizer, kind), tiers.states_of(optimizer)
+            with telling(engine):
+                states.cover(wanted, recipe)
+            states.adopt(optimizer.state)
+
+
+def _refuse_capturable(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for unit in filter(None, map(unit_of, group["params"] if group.get("capturable") else ())):
+            if tiers_of(unit.engine).offloads[unit.index].stepped_on == HOST:
+                raise UsageError(
+                    f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
+                    f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
+                )
+
+
+def tiers_of(engine: Engine) -> Tiers:
+    tiers = engine.wiring.home
+    assert isinstance(tiers, Tiers), "who makes host homes is the maker of the engine's"
+    return tiers
+
+
+@contextmanager
+def telling(engine: Engine) -> Iterator[None]:
+    """Let other ranks hear of an error of this one, which they would wait for."""
+    try:
+        yield
+    except Exception as error:
+        engine.wiring.watch.tell(f"{type(error).__name__}: {error}")
+        raise
+
+
+def expose(optimizer: Optimizer) -> None:
+    """The outside gets states in its hands: what it writes into those on disk counts from the next step on."""
+    for engine in engines_of(optimizer):
+        states = tiers_of(engine).states.get(optimizer)
+        if states is not None:
+            states.is_exposed = True
+
+
+def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    """Step every parameter that has a gradient: those stepped on the device now, others on a thread, behind the caller's back.
+
+    Takes hold of the gradients and of the hyperparameters as they are. Each home that is stepped waits for its own unit.
+    """
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        hook(optimizer, (), {})
+    for engine in engines_of(optimizer):
+        engine.synchronize()
+        in_backward = tiers_of(engine).in_backward
+        if in_backward is not None:
+            if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
+                refuse_in_backward(engine, "a gradient scaler")
+            in_backward.stepped()
+    prepare(optimizer, kind)
+    recipe, here = Recipe(optimizer, kind), []
+    by_unit: dict[int, tuple[Unit, list[Entry]]] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            entry, unit = _entry(optimizer, i, p, p.grad), unit_of(p)
+            if unit is None:
+                here.append(entry)
+            else:
+                by_unit.setdefault(id(unit), (unit, []))[1].append(entry)
+    if here:
+        step_here(recipe, here)
+    engines = {id(unit.engine): unit.engine for unit, _ in by_unit.values()}
+    for engine in engines.values():
+        _start(engine, [pair for pair in by_unit.values() if pair[0].engine is engine], recipe, optimizer)
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        hook(optimizer, (), {})
+
+
+def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
+    own = local_of(p)
+    torch.autograd.graph.increment_version(own)  # now: what the thread counts comes at any time
+    return Entry(group, p, own, local_of(grad), optimizer.state[p])
+
+
+def step_unit(unit: Unit, optimizer: Optimizer, recipe: Recipe) -> None:
+    """In a backward: step the parameters of one unit, whose gradients are there and are taken."""
+    if not tiers_of(unit.engine).offloads[unit.index].step_in_backward:
+        return
+    mine, entries = {id(p.sharded) for p in unit.params}, []
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) in mine and p.grad is not None:
+                entries.append(_entry(optimizer, i, p, p.grad))
+                p.grad = None
+    if entries:
+        _start(unit.engine, [(unit, entries)], recipe, optimizer)
+
+
+def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe, optimizer: Optimizer) -> None:
+    """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
+    tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
+    states = tiers.states.get(optimizer)
+    if states is not None and states.is_exposed:
+        states.adopt(optimizer.state)
+        states.flush()
+    on_device: list[Todo] = []
+    here: list[Entry] = []
+    jobs: list[tuple[Job, Streamed | None]] = []
+    for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
+        todos = [] if states is None else states.todo(entries)
+        homes = [g.home for g in unit.groups if isinstance(g.home, Offloaded) and _has_any(g, entries)]
+        if tiers.offloads[unit.index].stepped_on == DEVICE:
+            on_device += todos
+            streamed_ids = {id(todo.entry) for todo in todos}
+            here += [entry for entry in entries if id(entry) not in streamed_ids]
+            for home in homes:
+                home.defer(_nothing)
+            continue
+        streamed = Streamed(todos, states) if states is not None and todos else None
+        jobs.append((Job(recipe, entries, homes, streamed), streamed))
+    if here:
+        with torch.no_grad():
+            step_here(recipe, here)
+    if states is not None and on_device:
+        if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
+            tiers.stepper.submit(_nothing).result()  # and `over_device` waits for the pieces that it has begun
+        with telling(engine):
+            step_on_device(recipe, on_device, states)
+    for job, streamed in jobs:
+        running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
+        for home in job.homes:
+            home.defer(partial(_wait, engine, running, streamed))
+
+
+def step_on_device(recipe: Recipe, todos: Sequence[Todo], states: States) -> None:
+    """Step what comes to the device for it, all of it now; its end is waited for, since the next gathers read what it wrote."""
+    pieces = list(pieces_of(todos))
+    stream = states.over_device(pieces)
+    count = len(pieces)
+    pieces.clear()
+    try:
+        with torch.no_grad():
+            for which in range(count):
+                piece, views = stream.take(which)
+                step_piece(recipe, piece, views)
+                stream.give(which)
+        stream.finish()
+    except BaseException:
+        stream.abandon()
+        raise
+    for todo in todos:
+        finish(todo)
+
+
+def _wait(engine: Engine, running: Future[None] | Waiting, streamed: Streamed | None) -> None:
+    start = time.perf_counter()
+    with telling(engine):
+        running.result()
+        if streamed is not None:
+            streamed.wait()
+    tiers_of(engine).waited_s += time.perf_counter() - start
+
+
+def _nothing() -> None:
+    """The end of a step that has ended."""
+
+
+def _has_any(group: Group, entries: Sequence[Entry]) -> bool:
+    mine = {id(p.sharded) for p in group.params}
+    return any(id(entry.param) in mine for entry in entries)

@@ -1,0 +1,231 @@
+"""How the pieces of a step pass: from files through buffers of the host, and from the host through buffers of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.streams import Flight, Lane
+from accordion.offload.step.chunks import Piece, Strip
+
+NUM_BUFFERS = 4  # pieces in flight: one is stepped, the others are written or read
+NUM_DEVICE_BUFFERS = 3  # one is stepped, one comes, one goes
+
+
+class Passage:
+    """Owns the host buffers through which pieces pass by themselves, in any order: a thread reads, steps and writes one.
+
+    One is stepped at a time: its kernel has threads of its own.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, buffers: Sequence[Tensor]) -> None:
+        self._pool, self._stepping = pool, Lock()
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._num_buffers = len(buffers)
+        for buffer in buffers:
+            self._free.put(buffer)
+
+    def start(self, piece: Piece, step: Callable[[Piece, list[Tensor]], None]) -> Future[None]:
+        """Let a piece pass, whose future ends when it is where it rests.
+
+        Waits for a free buffer, so that what others ask of the threads is behind a few pieces and not behind all of a step.
+        """
+        buffer = self._free.get()
+        if any(not strip.reads for strip in piece.strips[: len(piece.area.keys)]):
+            # States come into being beside the buffer, and what a thread gives back of that its allocator keeps: here, once.
+            return done_here(partial(self._pass, piece, buffer, step))
+        try:
+            return self._pool.submit(self._pass, piece, buffer, step)
+        except BaseException:  # the interpreter ends: whoever waits for a buffer is to hear of it too
+            self._free.put(buffer)
+            raise
+
+    def _pass(self, piece: Piece, buffer: Tensor, step: Callable[[Piece, list[Tensor]], None]) -> None:
+        try:
+            views = views_of(piece, buffer)
+            read(piece, views)
+            with self._stepping, torch.no_grad():
+                step(piece, views)
+            write(piece, views)
+        finally:
+            self._free.put(buffer)
+
+    def rest(self) -> None:
+        """Wait until no piece passes."""
+        for buffer in [self._free.get() for _ in range(self._num_buffers)]:
+            self._free.put(buffer)
+
+
+def done_here(work: Callable[[], None]) -> Future[None]:
+    """What a pool would give, of work that the caller does."""
+    future: Future[None] = Future()
+    try:
+        work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
+
+
+class Stream:
+    """Owns the host buffers through which pieces pass in their order, and what is read and written meanwhile."""
+
+    def __init__(self, pieces: Sequence[Piece], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
+        self._pieces: list[Piece | None] = list(pieces)
+        self._pool, self._buffers = pool, buffers
+        self._ready: list[Future[None]] = [
+            pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(pieces)))
+        ]
+
+    def _views(self, which: int, piece: Piece) -> list[Tensor]:
+        return views_of(piece, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
+
+    def _refill(self, going: Piece | None, after: Callable[[], None] | None, coming: int) -> None:
+        """Write what was stepped in a buffer, then read another piece into it."""
+        if after is not None:
+            after()
+        if going is not None:
+            write(going, self._views(coming, going))
+        piece = self._pieces[coming] if coming < len(self._pieces) else None
+        if piece is not None:
+            read(piece, self._views(coming, piece))
+
+    def take(self, which: int) -> tuple[Piece, list[Tensor]]:
+        """A piece, in their order, and its strips."""
+        self._ready[which % NUM_BUFFERS].result()
+        piece = self._pieces[which]
+        assert piece is not None, "a piece is taken once"
+        return piece, self._views(which, piece)
+
+    def give(self, which: int, after: Callable[[], None]) -> None:
+        """What `take` gave was stepped, once `after` returns."""
+        piece, self._pieces[which] = self._pieces[which], None  # with it go the gradients
+        self._ready[which % NUM_BUFFERS] = self._pool.submit(self._refill, piece, after, which + NUM_BUFFERS)
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        for future in self._ready:
+            future.result()
+
+    def abandon(self) -> None:
+        """Wait until nothing is under way, whatever became of it."""
+        wait(self._ready)
+
+
+def views_of(piece: Piece, buffer: Tensor | None) -> list[Tensor]:
+    """The tensor of each strip: in memory as it lies, else in the buffer."""
+    return views_in(buffer, piece.strips, lambda strip: strip.memory)
+
+
+def read(piece: Piece, views: Sequence[Tensor]) -> None:
+    """Bring what of a piece rests in files."""
+    for i, (strip, view) in enumerate(zip(piece.strips, views, strict=True)):
+        if strip.file is not None and strip.reads:
+            strip.file.read(strip.offset, whole_pages(view, strip))
+        elif not strip.reads and i < len(piece.area.keys) and view.device.type == "cpu":
+            view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
+
+
+def write(piece: Piece, views: Sequence[Tensor]) -> None:
+    """Take what changed of a piece back to its files."""
+    for strip, view in zip(piece.strips, views, strict=True):
+        if strip.file is not None and strip.writes:
+            strip.file.write(strip.offset, whole_pages(view, strip))
+
+
+class DeviceStream:
+    """Owns the device buffers through which the pieces of a `Stream` pass, for a step on the device.
+
+    All is begun by the thread that runs forward and backward: the piece after the next one comes, and the one before goes,
+    on lanes of their own while one is stepped. Buffers are made before and stay.
+    """
+
+    def __init__(self, inner: Stream, count: int, buffers: list[Tensor], lanes: tuple[Lane, Lane]) -> None:
+        self._inner, self._count, self._buffers = inner, count, buffers
+        self._fetch_lane, self._store_lane = lanes
+        self._coming: dict[int, tuple[Flight, Piece, list[Tensor], list[Tensor]]] = {}
+        self._going: dict[int, Flight] = {}  # by buffer
+
+    def _fetch(self, which: int) -> None:
+        if which >= self._count or which in self._coming:
+            return
+        piece, there = self._inner.take(which)
+        slot = which % NUM_DEVICE_BUFFERS
+        gone = self._going.pop(slot, None)
+        if gone is not None:
+            gone.join(self._fetch_lane)
+        buffer = self._buffers[slot]
+        here = views_in(buffer, piece.strips, lambda strip: strip.memory if _is_on(strip, buffer.device) else None)
+        pairs = [(h, t) for h, t, s in zip(here, there, piece.strips, strict=True) if h is not t and s.reads]
+        flight = self._fetch_lane.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
+        self._coming[which] = (flight, piece, here, there)
+
+    def take(self, which: int) -> tuple[Piece, list[Tensor]]:
+        self._fetch(which)
+        self._fetch(which + 1)
+        flight, piece, here, _ = self._coming[which]
+        flight.land()
+        return piece, here
+
+    def give(self, which: int) -> None:
+        _, piece, here, there = self._coming.pop(which)
+        pairs = [(t, h) for h, t, s in zip(here, there, piece.strips, strict=True) if h is not t and s.writes]
+        flight = self._store_lane.copy(partial(_copy, pairs), [], "takes what was stepped from the device")
+        if self._store_lane.late:
+            flight.synchronize()
+        self._going[which % NUM_DEVICE_BUFFERS] = flight
+        self._inner.give(which, flight.block)
+
+    def finish(self) -> None:
+        """Wait until all is where it rests."""
+        for flight in self._going.values():
+            flight.synchronize()
+        self._inner.finish()
+
+    def abandon(self) -> None:
+        """What failed has copies under way: they end before their buffers are used again, or go."""
+        for flight in [*self._going.values(), *(flight for flight, *_ in self._coming.values())]:
+            flight.synchronize()
+        self._inner.abandon()
+
+
+def _is_on(strip: Strip, device: torch.device) -> bool:
+    """Whether a strip lies on the device. On CPU everything would: there what lies in host memory is copied all the same."""
+    return strip.memory is not None and strip.memory.device == device and device.type != "cpu"
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        to, source = zip(*pairs, strict=True)
+        _torch.foreach_copy_(list(to), list(source), non_blocking=True)
+
+
+def views_in(buffer: Tensor | None, strips: Sequence[Strip], given: Callable[[Strip], Tensor | None]) -> list[Tensor]:
+    """For each strip what is `given`, else its part of `buffer`, bytes, in their order."""
+    result: list[Tensor] = []
+    at = 0
+    for strip in strips:
+        memory = given(strip)
+        if memory is None:
+            assert buffer is not None, "there are buffers where something is not at hand"
+            memory = buffer[at : at + strip.numel * strip.dtype.itemsize].view(strip.dtype)
+            at += strip.num_bytes
+        result.append(memory)
+    return result
+
+
+def whole_pages(view: Tensor, strip: Strip) -> Tensor:
+    """The bytes of a strip in a buffer, to the end of its last page."""
+    storage: Any = view.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+        storage, view.storage_offset() * view.itemsize, (strip.num_bytes,), (1,)
+    )

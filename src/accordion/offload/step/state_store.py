@@ -1,0 +1,202 @@
+"""Optimizer states that a step brings piece by piece: where each lies, on disk or in memory laid out when it is wrapped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion.config import DEVICE, Offload, folder_of
+from accordion.engine.streams import Lane
+from accordion.offload.arena import ALIGN_BYTES, Arena
+from accordion.offload.host_shards import Offloaded
+from accordion.offload.step.chunks import Area, Memory, Piece, Place, Todo, piece_numel, show
+from accordion.offload.step.optimizer_copy import Entry, Recipe, local_of
+from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DeviceStream, Passage, Stream
+from accordion.offload.swap_file import Spot, SwapFile, aligned_buffer
+
+log = logging.getLogger("accordion")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A parameter whose step is streamed: its unit, param group, local tensor, and where it rests (see `Todo.home`)."""
+
+    unit: int
+    offload: Offload
+    group: int
+    param: Tensor
+    own: Tensor
+    home: tuple[Offloaded, int] | None
+
+
+class States:
+    """Owns where the states of one optimizer lie, and the buffers of its steps: a few pieces are in memory, no more."""
+
+    def __init__(
+        self, device: torch.device, pool: Callable[[], Any], lanes: tuple[Lane, Lane], checksums: bool
+    ) -> None:
+        self._device, self._pool, self._lanes, self._checksums = device, pool, lanes, checksums
+        self._places: dict[int, tuple[Tensor, Place, Wanted]] = {}  # by id of the parameter, which is kept
+        self.files: list[SwapFile] = []
+        self._buffers: list[Tensor] = []
+        self._passage = Passage(pool(), [])
+        self.host_bytes = 0  # of the states that were laid out there
+        self._device_buffers: list[Tensor] = []
+        self._pinned: Arena | None = None
+        self._total = 0  # elements, of those that came first: later ones use their buffers
+        self.is_exposed = False  # the outside has had states in its hands, and may have written them
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def block_bytes(self) -> int:
+        """The most that is read or written of a file at a time."""
+        areas = [place.area for _, place, _ in self._places.values() if isinstance(place.area.store, SwapFile)]
+        return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in areas), default=0)
+
+    def cover(self, wanted: Sequence[Wanted], recipe: Recipe) -> None:
+        """Give a place to the states of each parameter that has none yet. Raises `OffloadError`, `UsageError` without room."""
+        by_area: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
+        for w in wanted:
+            if id(w.param) not in self._places and w.own.numel():
+                by_area.setdefault((w.offload.optimizer, w.unit, w.group, w.own.dtype), []).append(w)
+        by_place: dict[str, list[list[Wanted]]] = {}
+        for (place, *_), members in by_area.items():
+            by_place.setdefault(place, []).append(members)
+        self._total = self._total or sum(w.own.numel() for members in by_area.values() for w in members)
+        probed: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.dtype]] = {}
+        for place, areas in by_place.items():
+            planned = []
+            for members in areas:
+                first = members[0]
+                on = self._device if first.offload.stepped_on == DEVICE else torch.device("cpu")
+                key = first.group, first.own.dtype, on
+                if key not in probed:
+                    probed[key] = recipe.shaped_states(*key)
+                planned.append((members, probed[key]))
+            self._cover(place, planned)
+        if by_place:
+            self._size_buffers()
+            log.info(
+                "offload: optimizer states laid out: %d bytes of host memory, %d bytes on disk, buffers of %d bytes on the host "
+                "and %d on the device",
+                self.host_bytes, sum(file.num_bytes for file in self.files), self.buffer_bytes,
+                sum(buffer.numel() for buffer in self._device_buffers),
+            )  # fmt: skip
+
+    def _cover(self, place: str, areas: Sequence[tuple[list[Wanted], dict[str, torch.dtype]]]) -> None:
+        """Lay out the states that rest in one place."""
+        planned, total = [], 0
+        for members, keys in areas:
+            smallest, from_disk, in_all = _besides(members)
+            itemsize = min([smallest, *(d.itemsize for d in keys.values())])
+            starts, numel, step = [], 0, ALIGN_BYTES // itemsize
+            for w in members:
+                starts.append(numel)
+                numel += -(-w.own.numel() // step) * step
+            planned.append((members, starts, numel, keys, itemsize, (from_disk, in_all), total))
+            total += sum(d.itemsize for d in keys.values()) * numel
+        store = self._store(place, total)
+        for members, starts, numel, keys, itemsize, besides, base in planned:
+            bases = {}
+            for key, dtype in keys.items():
+                bases[key] = base
+                base += numel * dtype.itemsize
+            area = Area(store, numel, keys, bases, itemsize, piece_numel(itemsize, self._total), *besides)
+            for w, start in zip(members, starts, strict=True):
+                shown = {k: _shown(area, k, start, w.own) for k in keys}
+                self._places[id(w.param)] = (w.param, Place(area, start, shown), w)
+
+    def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
+        folder = folder_of(place)
+        if folder is not None:
+            self.files.append(SwapFile(folder, num_bytes, checksums=self._checksums))
+            return self.files[-1]
+        if place == DEVICE:
+            return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
+        arena = Arena(num_bytes, self._device)
+        self.host_bytes += num_bytes
+        return Memory(arena.take(num_bytes, torch.uint8), arena)
+
+    def _size_buffers(self) -> None:
+        pairs = [(place.area, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
+        largest = max(area.piece_bytes() for area, _ in pairs)
+        over = max((area.device_bytes() for area, is_on_device in pairs if is_on_device), default=0)
+        if largest and (not self._buffers or self._buffers[0].numel() < largest):
+            if over and self._device.type != "cpu":
+                self._pinned = Arena(NUM_BUFFERS * largest, self._device)
+                self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
+            else:
+                self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
+            self._passage = Passage(self._pool(), self._buffers)
+        if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
+            self._device_buffers = [
+                torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
+            ]
+
+    def adopt(self, state: Any) -> None:
+        """Take states that lie elsewhere, after a load, to their place, and show them there."""
+        for p, place, _ in self._places.values():
+            for key in place.shown if p in state else ():
+                value = state[p].get(key)
+                if isinstance(value, Tensor) and local_of(value).data_ptr() != place.shown[key].data_ptr():
+                    place.shown[key].copy_(local_of(value))
+                    show(state[p], {key: place.shown[key]}, p)
+                    self.is_exposed = True
+
+    def flush(self) -> None:
+        """What the outside wrote into states is in the files."""
+        for file in self.files:
+            file.flush()
+        self.is_exposed = False
+
+    def todo(self, entries: Sequence[Entry]) -> list[Todo]:
+        """What is streamed of `entries`: all but those without a row on this rank, and those that are stepped as they lie."""
+        found = []
+        for entry in entries:
+            if id(entry.param) in self._places:
+                _, place, w = self._places[id(entry.param)]
+                if w.home is not None:
+                    w.home[0].grads.settle(w.home[1])
+                found.append(Todo(entry, place, frozenset(k for k in place.shown if k in entry.state), w.home))
+        return found
+
+    def start(self, piece: Piece, step: Callable[[Piece, list[Tensor]], None]) -> Future[None]:
+        """Let a piece that is stepped on the host pass."""
+        return self._passage.start(piece, step)
+
+    def over_device(self, pieces: Sequence[Piece]) -> DeviceStream:
+        """A stream of pieces that are stepped on the device, once none passes on the host, which has the same buffers."""
+        self._passage.rest()
+        stream = Stream(pieces, self._pool(), self._buffers)
+        return DeviceStream(stream, len(pieces), self._device_buffers, self._lanes)
+
+
+def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
+    """Of what is stepped with states of these: the smallest itemsize, and bytes an element, of what is on disk and of all."""
+    smallest, on_disk, in_all = [], [], []
+    for w in members:
+        rests: list[tuple[torch.dtype, bool]] = [(w.own.dtype, False)] * 2
+        if w.home is not None:
+            home, i = w.home
+            row = home.row(i)
+            rests = [(w.own.dtype, home.own_spot(i) is not None), (w.own.dtype, home.grads.is_on_disk(i))]
+            rests += [] if row is None else [(row.dtype, isinstance(row, Spot))]
+        smallest.append(min(dtype.itemsize for dtype, _ in rests))
+        on_disk.append(sum(dtype.itemsize for dtype, is_on_disk in rests if is_on_disk))
+        in_all.append(sum(dtype.itemsize for dtype, _ in rests))
+    return min(smallest), max(on_disk), max(in_all)
+
+
+def _shown(area: Area, key: str, start: int, own: Tensor) -> Tensor:
+    dtype = area.keys[key]
+    flat = area.store.mapped(area.starts[key] + start * dtype.itemsize, own.numel(), dtype)
+    return flat.as_strided(own.shape, own.stride())

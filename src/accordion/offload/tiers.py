@@ -1,0 +1,199 @@
+"""Where each unit's shards rest, as `Offload` says: the maker of homes that `shard` hands to the engine."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accordion import _torch
+from accordion.config import DEVICE, Offload, folder_of
+from accordion.engine.engine import Engine
+from accordion.engine.group import Wiring
+from accordion.engine.home import Home, on_device
+from accordion.engine.layout import Message
+from accordion.engine.schedule import Phase
+from accordion.engine.streams import Lane
+from accordion.engine.unit import Unit
+from accordion.offload.activations.offload import Parked, Parking
+from accordion.offload.arena import Arena
+from accordion.offload.budget import NUM_BAYS, Shape, host_needs, on_disk
+from accordion.offload.disk_shards import Bay, DiskHome
+from accordion.offload.host_shards import HostHome, Means, Offloaded, paged_bytes
+from accordion.offload.step.pipelines import NUM_BUFFERS
+from accordion.offload.step.state_store import States
+from accordion.offload.step.step_in_backward import InBackward
+from accordion.offload.swap_file import Shelf, check_folder
+
+log = logging.getLogger("accordion")
+
+
+class Tiers:
+    """Owns the host memory, the files of shards and gradients and the streams of a model; called by each group for its home.
+
+    `offloads`, `shapes`: of each unit. All that shards and gradients will ever take is counted and allocated now.
+    """
+
+    def __init__(self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], wiring: Wiring) -> None:
+        self.offloads, self._wiring = offloads, wiring
+        self.late = wiring.gather_lane.late
+        self._store_lane = Lane(wiring.device, wiring.watch, self.late).for_threads()
+        self._units: dict[int, weakref.ref[Unit]] = {}
+        self.in_backward: InBackward | None = None  # where some unit is stepped there
+        self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
+        self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
+        for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
+            assert folder is not None
+            check_folder(folder)
+        self._checksums = any(offload.checksums for offload in offloads)
+        self._shelves = {
+            folder: Shelf(folder, num_bytes, checksums=self._checksums)
+            for folder, num_bytes in on_disk(offloads, shapes).items()
+        }
+        _torch.settle_before_unscale()
+        needs = host_needs(offloads, shapes)
+        self.arena = Arena(needs.total, wiring.device)
+        self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)
+        self._bays = [Bay(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.bays]
+        self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
+        self._berthed: dict[int, int] = {}  # and of their bay
+        kind = "pinned" if wiring.device.type != "cpu" else "ordinary"
+        counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
+        log.info(
+            "offload: %d bytes of %s host memory for %d of %d units, the optimizer's states of %d on disk, %d bytes of "
+            "parameters and gradients there",
+            needs.total, kind, counts[0], len(offloads), counts[1],
+            sum(shelf.file.num_bytes for shelf in self._shelves.values()),
+        )  # fmt: skip
+
+    @property
+    def files(self) -> list[Shelf]:
+        """Of parameters and gradients."""
+        return list(self._shelves.values())
+
+    def states_of(self, optimizer: Optimizer) -> States:
+        """Where an optimizer's states rest whose step is streamed, made at the first use."""
+        if optimizer not in self.states:
+            lanes = self._wiring.fetch_lane, self._store_lane
+            self.states[optimizer] = States(self._wiring.device, self._threads, lanes, self._checksums)
+        return self.states[optimizer]
+
+    def _threads(self) -> ThreadPoolExecutor:
+        return self.pool
+
+    @cached_property
+    def parking(self) -> Parking:
+        """Where inputs of recomputed units wait off the device."""
+        lanes = self._wiring.fetch_lane, self._store_lane
+        return Parking(self._wiring.device, lanes, self._threads, self._checksums)
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that read and write files, a piece each."""
+        return self._made(NUM_BUFFERS, "accordion-disk")
+
+    @cached_property
+    def stepper(self) -> ThreadPoolExecutor:
+        """The thread on which units are stepped, one after the other: the kernels of a step have threads of their own."""
+        return self._made(1, "accordion-step")
+
+    def _made(self, num_threads: int, name: str) -> ThreadPoolExecutor:
+        """Threads that wait for events of this rank's device."""
+        return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._wiring.device))
+
+    def guard(self, before_step: Callable[[Optimizer, Any, Any], None]) -> None:
+        """Have torch call this before the step of any optimizer, once for all models and for good.
+
+        Taken out with its model, whenever that is collected, it would change what some step is walking through.
+        """
+        if before_step not in _torch.hooks_before_any_step():
+            register_optimizer_step_pre_hook(before_step)
+
+    def follow(self, unit: Unit) -> None:
+        """Know a unit by its index, for what is read ahead."""
+        self._units[unit.index] = weakref.ref(unit)
+
+    def home_of(self, unit: Unit, param: Tensor) -> tuple[Offloaded, int] | None:
+        """The home of a parameter and which of its shards it is; None where it rests on the device."""
+        for group in unit.groups:
+            for i, mine in enumerate(group.params):
+                if mine.sharded is param:
+                    return (group.home, i) if isinstance(group.home, Offloaded) else None
+        return None
+
+    def read_ahead(self, index: int) -> None:
+        """Begin to read the shards of the unit that is gathered after this one, where they rest on disk and stand still."""
+        unit = self._units[index]() if index in self._units else None
+        if unit is None:
+            return
+        phase = Phase.FORWARD if _torch.current_graph_task() == -1 else Phase.BACKWARD
+        following = unit.engine.order.after(phase, index)
+        if following is None or self._bay_of(following) is self._bay_of(index):
+            return
+        other = self._units[following]() if following in self._units else None
+        for group in other.groups if other is not None else ():
+            if isinstance(group.home, DiskHome) and not group.home.is_stepping:
+                group.home.begin_read(group.version())
+
+    def _bay_of(self, unit: int) -> Bay | None:
+        return self._bays[unit % NUM_BAYS] if self._bays else None
+
+    def __call__(
+        self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
+    ) -> Home:
+        offload = self.offloads[unit]
+        if not offload.offloads:
+            return on_device(self._wiring.device)(unit, msg, rank, dtypes, gathered)
+        start = self._landed.get(unit, 0)
+        self._landed[unit] = stop = start + paged_bytes(msg, dtypes)
+        means = Means(
+            allocate=self.arena.take,
+            landing=self._landing[start:stop],
+            grads=self._shelf(offload.rest_of_grads),
+            device=self._wiring.device,
+            fetch_lane=self._wiring.fetch_lane,
+            store_lane=self._store_lane,
+            pool=self._threads,
+        )
+        shelf, bay = self._shelf(offload.params), self._bay_of(unit)
+        if shelf is None or bay is None:
+            return HostHome(msg, rank, dtypes, gathered, means, keeps=offload.params == DEVICE)
+        start = self._berthed.get(unit, 0)
+        self._berthed[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
+        tiers = weakref.ref(self)
+        ahead = partial(_read_ahead, tiers, unit)
+        return DiskHome(msg, rank, dtypes, gathered, means, shelf=shelf, bay=(bay, start), place=(unit, ahead))
+
+    def _shelf(self, place: str) -> Shelf | None:
+        folder: Path | None = folder_of(place)
+        return None if folder is None else self._shelves[folder]
+
+
+def _read_ahead(tiers: weakref.ref[Tiers], unit: int) -> None:
+    alive = tiers()
+    if alive is not None:
+        alive.read_ahead(unit)
+
+
+def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], Parked] | None:
+    """What takes the inputs of a recomputed unit off the device; None where they stay."""
+    tiers = engine.wiring.home
+    if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
+        return None
+    return partial(tiers.parking.park, place=tiers.offloads[unit].activations)
+
+
+def _choose(device: torch.device) -> None:
+    """A new thread is at the first device, where its events would make a context."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)

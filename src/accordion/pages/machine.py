@@ -1,0 +1,72 @@
+"""On what was measured: the machine, its versions, and the most arithmetic that it can do."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accordion import _torch
+from accordion.devices import name_of
+from accordion.version import VERSION
+
+# Dense bf16, without sparsity: NVIDIA's data sheets of each product. The first name found in the device's name counts.
+PEAK_BF16_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+
+
+def describe(device_type: str) -> dict[str, Any]:
+    """Plain data for the head of a result."""
+    driver = _torch.runtime_version(device_type)
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": num_cores(),
+        "memory_bytes": _memory_bytes(),
+        "device": name_of(device_type),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accordion": VERSION,
+        **({} if device_type == "cpu" else {"devices": torch.accelerator.device_count()}),
+        **({} if driver is None else {device_type: driver}),
+    }
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def known_peak_flops(device_name: str, bf16: bool) -> float | None:
+    """The data sheet's operations a second; None where no data sheet is known, and for float32."""
+    if not bf16:
+        return None
+    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(named, platform.machine())
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0

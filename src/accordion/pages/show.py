@@ -1,0 +1,136 @@
+"""Where a page goes: tables on the screen, JSON, and one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import plotly.graph_objects as go  # type: ignore[import-untyped]
+from plotly.io import to_html  # type: ignore[import-untyped]
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from accordion.pages.page import Chart, Page, Table
+
+SPREAD = re.compile(r"\([\d.,-]+\)")  # `spread` of `page`
+PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
+HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em; padding: 0 .8em; color: #222 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
+.spread {{ white-space: nowrap; color: #777; font-size: .85em }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
+th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }}
+li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
+h1, h2, li {{ overflow-wrap: anywhere }} td {{ overflow-wrap: break-word }}
+@media (max-width: 40em) {{ td {{ overflow-wrap: anywhere }}
+  .cards tr {{ display: block; padding: .5em 0; border-bottom: 1px solid #ddd }}
+  .cards tr:first-child {{ display: none }} .cards td {{ display: block; border: 0; padding: .05em 0; text-align: left }}
+  .cards td:first-child {{ font-weight: 600 }} .cards td:empty {{ display: none }}
+  .cards td:not(:first-child)::before {{ content: attr(data-column) ": "; color: #777 }} }}
+</style></head><body><h1>{title}</h1>"""
+# Without buttons, which would cover the titles on a phone; a double click zooms out.
+CONFIG = {"responsive": True, "displayModeBar": False}
+
+
+def show(page: Page) -> None:
+    """Print the page's notes and tables; a row as a card where the screen is too narrow for the table."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    for table in page.tables:
+        drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for i, column in enumerate(table.columns):
+            drawn.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+        for row in table.rows:
+            drawn.add_row(*row)
+        if _least_width(table) <= console.width:
+            console.print(drawn)
+            continue
+        console.print(table.title, style="italic", markup=False)
+        for name, *cells in table.rows:
+            console.print(f"  {name}", style="bold", markup=False)
+            for column, cell in zip(table.columns[1:], cells, strict=True):
+                if cell:
+                    console.print(f"    {column}: {cell}", markup=False)
+    for note in page.notes:
+        console.print(note, style="dim", markup=False)
+
+
+def _least_width(table: Table) -> int:
+    """Of the screen, so that no word is cut: rich breaks what it prints between words alone."""
+    columns = list(zip(table.columns, *table.rows, strict=True))
+    words = [[word for cell in column for word in (cell.split() if i else [cell])] for i, column in enumerate(columns)]
+    return sum(max(map(len, found), default=0) + 3 for found in words) + 1
+
+
+def write(page: Page, folder: Path) -> tuple[Path, Path]:
+    """Write `<name>.json` and `<name>.html` into `folder`; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, html = folder / f"{page.name}.json", folder / f"{page.name}.html"
+    data.write_text(json.dumps(page.data, indent=1) + "\n", encoding="utf-8")
+    html.write_text(as_html(page), encoding="utf-8")
+    return data, html
+
+
+def as_html(page: Page) -> str:
+    """The whole page, plotly's script included once."""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
+    machine = page.data.get("machine") or page.data.get("comparison", {}).get("machine", {})
+    about = html_table(Table(title="machine", columns=["", ""], rows=[[k, str(v)] for k, v in machine.items()]))
+    charts = drawn([figure(chart) for chart in page.charts])
+    body = "".join([f"<ul>{notes}</ul>", *charts, *map(html_table, page.tables), about])
+    return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
+
+
+def drawn(charts: Sequence[go.Figure]) -> list[str]:
+    """Charts as HTML, plotly's script in the first."""
+    return [
+        to_html(chart, full_html=False, include_plotlyjs=i == 0, div_id=f"chart-{i}", config=CONFIG)
+        for i, chart in enumerate(charts)
+    ]
+
+
+def figure(chart: Chart) -> go.Figure:
+    """Bars side by side or on each other, or lines over a logarithmic number of ranks."""
+    made = go.Figure()
+    for name, points in chart.series.items():
+        x, y = list(points), list(points.values())
+        if chart.kind == "lines":
+            made.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode="lines+markers"))
+        else:
+            made.add_trace(go.Bar(name=name, x=x, y=y))
+    laid_out(made, chart.title, chart.unit)
+    made.update_yaxes(rangemode="tozero")
+    if chart.kind == "lines":
+        made.update_xaxes(type="log", title="ranks")
+    else:
+        made.update_layout(barmode="stack" if chart.kind == "stacked" else "group")
+    return made
+
+
+def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.Figure:
+    """A chart whose legend is below, so that a phone shows it whole."""
+    chart.update_layout(
+        title=title, template="plotly_white", height=height, margin={"l": 60, "r": 20, "t": 50, "b": 70},
+        legend={"orientation": "h", "y": -0.3, "yanchor": "top"}, yaxis_title=unit or None,
+    )  # fmt: skip
+    return chart
+
+
+def html_table(table: Table) -> str:
+    """A phone shows each row as a card."""
+    head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
+    rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row))}</tr>" for row in table.rows)
+    kind = ' class="cards"' if len(table.columns) > 2 else ""
+    return f'<h2>{escape(table.title)}</h2><div class="wide"><table{kind}><tr>{head}</tr>{rows}</table></div>'
+
+
+def _cell(column: str, text: str) -> str:
+    """Of one row in one column; a spread is not broken up."""
+    shown = SPREAD.sub(r'<span class="spread">\g<0></span>', escape(text))
+    return f'<td data-column="{escape(column)}">{shown}</td>'

@@ -1,0 +1,222 @@
+"""`accordion plan`: its options, and the plan that they ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from accordion.config import COMPUTE_DTYPES, Precision
+from accordion.errors import UsageError
+from accordion.models.language import end_at_once, language_model
+from accordion.pages.page import Page
+from accordion.plan.api import plan
+from accordion.plan.cli.options import read
+from accordion.plan.cli.pages import of_plan, of_table
+from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
+from accordion.plan.result import Plan
+from accordion.plan.search.suggest import NODE, smallest_change
+from accordion.plan.trained_models import PRESETS, configuration, language_subject
+from accordion.units import units_named
+
+NOT_FOUND = 1  # exit code where nothing fits
+LARGEST = 1_000_000  # GPUs
+ABOUT = (
+    "Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits. What a flag "
+    f"fixes is not looked for. Presets: {', '.join(PRESETS)}. Cards: {', '.join(GPUS)}."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits.
+
+    Args:
+        model: a preset, a folder with a transformers config.json, or that file
+        gpu: a card of the table (--gpus-table shows it), measured: what --measure found here, or a file that it wrote
+        gpus: GPUs in all; without it eight on each of --nodes
+        nodes: machines; without it as many as --gpus fill, eight to each
+        fewer: look at smaller numbers of GPUs too, halving
+        seq: tokens of a sequence
+        micro_batch: sequences of one rank at a time; without it: look for it
+        accumulate: micro-batches of a step
+        engine: accordion, or fsdp2: PyTorch's own in its place
+        global_batch: sequences of a step over all GPUs; accumulation follows from it
+        optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
+        precision: what the model computes in, over float32 masters
+        strategy: of accordion.shard.api, such as full_shard; without it: look for it
+        units: what is gathered together: auto, blocks, min_params:N or names of classes; without it: look for it
+        replicas: copies of the model with a hybrid strategy; without it: look for it
+        offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
+            it: the first of them that fits
+        checkpoint_activations: none, every:K, selective or full; without it: look for it
+        gpu_memory_gib: memory of the card; this and the next three correct a card of the table, or describe another one
+        gpu_tflops: dense bf16, in units of 10^12 a second
+        gpu_bandwidth_gbps: GB/s of its memory
+        link_gbps: GB/s that one card sends to another in its node
+        network_gbps: GB/s that one card sends to other nodes
+        host_memory_gib: of one machine, for offload
+        disk_gbps: GB/s of one machine's disk, for offload
+        measured_step_s: seconds of one measured step on such cards, which calibrates all times
+        measured_at: its configuration: strategy,checkpointing,micro-batch,GPUs; without it the one that the other options fix
+        measure: measure this machine, store that, and end; all its GPUs, else two CPU ranks
+        measured_file: where that is stored; without it in the user's cache folder
+        gpus_table: show the table of cards with their sources, and end
+        explain: show the arithmetic by hand beside what was traced
+        json: print JSON alone
+        html: file for a page with the pictures
+    """
+
+    model: str = "llama3-8b"
+    gpu: str = "h100"
+    gpus: int | None = None
+    nodes: int | None = None
+    fewer: bool = False
+    seq: int = 4096
+    micro_batch: int | None = None
+    accumulate: int = 1
+    engine: str = "accordion"
+    global_batch: int | None = None
+    optimizer: str = "adamw"
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    strategy: str | None = None
+    units: str | None = None
+    replicas: int | None = None
+    offload: str | None = None
+    checkpoint_activations: str | None = None
+    gpu_memory_gib: float | None = None
+    gpu_tflops: float | None = None
+    gpu_bandwidth_gbps: float | None = None
+    link_gbps: float | None = None
+    network_gbps: float = NETWORK_GBPS
+    host_memory_gib: float | None = None
+    disk_gbps: float = DISK_GBPS
+    measured_step_s: float | None = None
+    measured_at: str = ""
+    measure: bool = False
+    measured_file: str | None = None
+    gpus_table: bool = False
+    explain: bool = False
+    json: bool = False
+    html: str | None = None
+
+
+def run(words: list[str]) -> int:
+    """The subcommand. Returns the exit code: 1 where nothing fits."""
+    o = read(Options, words, "accordion plan", ABOUT)
+    if o is None:
+        return 0
+    end_at_once()
+    if o.gpus_table:
+        show(of_table())
+        return 0
+    file = Path(o.measured_file) if o.measured_file else cache_folder() / "measured.json"
+    if o.measure:
+        return _measure(o, file)
+    gpus, node = counts_of(o)
+    gpu = file if o.gpu == "measured" else o.gpu
+    card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
+    if o.html is not None:
+        check_place(Path(o.html))
+    units: dict[str, Any] = {} if o.units is None else {"units": units_named(o.units)}
+    say = partial(print, file=sys.stderr)
+    made = plan(
+        o.model,
+        gpu=card,
+        gpus=gpus,
+        node=node,
+        network_gbps=o.network_gbps,
+        host_memory_gib=o.host_memory_gib,
+        disk_gbps=o.disk_gbps,
+        strategy=o.strategy,
+        replicas=o.replicas,
+        offload=o.offload,
+        checkpoint_activations=o.checkpoint_activations,
+        micro_batch=o.micro_batch,
+        seq=o.seq,
+        accumulate=o.accumulate,
+        engine=o.engine,
+        global_batch=o.global_batch,
+        optimizer=o.optimizer,
+        precision=Precision(params=COMPUTE_DTYPES[o.precision]),
+        measured_step_s=o.measured_step_s,
+        measured_at=o.measured_at,
+        say=say,
+        processes=2,
+        **units,
+    )
+    change = "" if made.fits else _change(o, made, say)
+    if o.json:
+        print(json.dumps({**made.as_dict(), **({"smallest_change": change} if change else {})}, indent=1))
+    else:
+        show(of_plan(made, explain=o.explain, change=change))
+    if o.html is not None:
+        from accordion.plan.cli.html import write
+
+        write(made, Path(o.html))
+        say(f"written: {o.html}")
+    return 0 if made.fits else NOT_FOUND
+
+
+def show(page: Page) -> None:
+    """On the screen; what draws there is not needed for JSON, and takes a while to import."""
+    from accordion.pages import show
+
+    show.show(page)
+
+
+def cache_folder() -> Path:
+    """Where what was measured on this machine is kept for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
+
+
+def _measure(o: Options, file: Path) -> int:
+    from accordion.bench.measure import measured, of_measured, write
+
+    if o.gpus is not None and o.gpus < 1:
+        raise UsageError(f"--gpus is {o.gpus}; it takes 1 or more.")
+    if file.is_dir():
+        raise UsageError(f"--measured-file {str(file)!r} is a folder; name a file.")
+    found = measured(num_ranks=o.gpus or 0)
+    write(found, file)
+    if o.json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(of_measured(found, file))
+    return 0
+
+
+def _change(o: Options, made: Plan, say: Any) -> str:
+    config = configuration(o.model, o.seq)
+    where = f"model {o.model!r}"
+    num_params = sum(p.numel() for p in language_model(config, where).parameters())
+    return smallest_change(
+        partial(language_subject, config, where, seq=o.seq), made.space, made.cluster, num_params, say
+    )
+
+
+def counts_of(o: Options) -> tuple[list[int], int]:
+    """Numbers of GPUs to look at, and GPUs of a node. Raises `UsageError` where --gpus and --nodes contradict."""
+    for flag, value in (("--gpus", o.gpus), ("--nodes", o.nodes)):
+        if value is not None and not 1 <= value <= LARGEST:
+            raise UsageError(f"{flag} is {value}; it takes 1 to {LARGEST:,}.")
+    gpus = o.gpus or NODE * (o.nodes or 1)
+    if o.nodes and gpus % o.nodes:
+        raise UsageError(f"{gpus} GPUs do not divide over {o.nodes} nodes; take a multiple of {o.nodes} for --gpus.")
+    node = gpus // o.nodes if o.nodes else min(gpus, NODE)
+    counts = [gpus]
+    while o.fewer and counts[0] > 1 and counts[0] % 2 == 0:
+        counts.insert(0, counts[0] // 2)
+    return counts, node
+
+
+def check_place(path: Path) -> None:
+    """Before a search that takes a minute: the file can be written. Raises `UsageError`."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        found = "is a folder" if path.is_dir() else f"has no folder {str(folder)!r} to lie in"
+        raise UsageError(f"--html {str(path)!r} {found}; name a file.")

@@ -1,0 +1,139 @@
+"""A plan as one HTML file that needs nothing beside it: memory in a step, the streams, and the map of choices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import plotly.graph_objects as go  # type: ignore[import-untyped]
+
+from accordion.errors import UsageError
+from accordion.pages.show import HEAD, drawn, html_table, laid_out
+from accordion.plan.cli.pages import of_plan
+from accordion.plan.events import DISK_LANE, FETCH, HOST, STEPPER, STORE, Category
+from accordion.plan.hardware import GIB
+from accordion.plan.replay.peak import curve_of, name_of
+from accordion.plan.replay.timeline import Stretch
+from accordion.plan.result import Plan, gib
+from accordion.plan.search.evaluate import Candidate
+
+LANES = (  # from below; sums and copies in of their own: FSDP2's; what is under them: of offload
+    *(DISK_LANE, STEPPER, HOST, STORE, FETCH),
+    *("all-reduce", "reduce", "gather", "copy in", "compute"),
+)
+PIECES = re.compile(r".{1,38}(?:[._ ]|$)|.{1,38}")  # of a label, each as wide as a phone shows
+ROOM = 1.45  # above the curve, for the label
+
+
+def write(plan: Plan, path: Path) -> None:
+    """Write the page. Raises `UsageError` where the file cannot be written."""
+    try:
+        path.write_text(as_html(plan), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"html {str(path)!r} cannot be written: {error.strerror}.") from None
+
+
+def as_html(plan: Plan) -> str:
+    """The whole page, plotly's script included once."""
+    page = of_plan(plan, explain=True)
+    charts = [*([memory_chart(plan), lanes_chart(plan)] if plan.log is not None else []), map_chart(plan)]
+    verdict, *tables = map(html_table, page.tables)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
+    body = "".join([verdict, *drawn(charts), *tables, f"<ul>{notes}</ul>"])
+    return HEAD.format(title=escape(page.title)) + body + "</body></html>\n"
+
+
+def peak_label(plan: Plan) -> str:
+    """How high and where the peak is, as JSON has it; a line each, for a phone."""
+    memory = plan.chosen.memory
+    assert memory is not None
+    peak = memory.peak
+    where = " ".join(part for part in (peak.phase, peak.unit) if part)
+    lines = (f"peak {gib(peak.num_bytes)} GiB", where, peak.operator)
+    return "<br>".join(escape(piece) for line in lines for piece in PIECES.findall(line))
+
+
+def memory_chart(plan: Plan) -> go.Figure:
+    """Allocated bytes by category along a step, stacked, the peak named."""
+    assert plan.log is not None
+    curve = curve_of(plan.log)
+    names = [f"{place.phase.value} {name_of(place, plan.log.units)}".strip() for place, _ in curve]
+    chart = go.Figure()
+    for category in Category:
+        values = [live[category.value] / GIB for _, live in curve]
+        chart.add_trace(
+            go.Scatter(name=category.value, y=values, text=names, stackgroup="all", line={"width": 0.5},
+                       hovertemplate="%{y:.2f} GiB %{fullData.name}<br>%{text}<extra></extra>")
+        )  # fmt: skip
+    totals = [sum(live.values()) / GIB for _, live in curve]
+    top = max(range(len(totals)), key=totals.__getitem__)
+    side = "right" if top > len(totals) / 2 else "left"
+    # Of the frame, not of the axis: a label beside a point at the end would have the axis go on to keep it whole.
+    chart.add_annotation(x=1 if side == "right" else 0, xref="x domain", y=1, yref="y domain", yanchor="top", showarrow=False,
+                         text=peak_label(plan), xanchor=side, align=side, bgcolor="white", font={"size": 11})  # fmt: skip
+    highest = max(totals) * ROOM
+    chart.add_shape(type="line", x0=top, x1=top, y0=totals[top], y1=highest, line={"width": 1, "dash": "dot"})
+    chart.update_layout(
+        hovermode="closest", xaxis_title="events of a step, in order",
+        xaxis_range=[0, max(1, len(totals) - 1)], yaxis_range=[0, highest],
+    )  # fmt: skip
+    return laid_out(chart, "allocated memory in a step", "GiB")
+
+
+def lanes_chart(plan: Plan) -> go.Figure:
+    """What each stream does when, at middle rates."""
+    steps = plan.chosen.steps
+    assert steps is not None
+    lanes = steps["middle"].lanes
+    how = "calibrated" if plan.measured else "uncalibrated"
+    chart = go.Figure()
+    shown = [stream for stream in LANES if any(s.stream == stream for s in lanes)]
+    for stream in shown:
+        mine: Sequence[Stretch] = [s for s in lanes if s.stream == stream]
+        chart.add_trace(
+            go.Bar(name=stream, orientation="h", y=[stream] * len(mine), base=[s.start_s * 1e3 for s in mine],
+                   x=[s.seconds * 1e3 for s in mine], text=[s.label for s in mine], textposition="none",
+                   hovertemplate="%{text}<br>from %{base:.2f} ms, %{x:.2f} ms<extra></extra>",
+                   marker_line={"width": 0.5, "color": "white"})
+        )  # fmt: skip
+    chart.update_layout(
+        barmode="overlay",
+        xaxis_title=f"ms, at middle rates, {how}",
+        showlegend=False,
+    )
+    return laid_out(chart, "streams", "", height=160 + 40 * len(shown))
+
+
+def map_chart(plan: Plan) -> go.Figure:
+    """GPUs by micro-batch: the fastest of each that fits, by colour; what does not fit stays empty and says why."""
+    space = plan.space
+    counts = sorted({c.choice.gpus for c in plan.found.candidates})
+    cells = [[_cell(plan, gpus, size) for size in space.micro_batches] for gpus in counts]
+    chart = go.Figure(
+        go.Heatmap(
+            x=[str(size) for size in space.micro_batches],
+            y=[str(gpus) for gpus in counts],
+            z=[[speed for speed, _ in row] for row in cells],
+            text=[[text for _, text in row] for row in cells],
+            colorscale="Viridis", colorbar={"title": "/s a GPU"}, xgap=2, ygap=2,
+            hovertemplate="%{text}<extra></extra>", hoverongaps=True,
+        )
+    )  # fmt: skip
+    chart.update_layout(xaxis={"title": "micro-batch", "type": "category"}, yaxis={"title": "GPUs", "type": "category"})
+    return laid_out(chart, "choices: the fastest that fits", "", height=320)
+
+
+def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
+    mine = [c for c in plan.found.candidates if (c.choice.gpus, c.choice.micro_batch) == (gpus, size)]
+    fitting = [c for c in mine if c.fits]
+
+    def speed(c: Candidate) -> float:
+        return c.tokens_per_s(plan.space.tokens)
+
+    if fitting:
+        best = max(fitting, key=speed)
+        return speed(best), f"{best.choice}<br>{speed(best):,.0f}/s a GPU, needs {gib(best.needed_bytes)} GiB"
+    least = min(mine, key=lambda c: c.needed_bytes, default=None)
+    return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"

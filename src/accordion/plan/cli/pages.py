@@ -1,0 +1,143 @@
+"""The page of a plan: which figures stand where, in which units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from accordion.pages.page import Page, Table
+from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
+from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib
+from accordion.plan.search.evaluate import Candidate
+from accordion.plan.search.space import NO_OFFLOAD
+
+SHOWN = 24  # candidates on the screen; JSON has all
+
+
+def of_table() -> Page:
+    """The cards that are known."""
+    rows = [
+        [g.name, f"{g.memory_gib:g}", f"{g.tflops:g}", f"{g.bandwidth_gbps:g}", f"{g.link}, {g.link_gbps:g}",
+         f"{g.host_gbps:g}", g.source]
+        for g in GPUS.values()
+    ]  # fmt: skip
+    columns = ["card", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "to the host, GB/s", "source"]
+    return Page(name="gpus", title="Cards", notes=[], tables=[Table(title="cards", columns=columns, rows=rows)])
+
+
+def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
+    """Verdict, where the bytes go, what the step takes, and why others lost."""
+    tables = [_verdict(plan), *([_bytes(plan), _live(plan)] if plan.chosen.memory is not None else [])]
+    if explain:
+        tables.append(Table(title="by hand", columns=["", "by hand", "traced, one rank"], rows=explanation(plan)))
+    tables.append(_candidates(plan))
+    return Page(
+        name="plan", title=f"{plan.model} on {plan.cluster.gpu.name}", notes=_notes(plan, change), tables=tables
+    )
+
+
+def _verdict(plan: Plan) -> Table:
+    c = plan.chosen
+    rows = [["verdict", plan.verdict], ["configuration", str(c.choice)]]
+    if c.memory is not None and c.steps is not None:
+        reserved = sorted(c.memory.reserved_bytes.values())
+        rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
+        unit = "tokens" if plan.space.tokens > 1 else "batches"
+        rows += [
+            ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
+            ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, by how the allocator takes memory"],
+            ["needed of the card", _needed(plan)],
+            [
+                "step, calibrated" if plan.measured else "step, uncalibrated",
+                _range([s.seconds for s in c.steps.values()], "s"),
+            ],
+            ["of it waiting for others", _range([s.exposed_s for s in c.steps.values()], "s")],
+            [f"{unit}/s a GPU", _range(list(rates.values()), "")],
+            ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
+        ]
+    if c.host_bytes:
+        rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
+    if c.disk_bytes:
+        rows.append(["on the disk of a machine", f"{gib(c.disk_bytes)} GiB"])
+    if plan.found.fewest is not None:
+        rows.append(["fewest GPUs that fit", str(plan.found.fewest.choice)])
+    return Table(
+        title=f"{plan.model}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}", columns=["", ""], rows=rows
+    )
+
+
+def _needed(plan: Plan) -> str:
+    memory = plan.chosen.memory
+    assert memory is not None
+    more = f", {gib(memory.possible_bytes)} if {memory.peak.unsure_operator} takes inside all it may"
+    of = f"{gib(memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"
+    return of + (more if memory.possible_bytes > memory.needed_bytes else "")
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    """Low to high in two or three digits: no more is known."""
+    low, high = min(values), max(values)
+    return f"{_digits(low)} to {_digits(high)} {unit}".rstrip()
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bytes(plan: Plan) -> Table:
+    memory = plan.chosen.memory
+    assert memory is not None
+    peak = memory.peak
+    parts = partial(_part, peak.num_bytes)
+    rows = [[key, parts(value), parts(peak.highest[key])] for key, value in peak.breakdown.items()]
+    rows.append(["all", parts(peak.num_bytes), ""])
+    where = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
+    return Table(
+        title=f"where the bytes go; the peak is at {where}", columns=["", "at the peak, GiB", "most, GiB"], rows=rows
+    )
+
+
+def _part(whole: int, num_bytes: int) -> str:
+    """GiB of something; of a small whole, in more digits."""
+    return gib(num_bytes) if whole >= 10 * GIB else f"{num_bytes / GIB:.3f}"
+
+
+def _live(plan: Plan) -> Table:
+    memory = plan.chosen.memory
+    assert memory is not None
+    parts = partial(_part, memory.peak.num_bytes)
+    rows = [[h.operator, h.category, str(h.count), parts(h.num_bytes)] for h in memory.peak.live[:8]]
+    return Table(title="live at the peak, by what took it", columns=["operator", "for", "tensors", "GiB"], rows=rows)
+
+
+def _candidates(plan: Plan) -> Table:
+    order = sorted(plan.found.candidates, key=lambda c: (not c.fits, -_speed(plan, c), c.needed_bytes))
+    rows = []
+    for c in order[:SHOWN]:
+        steps = "" if c.steps is None else f"{_digits(c.steps['middle'].seconds)}"
+        speed = "" if c.steps is None else f"{_digits(_speed(plan, c))}"
+        mark = "chosen" if c is plan.found.best else c.why
+        rows.append([str(c.choice), gib(c.needed_bytes), steps, speed, mark])
+    left = len(order) - len(rows)
+    title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
+    return Table(title=title, columns=["", "needs GiB", "step s", "/s a GPU", "why not"], rows=rows)
+
+
+def _speed(plan: Plan, c: Candidate) -> float:
+    return 0.0 if c.steps is None else c.tokens_per_s(plan.space.tokens)
+
+
+def _notes(plan: Plan, change: str) -> list[str]:
+    notes = [f"nothing fits; the smallest change that would make it: {change}"] if change else []
+    assumed = plan.assumptions()
+    notes += [
+        f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) below the card's memory",
+        f"torch {assumed['torch']}, {plan.space.optimizer}; card: {plan.cluster.gpu.source}",
+        f"time is {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
+    ]
+    if any(c.choice.offload != NO_OFFLOAD for c in plan.found.candidates):
+        notes.append(f"offload: {assumed['host']}; its times are uncalibrated, whatever was measured")
+    if plan.log is not None:
+        notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]
+        notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]
+    return [*notes, NOT_KNOWN]

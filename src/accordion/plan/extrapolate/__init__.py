@@ -1,0 +1,1 @@
+"""Logs of larger models, batches and worlds from the logs of small ones."""

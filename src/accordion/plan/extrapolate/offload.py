@@ -1,0 +1,121 @@
+"""Offload in a plan: which memory of a log rests elsewhere, and how many bytes of the host and of a disk that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from accordion.config import DISK, HOST
+from accordion.offload.step.chunks import piece_numel
+from accordion.offload.step.pipelines import NUM_BUFFERS
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, Phase, Place, begins
+from accordion.plan.extrapolate.offload_events import Away, Moved
+from accordion.plan.hardware import Cluster
+from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Choice
+
+MASTER_BYTES, GRADIENT_BYTES = 4, 4  # of an element, float32
+
+
+def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
+    """`log` of the same step with shards, gradients and states where `choice.offload` has them, with the copies, the work of
+    the host and of the disk, and the waits of the engine. A step of one rank alone is traced instead: see `Part`.
+    """
+    if choice.offload == NO_OFFLOAD:
+        return log
+    params, optimizer = OFFLOADS[choice.offload]
+    held = []
+    for alloc, unit in log.held:
+        if alloc.category is Category.PARAMETERS and unit is not None:
+            if params == HOST:
+                continue
+            alloc = replace(alloc, num_bytes=alloc.num_bytes * compute_bytes // MASTER_BYTES)
+        elif alloc.category is Category.OPTIMIZER:
+            continue
+        held.append((alloc, unit))
+    rests = rests_of(log)
+    gone = {alloc.number for alloc, _ in log.held} - {alloc.number for alloc, _ in held}
+    rows = {unit: r.elements * compute_bytes for unit, r in rests.items()}
+    wide = compute_bytes != MASTER_BYTES
+    away = Away(
+        gone=gone,
+        leaving=_leaving(log),
+        row_bytes=rows,
+        state_bytes={unit: r.state_bytes for unit, r in rests.items()},
+        fetches_always=params == HOST,
+        on_disk=optimizer == DISK,
+        written_for_gradient=(MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if wide else 0.0,
+    )
+    return replace(log, held=held, events=list(Moved(log, away).events()))
+
+
+@dataclass(frozen=True, slots=True)
+class Rests:
+    """What stays of one unit between steps: elements of its parameters, and bytes of the optimizer's states."""
+
+    elements: int
+    state_bytes: int
+
+
+def rests_of(log: Log) -> Mapping[int, Rests]:
+    """By unit, of one rank."""
+    found: dict[int, Rests] = {}
+    for alloc, unit in log.held:
+        if unit is None:
+            continue
+        known = found.get(unit, Rests(0, 0))
+        if alloc.category is Category.PARAMETERS:
+            known = replace(known, elements=known.elements + alloc.num_bytes // MASTER_BYTES)
+        elif alloc.category is Category.OPTIMIZER:
+            known = replace(known, state_bytes=known.state_bytes + alloc.num_bytes)
+        found[unit] = known
+    return found
+
+
+def _leaving(log: Log) -> set[int]:
+    """Sharded gradients: those that are there at the end of a backward, and what other micro-batches add to them, which is made
+    at the same points.
+    """
+    live: set[int] = set()
+    kept: set[int] = set()
+    points: dict[int, tuple[Place, int]] = {}  # of gradients: the place, and how many were made there before
+    place, count = Place(Phase.FORWARD, -1), 0
+    for event in log.events:
+        if isinstance(event, Alloc) and event.category is Category.GRADIENTS:
+            live.add(event.number)
+            points[event.number], count = (place, count), count + 1
+        elif isinstance(event, Free):
+            live.discard(event.number)
+        elif isinstance(event, Enter):
+            place, count = event.place, 0
+            if place.phase is Phase.STEP or begins(place):
+                kept |= live
+    leave = {points[number] for number in kept}
+    return {number for number, point in points.items() if point in leave}
+
+
+def elements_of(log: Log) -> int:
+    """Elements that one rank keeps, from its masters in float32."""
+    return sum(rests.elements for rests in rests_of(log).values())
+
+
+def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
+    """Of one machine for all its ranks: masters, rows that travel in another dtype, gradients, where those of a unit land, and
+    states, or the buffers through which these pass where they are on disk.
+    """
+    if choice.offload == NO_OFFLOAD:
+        return 0
+    rests = rests_of(log).values()
+    elements, states = elements_of(log), sum(r.state_bytes for r in rests)
+    largest = max((r.elements for r in rests), default=0)
+    each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
+    if OFFLOADS[choice.offload][1] == DISK:
+        state = states // max(elements, 1)  # of an element
+        states = NUM_BUFFERS * state * min(piece_numel(compute_bytes, elements), largest)
+    return (elements * each + GRADIENT_BYTES * largest + states) * min(choice.gpus, cluster.node)
+
+
+def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
+    """States of all ranks of one machine, where they are on disk."""
+    if OFFLOADS[choice.offload][1] != DISK:
+        return 0
+    return sum(r.state_bytes for r in rests_of(log).values()) * min(choice.gpus, cluster.node)

@@ -1,0 +1,1 @@
+"""Which configuration to take, of all that fit."""

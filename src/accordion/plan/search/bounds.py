@@ -1,0 +1,94 @@
+"""What rules a configuration out before it is traced: states alone over the card, or lanes that no strategy can shorten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from accordion.config import strategy_named
+from accordion.plan.events import Collective, Enter, Log, Phase, begins
+from accordion.plan.hardware import REACHED, Cluster
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.timeline import Step
+from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Choice, Space
+from accordion.units import AUTO
+
+SCATTERS = ("scatter_sum", "exchange")
+ROUNDING = 0.99  # of lanes: another number of ranks pads differently
+
+
+def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
+    """What no trace can fall below: parameters and two states in the master's dtype, and full copies that stay."""
+    strategy = strategy_named(choice.strategy)
+    over = choice.gpus if strategy.optim_over_replicas else choice.shards
+    if strategy.optim.value == "replicate":
+        over = 1
+    stays = strategy.params.value == "replicate" or strategy.keep_until_backward
+    copies = space.compute_bytes if stays and choice.gpus > 1 else 0
+    if choice.offload == NO_OFFLOAD:
+        return int(num_params * (12 / over + copies))
+    return int(num_params * (space.compute_bytes / over * (OFFLOADS[choice.offload][0] == "device") + copies))
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What FULL_SHARD takes, and no other strategy falls below: allocated bytes, seconds without waiting for others.
+
+    `gathered`, `reduced`: messages, in bytes, of one forward and of one backward, which every strategy has to send over its own
+    axes. `far`: they left the node.
+    """
+
+    num_bytes: int
+    seconds: float
+    gathered: tuple[int, ...] = ()
+    reduced: tuple[int, ...] = ()
+    far: bool = False
+
+
+def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
+    """`num_bytes`: allocated at the peak. `step`: at middle rates."""
+    starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
+    last = starts[-1] if starts else 0
+    gathered: list[int] = []
+    reduced: list[int] = []
+    phase = Phase.FORWARD
+    for event in log.events[last:]:
+        if isinstance(event, Enter):
+            phase = event.place.phase
+        elif isinstance(event, Collective) and event.axis == "shard":
+            if event.kind == "gather" and phase is Phase.FORWARD:
+                gathered.append(event.num_bytes)
+            elif event.kind in SCATTERS:
+                reduced.append(event.num_bytes)
+    far = choice.shards > cluster.node
+    return Floor(num_bytes, step.seconds - step.exposed_s, tuple(gathered), tuple(reduced), far)
+
+
+def lanes_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> float:
+    """Seconds that the gathers of a step's forwards take, or the reductions of its backwards, if that is longer; at middle rates.
+
+    Inside of a node the engine may send gradients in the dtype of the computation and sum them itself.
+    """
+    strategy = strategy_named(choice.strategy)
+    scale = cluster.scales.get("middle", 1.0)
+    costs = costs_of(cluster, REACHED["middle"], choice.gpus, strategy.hybrid, choice.shards, scale)
+
+    def seconds(kind: str, sizes: tuple[int, ...], axis: str, share: float) -> float:
+        return sum(costs.of_collective(Collective(kind, int(n * share), axis, kind)) for n in sizes)
+
+    narrow = min(1.0, space.compute_bytes / 4)
+    inside = choice.shards <= cluster.node
+    reduces = seconds("scatter_sum", floor.reduced, "shard", narrow if floor.far and inside else 1.0)
+    if strategy.hybrid:
+        kind = "scatter_sum" if strategy.optim_over_replicas else "sum"
+        reduces += seconds(kind, floor.reduced, "replicate", narrow / choice.shards)
+    if strategy.grads.value == "shard":
+        reduces *= choice.accumulate
+    gathers = 0.0
+    if strategy.params.value == "shard":
+        gathers = seconds("gather", floor.gathered, "shard", 1.0) * choice.accumulate
+    return max(gathers, reduces) * ROUNDING
+
+
+def as_full_shard(choice: Choice) -> Choice:
+    """The choice whose floor bounds this one."""
+    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD, units=AUTO)

@@ -1,0 +1,182 @@
+"""The configurations that a search looks through: one choice as plain data, and all that are left by what is fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, nearest, strategy_named
+from accordion.errors import UsageError
+from accordion.plan.hardware import Cluster
+from accordion.plan.trace.setup import Run
+from accordion.units import AUTO, only_blocks, units_named
+
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
+CHECKPOINTING = ("none", "selective", "every:2", "full")
+MICRO_BATCHES = (1, 2, 4, 8)
+NO_OFFLOAD = "none"
+OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the optimizer
+    NO_OFFLOAD: (DEVICE, DEVICE),
+    "optimizer": (DEVICE, HOST),
+    "all": (HOST, HOST),
+    "disk": (HOST, DISK),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
+
+    `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
+    """
+
+    strategy: str
+    checkpoint_activations: str
+    micro_batch: int
+    gpus: int
+    accumulate: int = 1
+    replicas: int = 1
+    offload: str = NO_OFFLOAD
+    units: str = AUTO
+
+    def __str__(self) -> str:
+        parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
+        parts += [f"checkpointing {self.checkpoint_activations}", f"micro-batch {self.micro_batch}"]
+        parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        parts += [f"offload {self.offload}"] if self.offload != NO_OFFLOAD else []
+        parts += [f"units {self.units}"] if self.units != AUTO else []
+        return ", ".join([*parts, f"{self.gpus} GPUs"])
+
+    @property
+    def num_traced(self) -> int:
+        """Micro-batches that are traced: all others are like the second, which is like the last where each one reduces."""
+        return min(self.accumulate, 2 if strategy_named(self.strategy).grads is Place.SHARD else 3)
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which parameters are cut."""
+        return self.gpus // self.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What is looked through: every combination. `tokens`: of one sample; `sharding`: more keyword arguments of `shard`.
+
+    `global_batch`: samples of a step over all GPUs, from which `accumulate` follows then. `replicas`: 0 looks for it. `offloads`:
+    in the order in which they are tried, each where the one before does not fit. `units`: the first one everywhere, the others
+    beside what is fastest.
+    """
+
+    strategies: Sequence[str] = STRATEGIES
+    checkpointing: Sequence[str] = CHECKPOINTING
+    micro_batches: Sequence[int] = MICRO_BATCHES
+    gpus: Sequence[int] = (8,)
+    accumulate: int = 1
+    global_batch: int | None = None
+    replicas: int = 0
+    offloads: Sequence[str] = tuple(OFFLOADS)
+    units: Sequence[str] = (AUTO,)
+    optimizer: str = "adamw"
+    engine: str = "accordion"
+    precision: Precision = field(default_factory=Precision)
+    tokens: int = 1
+    device: Literal["cuda", "cpu"] = "cuda"
+    sharding: Mapping[str, Any] = field(default_factory=dict)
+
+    def run_of(self, choice: Choice, cluster: Cluster) -> Run:
+        """What is traced for a choice: no more micro-batches than differ, and states of any tier on the host."""
+        sharding = {
+            **self.sharding,
+            "precision": self.precision,
+            "strategy": strategy_named(choice.strategy),
+            "checkpoint_activations": choice.checkpoint_activations,
+        }
+        if choice.units != AUTO:
+            sharding["units"] = units_named(choice.units)
+        elif self.engine == "fsdp2":
+            sharding.setdefault("units", only_blocks())  # as programs write it
+        if choice.offload != NO_OFFLOAD:
+            sharding["offload"] = Offload(params=OFFLOADS[choice.offload][0], optimizer=HOST)
+        return Run(
+            engine=self.engine,
+            ranks=choice.gpus,
+            node=cluster.node,
+            replicas=choice.replicas,
+            accumulate=choice.num_traced,
+            optimizer=self.optimizer,
+            sharding=sharding,
+            device=self.device,
+        )
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an element in the dtype of the computation."""
+        return self.precision.params.itemsize if self.precision.params is not None else 4
+
+    def tiers_of(self, choice: Choice) -> Sequence[str]:
+        """The offloads to try for a choice. In a search offload goes with what keeps no full copies."""
+        strategy = strategy_named(choice.strategy)
+        if len(self.offloads) == 1:
+            return self.offloads
+        searched = strategy.grads is Place.SHARD and not strategy.keep_until_backward
+        return self.offloads if searched else self.offloads[:1]
+
+
+def choices(space: Space, cluster: Cluster) -> list[Choice]:
+    """Every choice, without offload. Raises `UsageError` where what is fixed leaves none."""
+    found = list(_choices(space, cluster))
+    if found:
+        return found
+    batch = (
+        f", or a --global-batch that GPUs x micro-batch divide, not {space.global_batch}" if space.global_batch else ""
+    )
+    hybrid = "hybrid strategies need more than one node"
+    if space.replicas:
+        hybrid = f"{space.replicas} replicas of a hybrid strategy must be more than one, fewer than the GPUs, and divide them"
+    raise UsageError(
+        f"no configuration is left to try: strategies {', '.join(space.strategies)} on {', '.join(map(str, space.gpus))} "
+        f"GPUs, micro-batches {', '.join(map(str, space.micro_batches))}; {hybrid}, or take another --strategy{batch}."
+    )
+
+
+def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
+    for gpus in space.gpus:
+        for name in space.strategies:
+            if gpus == 1 and name not in (NO_SHARD.name, space.strategies[0]):
+                continue
+            for replicas in _replicas(space, strategy_named(name).hybrid, gpus, cluster.node):
+                for checkpointing in space.checkpointing:
+                    for micro_batch in space.micro_batches:
+                        accumulate = _accumulate(space, micro_batch, gpus)
+                        if accumulate:
+                            yield Choice(
+                                strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
+                                gpus=gpus, accumulate=accumulate, replicas=replicas,
+                            )  # fmt: skip
+
+
+def _replicas(space: Space, hybrid: bool, gpus: int, node: int) -> Sequence[int]:
+    """Numbers of replicas to try: shards over one node, two, and four."""
+    if not hybrid:
+        return [1]
+    if space.replicas:
+        return [space.replicas] if gpus % space.replicas == 0 and gpus > space.replicas > 1 else []
+    return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
+
+
+def _accumulate(space: Space, micro_batch: int, gpus: int) -> int:
+    """Micro-batches of a step; 0 where the global batch is no multiple."""
+    if space.global_batch is None:
+        return space.accumulate
+    return 0 if space.global_batch % (gpus * micro_batch) else space.global_batch // (gpus * micro_batch)
+
+
+def check_offload(offload: str, strategy: str | None) -> None:
+    """Raises `UsageError`."""
+    if offload not in OFFLOADS:
+        raise UsageError(f"offload {offload!r} does not exist; {nearest(offload, OFFLOADS)}")
+    if offload != NO_OFFLOAD and strategy is not None and strategy_named(strategy).grads is not Place.SHARD:
+        raise UsageError(
+            f"offload {offload!r} with strategy {strategy!r} is not planned: gradients are whole on each rank; take full_shard."
+        )

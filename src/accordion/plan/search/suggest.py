@@ -1,0 +1,72 @@
+"""Where nothing fits: the smallest change that would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from accordion.plan.hardware import GIB, Cluster
+from accordion.plan.search.evaluate import Candidate, Say
+from accordion.plan.search.search import search
+from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.trace.setup import Subject
+
+DOUBLINGS = 7  # of the GPUs, at most
+NODE = 8  # GPUs of a machine, where nobody says
+
+
+def smallest_change(
+    subject_for: Callable[[int], Subject], space: Space, cluster: Cluster, num_params: int, say: Say
+) -> str:
+    """The first of ever larger changes that makes it fit; each keeps those before it."""
+    smallest: Candidate | None = None
+    for flags, attempt, on in _attempts(space, cluster):
+        found = search(subject_for, attempt, on, num_params, say)
+        if found.best is not None:
+            needed = f"{found.best.needed_bytes / GIB:,.1f} of {on.card_bytes / GIB:.1f} GiB"
+            host = (
+                f", and {found.best.host_bytes / GIB:,.0f} GiB of a machine's memory" if found.best.host_bytes else ""
+            )
+            return f"{flags} would: {needed}{host}"
+        smallest = min(found.candidates, key=lambda c: c.needed_bytes)
+    assert smallest is not None
+    lacks = smallest.needed_bytes / GIB
+    return f"a card of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
+
+
+def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Cluster]]:
+    """(flags, space, cluster): from what costs least."""
+    flags = ""
+    if min(space.micro_batches) > 1:
+        flags, space = f"{flags} --micro-batch 1", replace(space, micro_batches=[1])
+        yield flags.strip(), space, cluster
+    space = replace(space, micro_batches=[1])
+    if "full" not in space.checkpointing:
+        flags, space = f"{flags} --checkpoint-activations full", replace(space, checkpointing=["full"])
+        yield flags.strip(), space, cluster
+    space = replace(space, checkpointing=["full"])
+    if "full_shard" not in space.strategies:
+        flags += " --strategy full_shard" + (" without --replicas" if space.replicas else "")
+        space = replace(space, strategies=["full_shard"], replicas=0)
+        yield flags.strip(), space, cluster
+    space = replace(space, strategies=["full_shard"])
+    for tier in _further_tiers(space):
+        yield f"{flags} --offload {tier}".strip(), replace(space, offloads=[tier]), cluster
+    gpus = max(space.gpus)
+    offloads = space.offloads if len(space.offloads) == 1 else [NO_OFFLOAD]
+    for _ in range(DOUBLINGS):
+        gpus *= 2
+        node = min(gpus, NODE) if cluster.node == min(max(space.gpus), NODE) else cluster.node
+        nodes = f" --nodes {gpus // node}" if gpus > node else ""
+        more, batch = replace(space, gpus=[gpus], offloads=offloads), ""
+        if space.global_batch is not None:
+            more = replace(more, global_batch=space.global_batch * gpus // max(space.gpus))
+            batch = f" --global-batch {more.global_batch}"
+        yield f"{flags} --gpus {gpus}{nodes}{batch}".strip(), more, replace(cluster, node=node)
+
+
+def _further_tiers(space: Space) -> Sequence[str]:
+    """Where one offload was fixed, those that leave less on the card, or on the host; FSDP2 is planned without any."""
+    known = list(OFFLOADS)
+    fixed = len(space.offloads) == 1 and space.engine == "accordion"
+    return known[known.index(space.offloads[0]) + 1 :] if fixed else []

@@ -1,0 +1,151 @@
+"""The logs of many choices from few traces: sizes lie on straight lines, and change alike in choices that do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from accordion.plan.events import Log
+from accordion.plan.extrapolate.family import Family, UnlikeError
+from accordion.plan.extrapolate.sizes import alike
+from accordion.plan.hardware import Cluster
+from accordion.plan.replay.predict import log_of
+from accordion.plan.search.space import NO_OFFLOAD, Choice, Space
+from accordion.plan.trace.setup import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Three choices that span a family, and their logs: the first, one of a larger micro-batch, one of fewer GPUs."""
+
+    choices: tuple[Choice, Choice | None, Choice | None]
+    logs: tuple[Log, Log | None, Log | None]
+
+
+class Traces:
+    """Owns what was traced. `traced`: by choice, as `traced_as` and `moved_as` have it."""
+
+    def __init__(
+        self, subject_for: Callable[[int], Subject], space: Space, cluster: Cluster, say: Callable[[str], None]
+    ) -> None:
+        self._subject_for, self._space, self._cluster, self._say = subject_for, space, cluster, say
+        self.traced: dict[Choice, Log] = {}
+        self._families: dict[Choice, Family | None] = {}
+        self._lines: list[_Lines] = []
+
+    def of(self, choice: Choice) -> Log:
+        return self._of(traced_as(choice))
+
+    def moved(self, choice: Choice) -> Log:
+        """With the engine's own offload; its time is that of a host which takes none."""
+        return self._of(moved_as(choice))
+
+    def trace(self, choice: Choice) -> Log:
+        return self._trace(traced_as(choice))
+
+    def trace_moved(self, choice: Choice) -> Log:
+        return self._trace(moved_as(choice))
+
+    def _of(self, choice: Choice) -> Log:
+        if choice in self.traced:
+            return self.traced[choice]
+        family = self._family(choice)
+        return self._trace(choice) if family is None else family.at(choice.micro_batch, choice.gpus)
+
+    def _trace(self, choice: Choice) -> Log:
+        if choice not in self.traced:
+            self._say(f"tracing {choice}")
+            subject = self._subject_for(choice.micro_batch)
+            log, _ = log_of(subject, self._space.run_of(choice, self._cluster))
+            unmodelled = {
+                name: why for name, why in log.unmodelled.items() if name != "offload"
+            }  # `Moved` has its time
+            self.traced[choice] = replace(log, unmodelled=unmodelled)
+        return self.traced[choice]
+
+    def is_own(self, log: Log) -> bool:
+        """Whether a log was traced, and not worked out."""
+        return any(log is own for own in self.traced.values())
+
+    def known(self, chosen: Sequence[Choice]) -> dict[Choice, Log]:
+        """Those of these choices that were traced."""
+        return {c: self.traced[c] for c in map(traced_as, chosen) if c in self.traced}
+
+    def _family(self, choice: Choice) -> Family | None:
+        """The log of all micro-batches, and of all numbers of GPUs on one side of the node's size, or with as many shards."""
+        gpus = self._gpus_like(choice)
+        key = replace(
+            choice, micro_batch=0, gpus=max(gpus), replicas=max(gpus) // choice.shards if choice.replicas > 1 else 1
+        )
+        if key not in self._families:
+            self._families[key] = self._make_family(choice, gpus)
+        return self._families[key]
+
+    def _gpus_like(self, choice: Choice) -> list[int]:
+        if choice.gpus == 1:
+            return [1]
+        if choice.replicas > 1:
+            return [choice.gpus]
+        inside = choice.gpus <= self._cluster.node
+        return [n for n in self._space.gpus if n > 1 and (n <= self._cluster.node) == inside] or [choice.gpus]
+
+    def _make_family(self, choice: Choice, gpus: list[int]) -> Family | None:
+        batches = sorted(self._space.micro_batches)
+        base = replace(choice, micro_batch=batches[0], gpus=max(gpus))
+        more = replace(base, micro_batch=batches[1]) if len(batches) > 1 else None
+        fewer = replace(base, gpus=min(gpus)) if len(gpus) > 1 else None
+        if more is None and fewer is None:
+            return None
+        try:
+            logs = (self._trace(base), self._other(base, more, 1), self._other(base, fewer, 2))
+            family = Family(
+                base=(base.micro_batch, base.gpus, logs[0]),
+                more=None if more is None or logs[1] is None else (more.micro_batch, logs[1]),
+                fewer=None if fewer is None or logs[2] is None else (fewer.gpus, logs[2]),
+            )
+        except UnlikeError:
+            return None
+        self._lines.append(_Lines((base, more, fewer), logs))
+        return family
+
+    def _other(self, base: Choice, wanted: Choice | None, which: int) -> Log | None:
+        """The log of a choice beside `base`: carried over from another family where sizes change alike there, else traced."""
+        if wanted is None or wanted in self.traced:
+            return None if wanted is None else self.traced[wanted]
+        for lines in self._similar(base, wanted, which):
+            first, other = lines.logs[0], lines.logs[which]
+            assert other is not None
+            try:
+                return alike(self._trace(base), first, other)
+            except UnlikeError:
+                continue
+        return self._trace(wanted)
+
+    def _similar(self, base: Choice, wanted: Choice, which: int) -> Iterator[_Lines]:
+        """Families in which the same step is taken: from one micro-batch to the other whatever the strategy does and is
+        recomputed, from one number of GPUs to the other whatever is recomputed.
+        """
+        alike_first = sorted(
+            self._lines, key=lambda lines: lines.choices[0].checkpoint_activations != base.checkpoint_activations
+        )
+        for lines in alike_first:
+            first, other = lines.choices[0], lines.choices[which]
+            if other is None or first.accumulate != base.accumulate:
+                continue
+            if which == 1 and (first.micro_batch, other.micro_batch) == (base.micro_batch, wanted.micro_batch):
+                yield lines
+            if which == 2 and (first.strategy, first.micro_batch, first.gpus, other.gpus, first.units) == (
+                base.strategy, base.micro_batch, base.gpus, wanted.gpus, base.units,
+            ):  # fmt: skip
+                yield lines
+
+
+def traced_as(choice: Choice) -> Choice:
+    """What differs from it in nothing that is traced."""
+    return replace(choice, offload=NO_OFFLOAD, accumulate=choice.num_traced)
+
+
+def moved_as(choice: Choice) -> Choice:
+    """What differs from it in nothing that the device sees: states on disk are as far away as those on the host."""
+    tier = choice.offload if choice.offload in (NO_OFFLOAD, "optimizer") else "all"
+    return replace(choice, offload=tier, accumulate=choice.num_traced)

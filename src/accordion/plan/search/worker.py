@@ -1,0 +1,64 @@
+"""The second process of a search."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any
+
+from accordion.models.language import end_at_once
+from accordion.plan.search.evaluate import Job, Outcome, Part, Say
+from accordion.plan.search.space import Choice
+
+
+class Second:
+    """Owns a process that is told of the search, where `subject_for` can be pickled. What it cannot do is done here."""
+
+    def __init__(self, job: Job, say: Say) -> None:
+        self._job, self._say = job, say
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_at_once)
+
+    def __enter__(self) -> Second:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def asked(self, work: Callable[..., Outcome], *about: Any) -> Callable[[], Outcome]:
+        """Begin `work(job, *about, say)` there. Gives what waits for its end."""
+        try:
+            future: Future[Outcome] | None = self._pool.submit(work, self._job, *about, _quiet)
+        except BrokenProcessPool:
+            future = None
+
+        def outcome() -> Outcome:
+            try:
+                if future is not None:
+                    return future.result()
+            except (
+                BrokenProcessPool,
+                pickle.PicklingError,
+                AttributeError,
+            ):  # killed, or a model that cannot be pickled
+                self._say("the second process ended early; its part is searched here")
+            return work(self._job, *about, self._say)
+
+        return outcome
+
+
+def _quiet(text: str) -> None:
+    """Says nothing: two at once would be a jumble."""
+
+
+def theirs_of(first: Sequence[Choice]) -> list[Choice]:
+    """What the second process takes of these: every other way of checkpointing."""
+    ways = list(dict.fromkeys(c.checkpoint_activations for c in first))
+    return [c for c in first if c.checkpoint_activations in ways[1::2]]
+
+
+def search_half(job: Job, theirs: Sequence[Choice], say: Say) -> Outcome:
+    part = Part(job, say)
+    return part.candidates(theirs), part.traces.traced

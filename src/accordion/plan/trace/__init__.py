@@ -1,0 +1,1 @@
+"""One training step of one rank as a log of events, from fake tensors."""

@@ -1,0 +1,224 @@
+"""PyTorch's FSDP2 in the engine's place, with its own streams: what published runs of it can be held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from accordion import _torch
+from accordion.config import FULL_SHARD, Place, Precision, Strategy, checkpointing_named
+from accordion.engine.unit import is_layer
+from accordion.errors import UsageError
+from accordion.plan.events import COMPUTE, Mark, Phase, Wait
+from accordion.plan.trace.setup import OPTIMIZERS, Rig, Run
+from accordion.plan.trace.tracker import Tracker, storages_of
+from accordion.shard.activations import checkpoint_forward
+from accordion.units import UnitChoice, choose_units
+
+STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
+OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_root", "reshard_last")
+
+
+def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig:
+    """`model` under `fully_shard`: each unit, then the root. Raises `UsageError` for what FSDP2 has no name for."""
+    chosen = choose_units(model, run.units)
+    tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
+    for i, (_, module) in enumerate(chosen):
+        _tell(module, i, tracker)  # ahead of FSDP2's own hooks
+    apply(model, mesh, **{**run.sharding, "units": run.units})
+    model.to_empty(device="cpu")
+    optimizer = OPTIMIZERS[run.optimizer](model.parameters())
+    return Rig(
+        optimizer=optimizer,
+        units=[name for name, _ in chosen],
+        clip=partial(clip, model),
+        no_sync=partial(_no_sync, model),
+        owners=partial(_owners, [module for _, module in chosen], optimizer),
+    )
+
+
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    units: UnitChoice,
+    strategy: Strategy = FULL_SHARD,
+    precision: Precision | None = None,
+    checkpoint_activations: str = "none",
+    reshard_root: bool | None = None,
+    reshard_last: bool = True,
+    **others: object,
+) -> None:
+    """FSDP2 as a configuration of `accordion.shard.api` would have it, as far as FSDP2 can; for plans and for tests.
+
+    `reshard_root`: None is FSDP2's default, which keeps the root. `reshard_last`: False keeps the last unit until its backward.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if others:
+        raise UsageError(f"fsdp2 takes {', '.join(OPTIONS)} alone, not {', '.join(others)}; leave them out.")
+    check(strategy)
+    p, checkpointing = precision or Precision(), checkpointing_named(checkpoint_activations)
+    policy = MixedPrecisionPolicy(
+        param_dtype=p.params, reduce_dtype=p.reduce, output_dtype=p.output, cast_forward_inputs=p.cast_inputs
+    )
+    chosen = choose_units(model, units)
+    deep = [module for _, module in chosen[1:] if not is_layer(module)]
+    recomputed = {id(module) for module in deep[:: checkpointing.every]} if checkpointing.every else ()
+    for i, (_, module) in reversed(list(enumerate(chosen[1:]))):  # what lies inside of another unit comes first
+        if id(module) in recomputed:
+            checkpoint_forward(module, checkpointing)
+        reshard = not strategy.keep_until_backward and (reshard_last or i + 2 < len(chosen))
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    root = False if strategy.keep_until_backward else reshard_root
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
+
+
+def check(strategy: Strategy) -> None:
+    """Raises `UsageError` for a strategy that FSDP2 has not."""
+    if Place.REPLICATE in (strategy.params, strategy.optim) or strategy.optim_over_replicas:
+        raise UsageError(
+            f"fsdp2 has no strategy {strategy.name!r}; take full_shard, shard_grad_op or hybrid_shard, or the engine accordion."
+        )
+
+
+def clip(model: nn.Module, max_norm: float) -> None:
+    """Gradients to a total norm of at most that, as people do with FSDP2."""
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+@contextmanager
+def _no_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+# -- where it is
+
+
+def _tell(module: nn.Module, unit: int, tracker: Tracker) -> None:
+    """Let a unit's forward and backward be entered, in the log, before FSDP2 gathers for it."""
+
+    def backward(grad: Tensor) -> None:
+        place = (Phase.BACKWARD, unit)
+        if tracker.place != place:
+            tracker.enter(*place)
+
+    def before(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and tracker.phase is Phase.FORWARD:
+            tracker.enter(Phase.FORWARD, unit)
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        for leaf in tree_leaves(list(out.values()) if isinstance(out, dict) else out):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and tracker.phase is Phase.FORWARD:
+                leaf.register_hook(backward)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The unit of each storage that stays from step to step, by the storage's key."""
+    owners: dict[int, int] = {}
+    for unit, module in enumerate(modules):  # the root first: units inside it take their own
+        for parameter in module.parameters():
+            for storage in storages_of((parameter.detach(), optimizer.state.get(parameter, {}))):
+                owners[_torch.storage_key(storage)] = unit
+    return owners
+
+
+# -- its streams and collectives
+
+
+@contextmanager
+def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
+    """Collectives of the fake group say nothing; on a GPU streams are streams."""
+    _torch.fake_collectives()
+    with ExitStack() as stack:
+        stack.enter_context(_torch.around_propagation(tracker.paused))
+        if run.device == "cuda":
+            stack.enter_context(_named_streams(tracker))
+        yield
+
+
+@contextmanager
+def _named_streams(tracker: Tracker) -> Iterator[None]:
+    """FSDP2 asks the module of its device for streams and events; those of the CPU do nothing, and these are written down."""
+    made = iter(STREAMS)
+    known = {COMPUTE: _Stream(COMPUTE, tracker)}
+
+    def stream(priority: int = 0) -> _Stream:
+        name = next(made)
+        return known.setdefault(name, _Stream(name, tracker))
+
+    @contextmanager
+    def on(stream: _Stream | None) -> Iterator[None]:
+        with tracker.on(tracker.stream if stream is None else stream.name):
+            yield
+
+    stand_ins: Mapping[str, Any] = {
+        "Stream": stream,
+        "Event": partial(_Event, tracker),
+        "stream": on,
+        "current_stream": lambda device=None: known[tracker.stream],
+    }
+    before = {name: getattr(torch.cpu, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cpu, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, plain in before.items():
+            setattr(torch.cpu, name, plain)
+
+
+class _Event:
+    """An event of a device: written down where it is recorded."""
+
+    def __init__(self, tracker: Tracker, *options: object, **named: object) -> None:
+        self._tracker = tracker
+        self.number: int | None = None
+
+    def record(self, stream: _Stream | None = None) -> _Event:
+        self.number = self._tracker.next_flight()
+        self._tracker.events.append(Mark(self.number, self._tracker.stream if stream is None else stream.name))
+        return self
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        if self.number is not None:
+            self._tracker.events.append(Wait(self.number, self._tracker.stream if stream is None else stream.name))
+
+    def synchronize(self) -> None:
+        """The host waits; a trace has no time."""
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A stream of a device: a name, under which the tracker keeps what is done on it."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name, self._tracker = name, tracker
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return (event or _Event(self._tracker)).record(self)
+
+    def wait_event(self, event: _Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """As of an event."""

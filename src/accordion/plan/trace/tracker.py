@@ -1,0 +1,233 @@
+"""The mode that sees every storage, kernel and collective of one rank, and writes them into a log."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
+from accordion.plan.trace.bytes_moved import num_bytes, tensors_of, traffic_of
+from accordion.plan.trace.flops import flops_of
+from accordion.plan.trace.unknown_workspaces import unsure_bytes
+
+_Mode: Any = _torch.DispatchMode
+MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
+    "_allgather_base_": ("gather", 0),
+    "allreduce_": ("sum", 0),
+    "_reduce_scatter_base_": ("scatter_sum", 1),
+    "all_reduce": ("sum", 0),
+    "all_gather_into_tensor": ("gather", None),
+    "reduce_scatter_tensor": ("scatter_sum", 0),
+}
+BELONGS = {  # arguments of torch's FSDP2 that tell what memory is for
+    "fsdp.all_gather_copy_in.default": Category.GATHERED,
+    "fsdp.chunk_cat.default": Category.GRADIENTS,
+    "c10d._reduce_scatter_base_.default": Category.GRADIENTS,
+}
+BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
+
+
+class Tracker(_Mode):  # type: ignore[misc]
+    """Owns the log. The inside of operators is not seen: workspaces are added where they are known (`workspaces`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.phase, self.stream = Phase.BUILD, COMPUTE
+        self.place = Place(Phase.BUILD, -1)
+        self.category: Category | None = None
+        self.live: dict[int, Alloc] = {}  # by key of the storage
+        self._deaths: dict[int, weakref.ref[Any]] = {}
+        self._operator = ""
+        self._count = 0
+        self._paused = 0
+        self._only_memory = False
+        self.num_live_bytes = 0
+        self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
+        self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
+        self.unsure: dict[str, str] | None = None  # names, and why; None: as on CPU, where nothing is unsure
+        self.sum_axis = "shard"  # over which torch's own all-reduce goes
+        self._flights = 0
+
+    # -- what the driver says
+
+    def enter(self, phase: Phase, unit: int = -1) -> None:
+        self.phase, self.place = phase, Place(phase, unit)
+        self.events.append(Enter(self.place))
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextmanager
+    def taken_for(self, category: Category) -> Iterator[None]:
+        """Memory taken meanwhile is of this category."""
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile is no part of the run."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextmanager
+    def only_memory(self) -> Iterator[None]:
+        """What is done meanwhile is wanted for the memory that it leaves behind alone."""
+        self._only_memory = True
+        try:
+            yield
+        finally:
+            self._only_memory = False
+
+    def belongs(self, tensors: Any, category: Category) -> None:
+        """The memory of these tensors turns out to be of a category."""
+        for storage in storages_of(tensors):
+            alloc = self.live.get(_torch.storage_key(storage))
+            if alloc is not None:
+                alloc.category = category
+
+    def collective(self, kind: str, num_bytes: int, axis: str) -> None:
+        self.events.append(Collective(kind, num_bytes, axis, self.stream))
+
+    def next_flight(self) -> int:
+        self._flights += 1
+        return self._flights
+
+    def workspace(self, num_bytes: int) -> None:
+        """Memory that the operator under way takes and gives back."""
+        if num_bytes > 0:
+            self._count += 1
+            self.events.append(Alloc(self._count, num_bytes, Category.OTHER, self.stream, self._operator))
+            self.events.append(Free(self._count))
+
+    # -- what is seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _torch.ASKS_DEVICE and (device := _torch.told_device(args[0])) is not None:
+            return device
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come back here
+        kwargs = kwargs or {}
+        if self._paused or func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._operator = str(func)
+        for storage in storages_of((args, kwargs)):
+            self._meet(storage)
+        out = func(*args, **kwargs)
+        self._operator = str(func)
+        for storage in storages_of(out):
+            self._meet(storage)
+        if self._operator in self.workspaces:
+            self.workspace(self.workspaces[self._operator](args))
+        if self._operator in BELONGS:
+            self.belongs((args, kwargs), BELONGS[self._operator])
+        if self._only_memory:
+            return out
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._message(func, args, out)
+        else:
+            self._record(func, args, kwargs, out)
+        return out
+
+    def __enter__(self) -> Tracker:
+        patched: Any = torch.UntypedStorage
+        plain = self._resize = patched.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            key = _torch.storage_key(storage)
+            known = key in self._deaths
+            result = plain(storage, size)
+            if known and not self._paused:
+                self._operator = "resize_"
+                self._release(key)
+                self._take(key, size, Category.GATHERED)
+            return result
+
+        patched.resize_ = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        patched: Any = torch.UntypedStorage
+        patched.resize_ = self._resize
+        super().__exit__(*error)
+
+    def _meet(self, storage: torch.UntypedStorage) -> None:
+        key = _torch.storage_key(storage)
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._take(key, storage.nbytes(), self._category())
+
+    def _category(self) -> Category:
+        if self.category is not None:
+            return self.category
+        if self._recomputes():
+            return Category.ACTIVATIONS
+        return BY_PHASE.get(self.phase, Category.OTHER)
+
+    def _recomputes(self) -> bool:
+        return self.phase is Phase.BACKWARD and torch.is_grad_enabled()
+
+    def _take(self, key: int, num_bytes: int, category: Category) -> None:
+        if num_bytes:
+            self._count += 1
+            alloc = Alloc(self._count, num_bytes, category, self.stream, self._operator)
+            self.live[key] = alloc
+            self.num_live_bytes += num_bytes
+            self.events.append(alloc)
+
+    def _release(self, key: int) -> None:
+        alloc = self.live.pop(key, None)
+        if alloc is not None:
+            self.num_live_bytes -= alloc.num_bytes
+            self.events.append(Free(alloc.number))
+
+    def _forget(self, key: int) -> None:
+        self._release(key)
+        self._deaths.pop(key, None)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = str(func)
+        if getattr(func, "is_view", False) or name.startswith(_torch.WITHOUT_KERNEL):
+            return
+        given, made = tensors_of((args, kwargs)), tensors_of(out)
+        if not given and not made:
+            return
+        flops = flops_of(func, args, kwargs, out)
+        moved = traffic_of(func, args, kwargs, out)
+        floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
+        unsure, why = (0, "") if self.unsure is None else unsure_bytes(func, args, kwargs, out)
+        if unsure and self.unsure is not None:
+            self.unsure[name] = why
+        dtype = str(floating).removeprefix("torch.")
+        self.events.append(Op(name, flops, moved, dtype, self.stream, self._recomputes(), unsure))
+
+    def _message(self, func: Any, args: Any, out: Any) -> None:
+        kind, which = MESSAGES.get(func.__name__.partition(".")[0], ("", None))
+        if kind:
+            full = tensors_of(out if which is None else args[which])
+            axis = self.sum_axis if kind == "sum" else "shard"
+            self.collective(kind, sum(map(num_bytes, full)), axis)
+
+
+def storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    """Storages of the tensors in a tree that are not on the meta device."""
+    local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
+    return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]

@@ -1,0 +1,328 @@
+"""Whether all ranks hold the same: what `shard` is given, the model's structure, and values by checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
+from accordion.engine.collectives import Link, broadcast, extremes, reduced
+from accordion.engine.group import Wiring
+from accordion.engine.watch import Watch
+from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
+from accordion.units import Owned
+
+log = logging.getLogger("accordion")
+Made = TypeVar("Made")
+Facts = dict[str, str]
+"""What a rank holds, by a name that messages show; differences are told in this order."""
+
+SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, its bits even: Knuth's multiplicative hash of 64 bits
+
+
+# -- any facts
+
+
+def differences(facts: Facts, watch: Watch, what: str) -> str:
+    """Empty where all ranks hold the same facts; else which ranks differ from the first, and in what. A collective.
+
+    The answer is the same on all ranks. They compare a digest of 8 bytes, and only where these differ anything more is said.
+    `what` a rank does here, for the messages of those that wait for it.
+    """
+    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:16]
+    found = watch.meet({"what": what, "digest": digest})
+    if found is None:
+        return ""
+    rank, first = dist.get_rank(), min(found)
+    heard = watch.meet({"what": what, "rank": rank, "facts": facts if rank == first else None})
+    assert heard is not None, "each rank says its own number"
+    theirs = heard[first]["facts"]
+    unlike = [
+        f"{name} {facts.get(name, 'not at all')} (rank {first}: {theirs.get(name, 'not at all')})"
+        for name in dict.fromkeys([*theirs, *facts])
+        if facts.get(name) != theirs.get(name)
+    ]
+    told = watch.meet({"what": what, "rank": rank, "unlike": unlike[:SHOWN_FACTS], "num": len(unlike)})
+    assert told is not None, "each rank says its own number"
+    each = [
+        f"rank {r} has {'; '.join(said['unlike'])}{_more(said['num'] - SHOWN_FACTS, 'more')}"
+        for r, said in told.items()
+        if said["num"]
+    ]
+    return " / ".join(each[:SHOWN_RANKS]) + _more(len(each) - SHOWN_RANKS, "more ranks")
+
+
+def _more(count: int, what: str) -> str:
+    return f" and {count} {what}" if count > 0 else ""
+
+
+# -- what `shard` is given
+
+
+def same_structure(
+    owned: list[Owned],
+    chosen: list[tuple[str, nn.Module]],
+    strategy: Strategy,
+    wiring: Wiring,
+    arguments: Mapping[str, str] | None = None,
+) -> None:
+    """Raise `DivergenceError` on every rank where ranks hold other arguments, units or parameters, naming what differs."""
+    sync = (arguments or {}).get("sync") == "True"
+    known = STRATEGIES.get(strategy.name) == strategy
+    facts = {"strategy": strategy.name if known else str(strategy), **(arguments or {})}
+    facts |= {f"unit {name!r}": type(module).__name__ for name, module in chosen}
+    for o in owned:
+        also = f", also named {', '.join(o.names[1:])}" if o.names[1:] else ""
+        trained = "trained" if o.original.requires_grad else "frozen"
+        facts[f"parameter {o.names[0]!r}"] = (
+            f"{form_of(o.original, sync)}, {trained}, in unit {chosen[o.owner][0]!r}{also}"
+        )
+    if arguments is not None:
+        facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
+    unlike = differences(facts, wiring.watch, "compares its model and settings")
+    if unlike:
+        raise DivergenceError(
+            f"ranks hold different models or settings: {unlike}; build the same model with the same arguments on every rank."
+        )
+
+
+def form_of(tensor: object, sync: bool = False) -> str:
+    """Dtype and shape. With `sync` a rank may have on the meta device what the first one has."""
+    if not isinstance(tensor, Tensor):
+        return f"of type {type(tensor).__name__}"
+    place = " on meta" if tensor.is_meta and not sync else ""
+    lies = f" as {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{lies}{place}"
+
+
+def arguments_of(
+    mesh: DeviceMesh,
+    reduce_op: str,
+    sync: bool,
+    debug: Collection[str],
+    prefetch: Prefetch,
+    checkpointing: ActivationCheckpointing,
+) -> Facts:
+    """What ranks must agree on of the arguments of `shard` that hold for the whole model."""
+    return {
+        "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
+        "reduce_op": repr(reduce_op),
+        "sync": str(sync),
+        "debug": str(sorted(debug)),
+        "prefetch.budget_bytes": str(prefetch.budget_bytes),
+        "checkpoint_activations": _asked(checkpointing),
+    }
+
+
+def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
+    """What ranks must agree on of each unit's settings, the root's first; of another unit only what is not the root's."""
+    facts: Facts = {}
+    root: Facts = {}
+    for name, precision, offload in zip(names, precisions, offloads, strict=True):
+        own = _settings(precision, offload)
+        facts |= {f"{key} of unit {name!r}" if name else key: v for key, v in own.items() if v != root.get(key)}
+        root = root or own
+    return facts
+
+
+def _asked(checkpointing: ActivationCheckpointing) -> str:
+    """As it is written: `full` is `every:1`."""
+    if checkpointing.selective or not checkpointing.every:
+        return repr("selective" if checkpointing.selective else "none")
+    return repr("full" if checkpointing.every == 1 else f"every:{checkpointing.every}")
+
+
+def _settings(precision: Precision, offload: Offload) -> Facts:
+    """Of one unit. Folders of a tier and bytes of budgets may be each rank's own."""
+    kinds = ("params", "reduce", "output", "master", "buffers", "cast_inputs")
+    places = {
+        "params": offload.params,
+        "grads": offload.rest_of_grads,
+        "optimizer": offload.optimizer,
+        "activations": offload.activations,
+        "step": offload.stepped_on,
+    }
+    return {
+        **{f"precision.{key}": str(getattr(precision, key)).removeprefix("torch.") for key in kinds},
+        **{f"offload.{key}": repr(place.partition(":")[0]) for key, place in places.items()},
+        "offload with a budget": str((offload.device_bytes, offload.host_bytes) != (None, None)),
+        "offload.step_in_backward": str(offload.step_in_backward),
+    }
+
+
+def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
+    """What `make` gives. Where it raises one of our errors on some rank it is raised on all: none goes on and waits for it."""
+    made: Made | None = None
+    error: AccordionError | None = None
+    try:
+        made = make()
+    except (UsageError, OffloadError) as caught:
+        error = caught
+    failed, links = torch.tensor([float(error is not None)], device=wiring.device), _links(wiring)
+    if links:
+        reduced(failed, links)
+    if error is not None:
+        raise error
+    if links and failed.item():
+        raise UsageError(
+            f"{int(failed.item())} other ranks could not get the memory or files that offloading asks for; they say why."
+        )
+    assert made is not None, "what is made is an object"
+    return made
+
+
+# -- values
+
+ValueOf = Callable[[Owned], Tensor | None]
+
+
+def same_values(model: nn.Module, owned: list[Owned], wiring: Wiring, sync: bool) -> ValueOf:
+    """What gives the value from which each parameter is cut, None for one on meta; with `sync` the first rank's, for all.
+
+    Where ranks hold other values, of parameters or of buffers in the state dict, raises `DivergenceError` on every rank, naming
+    them. Other buffers are each rank's own: those that differ are told in a warning. With `sync` what is given must be called
+    for every parameter, on all ranks in the same order: it communicates, and one full parameter is in memory at a time.
+    """
+    links = _links(wiring)
+    if sync and links:
+        named = {f"parameter {o.names[0]!r}": o.original for o in owned}
+        made = _made_on_first(named, wiring)
+        taken = {id(o) for o, is_made in zip(owned, made, strict=True) if is_made}
+        return lambda o: first_ranks(o.original, wiring) if id(o) in taken else None
+    if links:
+        kept = dict(buffers_of(model))
+        others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
+        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned}
+        facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}
+        unlike = differences(checksums(facts), wiring.watch, "compares its values")
+        if unlike:
+            raise DivergenceError(
+                f"values differ between ranks: {unlike}; seed every rank alike before building the model, load the same weights, "
+                "or pass sync=True to take the first rank's. A buffer that is meant to be each rank's own is one with "
+                "persistent=False: of others the first rank's is saved for all."
+            )
+        forms = {f"buffer {name!r}": form_of(b, sync=False) for name, b in others.items()}
+        sums = checksums({f"buffer {name!r}": b for name, b in others.items()})
+        held = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
+        apart = differences(held, wiring.watch, "compares its buffers")
+        if apart and all(link.rank == 0 for link in links):
+            log.warning(
+                "buffers outside of the state dict differ between ranks: %s; each rank keeps its own, and sync=True takes the "
+                "first rank's.",
+                apart,
+            )
+    return lambda o: None if o.original.is_meta else o.original.detach()
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> Facts:
+    """Of those that are not on the meta device."""
+    real = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in real.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    sums: dict[str, int] = {}
+    for names in by_device.values():  # one wait for each device
+        sums |= dict(zip(names, torch.stack([checksum(real[name]) for name in names]).tolist(), strict=True))
+    return {name: f"with checksum {sums[name] % 2**64:016x}" for name in real}
+
+
+def first_ranks(tensor: Tensor, wiring: Wiring) -> Tensor:
+    """The first rank's value of a tensor, on the device; where this rank's is real it is overwritten. A collective."""
+    data = torch.empty_like(tensor, device=wiring.device) if tensor.is_meta else tensor.detach().to(wiring.device)
+    broadcast([data], _links(wiring))
+    return data
+
+
+def _made_on_first(named: Mapping[str, Tensor], wiring: Wiring) -> list[bool]:
+    """Which of them the first rank holds off the meta device, the same on all ranks. Raises `DivergenceError` on every rank
+    where another rank holds more than the first, whose values all shall take."""
+    if not named:
+        return []
+    own = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=wiring.device)
+    first = own.clone()
+    broadcast([first], _links(wiring))
+    missing = first > extremes(own, _links(wiring))[0]
+    if missing.any():
+        names = [name for name, is_missing in zip(named, missing.tolist(), strict=True) if is_missing]
+        raise DivergenceError(
+            f"sync=True takes the first rank's values, and {len(names)} tensors are on the meta device there and real on another "
+            f"rank, the first is {names[0]}; load the weights on the first rank, the others may be on meta."
+        )
+    return [not is_meta for is_meta in first.tolist()]
+
+
+def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Each buffer once, by name; without `all_of_them` those that a state dict holds."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or id(buffer) in seen:
+                continue
+            if all_of_them or key not in module._non_persistent_buffers_set:
+                seen.add(id(buffer))
+                yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], wiring: Wiring, sync: bool) -> None:
+    """Move buffers to the device and cast them as their units ask; with `sync` all take the first rank's.
+
+    `precisions`: by id of a unit's module, the root's among them.
+    """
+    synced: dict[int, Tensor] = {}
+    if sync and _links(wiring):
+        named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
+        for buffer, is_made in zip(named.values(), _made_on_first(named, wiring), strict=True):
+            if is_made:
+                synced[id(buffer)] = first_ranks(buffer, wiring)
+
+    def place(module: nn.Module, precision: Precision) -> None:
+        precision = precisions.get(id(module), precision)
+        for key, buffer in module._buffers.items():
+            buffer = buffer if buffer is None else synced.get(id(buffer), buffer)
+            if buffer is not None and not buffer.is_meta:
+                dtype = precision.buffers if buffer.is_floating_point() else None
+                module._buffers[key] = buffer.to(device=wiring.device, dtype=dtype)
+        for child in module.children():
+            place(child, precision)
+
+    place(model, precisions[id(model)])
+
+
+def _links(wiring: Wiring) -> list[Link]:
+    """Those on which somebody answers."""
+    links = [axis.gather for axis in (wiring.shard, wiring.replicate)]
+    return [link for link in links if link.num_ranks > 1 and not link.is_fake]
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """0-d int64: the tensor's bits taken as integers and summed, rows and columns with weights, so that their order counts.
+
+    The same for every order of summation, as integers wrap around.
+    """
+    if type(tensor.data) is not Tensor:  # a subclass: what it is made of, where it tells
+        sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(kind)
+    table = bits.reshape(bits.shape[0] if bits.dim() > 1 else 1, -1)
+    return _weighted(table.sum(0, dtype=torch.int64)) + _weighted(table.sum(1, dtype=torch.int64))
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    weights = torch.arange(1, sums.numel() + 1, device=sums.device) * GOLDEN
+    return (sums * (weights ^ (weights >> 29))).sum()

@@ -1,0 +1,295 @@
+"""Tensor subclasses that say themselves what is gathered of them and what modules compute with.
+
+`fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)` of this rank's rows, and
+`fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None) -> (full, inner tensors)`: the contract of torch's FSDP2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.config import Place, Precision, Strategy
+from accordion.engine.collectives import carried
+from accordion.engine.group import Group, Param, Planned, Wiring
+from accordion.engine.home import Home
+from accordion.engine.layout import Cut, message
+from accordion.engine.streams import Flight, Lane, Steps
+from accordion.errors import UsageError
+from accordion.units import Owned
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(param: Tensor) -> bool:
+    """Whether a parameter, or its local tensor, says itself how it is gathered."""
+    tensor = _torch.local_of(param) if isinstance(param, DTensor) else param
+    return hasattr(tensor, PRE)
+
+
+def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
+    """Raise `UsageError` for a tensor subclass that does not say how it is gathered, or half of it, or cannot be offloaded."""
+    kind = type(tensor.data)
+    if hasattr(tensor, PRE) and hasattr(tensor, POST):
+        if offloads:
+            raise UsageError(
+                f"parameter {name!r} is a {kind.__name__}, which says itself how it is gathered; such tensors are not offloaded: "
+                "shard their modules without an offload policy."
+            )
+        return
+    if hasattr(tensor, PRE) or hasattr(tensor, POST):
+        raise UsageError(f"parameter {name!r} is a {kind.__name__} that has only one of {PRE} and {POST}; define both.")
+    if not _torch.is_plain(tensor):
+        raise UsageError(
+            f"parameter {name!r} is a {kind.__name__}, a tensor subclass without {PRE} and {POST}, which say how its rows are "
+            "gathered; define them, pass it in ignored_params, or make it an ordinary tensor."
+        )
+
+
+def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool, sync: bool) -> None:
+    """Raise `UsageError` for a tensor subclass that `shard` would have to drop: it is kept, or refused by name."""
+    for o in owned:
+        if _torch.is_plain(o.original):
+            continue
+        name, kind = o.names[0], type(o.original.data).__name__
+        check_tensor(name, o.original, offloads=offloads)
+        if strategy.params is Place.REPLICATE or strategy.optim_over_replicas or strategy.optim is Place.REPLICATE:
+            raise UsageError(
+                f"parameter {name!r} is a {kind}, which says itself how it is gathered, and {strategy.name} keeps full copies or "
+                "cuts rows twice; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD."
+            )
+        if o.original.is_meta or sync:
+            asked = (
+                "sync=True sends plain tensors only"
+                if sync
+                else "it is on the meta device, where its rows have no values"
+            )
+            raise UsageError(f"parameter {name!r} is a {kind}, and {asked}; build it with its values on every rank.")
+
+
+def extended_rows(given: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
+    """This rank's rows of a subclass, by the operators that torch's FSDP2 asks of one: chunk, new_zeros, narrow, copy_."""
+    given = given.to(device)
+    if c.dim is None:
+        return given
+    chunks = torch.chunk(given, c.num_ranks, dim=c.dim)
+    padded, num_rows = given.new_zeros(chunks[0].size()), c.rows_of(rank)
+    if num_rows:
+        padded.narrow(c.dim, 0, num_rows).copy_(chunks[rank])
+    return padded.narrow(c.dim, 0, num_rows)
+
+
+def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of a mesh of `shard` that have different rows."""
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names
+    return mesh[names[-1]] if names else DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+
+
+def extended_groups(
+    mine: list[tuple[Owned, Cut]],
+    precision: Precision,
+    wiring: Wiring,
+    place: tuple[int, str],
+    mesh: DeviceMesh,
+    policy: Any = None,
+) -> list[Group]:
+    """The groups of the extended parameters of one unit, which are sharded.
+
+    `mesh`: of the ranks that have rows; `policy`: the caller's, as FSDP2's hooks want it; by default what `precision` says.
+    """
+    if policy is None and mine:
+        policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
+    by_dtype: dict[torch.dtype, list[Extended]] = {}
+    for o, c in mine:
+        local = _torch.local_of(o.original)
+        param = Param(o.names[0], o.places, c, local.dtype, o.original.requires_grad)
+        param.sharded = o.original
+        dtype = precision.compute_dtype(local.dtype)
+        extended = Extended(param, dtype, wiring, mesh, policy)
+        param.extension = extended.shown
+        by_dtype.setdefault(dtype, []).append(extended)
+    return [_Group(wiring, found, precision, dtype, place) for dtype, found in by_dtype.items()]
+
+
+class Extended:
+    """Owns the gathered tensors of one such parameter, and what its subclass made of them."""
+
+    def __init__(self, param: Param, dtype: torch.dtype, wiring: Wiring, mesh: DeviceMesh, policy: Any) -> None:
+        self.param, self._dtype, self._wiring, self._mesh, self._policy = param, dtype, wiring, mesh, policy
+        self._sizes: list[torch.Size] = []
+        self.gathered: list[Tensor] = []
+        self.inner: tuple[Tensor, ...] = ()
+        self.seen: nn.Parameter | None = None
+        # Stands for the parameter in the graph: its shape and dtype, without memory.
+        self.view = torch.zeros((), dtype=dtype, device=wiring.device).expand(param.cut.shape)
+
+    @property
+    def local(self) -> Any:
+        return _torch.local_of(self.param.sharded)
+
+    def begin(self) -> tuple[list[Tensor], Any]:
+        """What this rank sends, as 1-D tensors, and the metadata for `end`; the memory to receive it stands afterwards."""
+        pre, c = self.local.fsdp_pre_all_gather, self.param.cut
+        if len(inspect.signature(pre).parameters) == 1:  # the older of torch's two signatures
+            tensors, metadata = pre(self._mesh)
+        else:
+            stride = torch.empty(c.shape, device="meta").stride()
+            tensors, metadata = pre(self._mesh, torch.Size(c.shape), stride, self._module(), self._policy)
+        tensors = [_padded(t, c) for t in tensors]
+        self._sizes, num = [t.size() for t in tensors], self._wiring.shard.num_ranks
+        if not self.gathered:
+            self.gathered = [t.new_empty(t.numel() * num) for t in tensors]
+        for full in (*self.gathered, *self.inner):
+            _open(full)
+        return [t.reshape(-1) for t in tensors], metadata
+
+    def _module(self) -> nn.Module | None:
+        ref, _ = self.param.places[0]
+        return ref()
+
+    def end(self, metadata: Any) -> None:
+        """The tensors of all ranks are there: let the subclass make of them what modules see."""
+        outs = tuple(full.view(-1, *size[1:]) for full, size in zip(self.gathered, self._sizes, strict=True))
+        if self.seen is not None:
+            self.local.fsdp_post_all_gather(outs, metadata, self._dtype, out=self.seen)
+            return
+        shape = self.param.cut.shape
+        full, self.inner = self.local.fsdp_post_all_gather(outs, metadata, self._dtype)
+        full = full.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+        self.seen = nn.Parameter(full, requires_grad=False)
+
+    def shown(self, view: Tensor) -> Tensor:
+        """What modules see, as a function of what stands for the parameter in the graph."""
+        return _Shown.apply(view, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def close(self) -> None:
+        for full in (*self.gathered, *self.inner):
+            full.untyped_storage().resize_(0)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        key, held = _torch.storage_key(storage), (*self.gathered, *self.inner)
+        return any(_torch.storage_key(full.untyped_storage()) == key for full in held)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(full.numel() * full.itemsize for full in self.gathered)
+
+
+def _padded(tensor: Tensor, c: Cut) -> Tensor:
+    """A tensor of the rank's real rows gets the rows of padding that those of other ranks have: a gather takes equal parts."""
+    short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
+    is_rows = c.dim == 0 and c.rows % c.num_ranks and short > 0 and tensor.shape[1:] == torch.Size(c.shape[1:])
+    return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])]) if is_rows else tensor
+
+
+def _open(full: Tensor) -> None:
+    storage, num_bytes = full.untyped_storage(), full.numel() * full.itemsize
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
+
+
+class _Shown(torch.autograd.Function):
+    """The subclass in place of what stands for it in the graph; its gradient is that one's."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor, extended: Extended) -> Tensor:
+        assert extended.seen is not None, "what is shown has been gathered"
+        return extended.seen.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Landing(Flight):
+    """A gather that ends on the compute stream, where what it makes is read."""
+
+    __slots__ = ("_then",)
+
+    def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str, then: Callable[[], None]) -> None:
+        self._then = then
+        super().__init__(lane, steps, held, what)
+
+    def land(self) -> None:
+        super().land()
+        self._then()
+
+
+class _Room:
+    """The memory of all extended parameters of a group, by the names that a `Room` has."""
+
+    def __init__(self, extended: list[Extended]) -> None:
+        self._extended, self.views = extended, [e.view for e in extended]
+        self.flat = torch.empty(0, device="cpu")  # counts writes, of which subclasses tell none
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(e.num_bytes for e in self._extended)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return any(e.holds(storage) for e in self._extended)
+
+    def close(self) -> None:
+        for e in self._extended:
+            e.close()
+
+
+class _Rest(Home):
+    """The rows of extended parameters, which rest in their own tensors."""
+
+    def __init__(self, extended: list[Extended]) -> None:
+        self.dtype = self.pack_row = None
+        self.padded, self.flats, self.tag = [], [], torch.zeros(1, device="cpu")
+        self.locals = [e.local for e in extended]
+
+
+class _Group(Group):
+    """Extended parameters of one unit and compute dtype: gathered as they say, their gradients reduced as any others."""
+
+    def __init__(
+        self, wiring: Wiring, extended: list[Extended], precision: Precision, dtype: torch.dtype, place: tuple[int, str]
+    ) -> None:
+        planned = Planned([e.param for e in extended], dtype, precision.reduce_dtype(dtype))
+        self._prepare(wiring, planned, place)
+        self._extended = extended
+        self.message = message([e.param.cut for e in extended], dtype.itemsize, num_flags=1)
+        self.home = _Rest(extended)
+        self.alias = False
+        self.room: Any = _Room(extended)
+        self.views = self.room.views
+
+    def gather(self) -> Flight | None:
+        """Begin to gather; the flight ends with what the subclasses make of it."""
+        self.filled, axis = self.version(), self.wiring.shard
+        with torch.no_grad():
+            begun = [e.begin() for e in self._extended]
+        pairs = [
+            pair
+            for e, (sent, _) in zip(self._extended, begun, strict=True)
+            for pair in zip(e.gathered, sent, strict=True)
+        ]
+
+        def steps() -> Steps:
+            if axis.num_ranks == 1:
+                for full, sent in pairs:
+                    full.copy_(sent)
+            else:
+                yield axis.gather.gather([carried(full) for full, _ in pairs], [carried(sent) for _, sent in pairs])
+
+        def end() -> None:
+            with torch.no_grad():
+                for e, (_, metadata) in zip(self._extended, begun, strict=True):
+                    e.end(metadata)
+
+        lane = self.wiring.gather_lane
+        return _Landing(lane, steps(), [pairs], f"gathers {self.place}", end)

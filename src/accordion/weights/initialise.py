@@ -1,0 +1,324 @@
+"""The weights of a sharded model from nothing: bitwise those of one device, for any number of ranks and any strategy."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.engine.collectives import extremes, reduced
+from accordion.engine.engine import Engine
+from accordion.engine.group import Param, Wiring
+from accordion.errors import DivergenceError, UsageError
+from accordion.state import sharded_engine
+from accordion.weights.adapters import Resets, added_by, is_adapter
+from accordion.weights.write_through import Fulls, init_mode
+
+
+def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = None) -> None:
+    """Give a model that `shard` returned, from the meta device or real, the weights that one device would give it.
+
+    "Would" means: built on meta, `to_empty`, the same seed and device type, then the same init in the order of
+    `model.apply`, children first. `init`: called with every module; None: transformers' `init_weights` for its models, and
+    `reset_parameters` for every other module; inside a model of transformers, for those of other packages, after it. Adapters
+    of PEFT begin by their own methods, as `reset_lora_parameters`, and DoRA's magnitudes follow. Seed all ranks alike
+    before, as with `torch.manual_seed(0)`. A tied parameter is drawn at each of its places and keeps the last draw;
+    transformers ties afterwards, so there it keeps its source's.
+    Parameters are drawn contiguous and in the dtype of their shards. The memory beside the shards is one full parameter, and
+    what the init itself takes. Buffers of the meta device are made too, by `init` or else by the code of their modules.
+
+    Raises `UsageError` naming every module, parameter and buffer that nothing initialises, `DivergenceError` where the
+    ranks' generators differ.
+    """
+    engine = sharded_engine(model, "initialise")
+    if init is None:
+        _check_resets(model)
+    engine.synchronize()
+    _agree_on_generators(engine, "before")
+    with materialised_buffers(model, engine) as buffers:
+        with init_mode(model, drafts=_retied(model) if init is None else ()) as fulls:
+            if init is None:
+                _reset(model, Resets.of(model))
+            else:
+                model.apply(partial(_call, init, fulls))
+        buffers.note(fulls)
+        left = blank(fulls.unwritten(), engine.wiring) if init is None else []
+        left += buffers.compute_left()
+        if left:
+            raise UsageError(
+                f"initialise() left {len(left)} parameters and buffers without a value: {', '.join(left)}; compute them in the "
+                "`reset_parameters` of their modules, or pass an `init` that does."
+            )
+    _agree_on_generators(engine, "after")
+
+
+def _call(init: Callable[[nn.Module], object], fulls: Fulls, module: nn.Module) -> None:
+    init(module)
+    fulls.settle(module)
+
+
+# -- buffers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """A buffer of the meta device, and the memory that the registry holds in its place."""
+
+    name: str
+    module: nn.Module
+    key: str
+    meta: Tensor
+    real: Tensor
+    storage: torch.UntypedStorage
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.module._buffers.get(self.key)
+
+
+class Buffers:
+    """Owns the buffers that were on the meta device until each has a value."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+        self._made: list[Buffer] = []
+        self._computed: set[int] = set()  # ids of the storages
+        real: dict[int, Tensor] = {}
+        for prefix, module in model.named_modules():
+            for key, meta in module._buffers.items():
+                if meta is not None and meta.is_meta:
+                    made = real.setdefault(id(meta), torch.empty_like(meta, device=engine.wiring.device))
+                    name = f"{prefix}.{key}".lstrip(".")
+                    self._made.append(Buffer(name, module, key, meta, made, made.untyped_storage()))
+                    module._buffers[key] = made
+
+    def note(self, fulls: Fulls) -> None:
+        """Remember which buffers were written or replaced while `fulls` was active."""
+        for b in self._made:
+            if id(b.storage) in fulls.written or b.now is not b.real:
+                self._computed.add(id(b.storage))
+
+    def left(self, but: Iterable[int] = ()) -> dict[str, nn.Module]:
+        """Name and owner of those that have no value yet. `but`: ids of meta tensors that do not count."""
+        return {b.name: b.module for b in self._made if id(b.storage) not in self._computed and id(b.meta) not in but}
+
+    def compute_left(self, but: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
+        """Run the modules' own code for buffers without a value, and for some parameters, by id; names of what it leaves.
+
+        It changes no other parameter and no random number; what it draws from `seed`, it draws alike on all ranks.
+        """
+        owners = list(dict.fromkeys(self.left(but).values()))
+        if not owners and not params:
+            return []
+        device, holders = self._engine.wiring.device, _holders(self._model, params)
+        with (
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+            init_mode(self._model, only=params) as fulls,
+        ):
+            torch.manual_seed(seed)
+            fulls.mark_initialised()
+            for top in _outermost_of_transformers(self._model):
+                inside = set(top.modules())
+                if params or inside & set(owners):
+                    _init_as_transformers(top)
+                owners = [owner for owner in owners if owner not in inside]
+            for owner in owners:
+                reset = _reset_of(owner)
+                if reset is not None:
+                    reset()
+            if params:
+                _reset(self._model, Resets.of(self._model), holders, families=False)
+        self.note(fulls)
+        return [*self.left(but), *(param.name for param in fulls.unwritten())]
+
+    def cast(self) -> None:
+        """As `shard` does for buffers that are not on the meta device."""
+        dtype = self._engine.precision.buffers
+        for b in self._made:
+            if dtype is not None and b.now is not None and b.now.is_floating_point():
+                b.module._buffers[b.key] = b.now.to(dtype)
+
+    def undo(self) -> None:
+        for b in self._made:
+            b.module._buffers[b.key] = b.meta
+
+
+@contextmanager
+def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
+    """Inside, buffers of the meta device have memory, to be given a value; after an exception they are on meta again."""
+    with torch.inference_mode(False), torch.no_grad():
+        buffers = Buffers(model, engine)
+        try:
+            yield buffers
+        except BaseException:
+            buffers.undo()
+            raise
+        buffers.cast()
+
+
+# -- what initialises what
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether it is a `transformers.PreTrainedModel`; transformers is not imported for this."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _outermost_of_transformers(module: nn.Module) -> Iterator[Any]:
+    if is_of_transformers(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_of_transformers(child)
+
+
+def _retied(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where transformers ties after its initialisation: what is drawn there is dropped, as in its own constructor."""
+    found = []
+    for top in _outermost_of_transformers(model):
+        for name, source in top.all_tied_weights_keys.items():
+            path, _, attr = name.rpartition(".")
+            module = top.get_submodule(path)
+            if attr in module._parameters and module._parameters[attr] is top.get_parameter(source):
+                found.append((module, attr))
+    return found
+
+
+def _init_as_transformers(top: Any) -> None:
+    """What its `init_weights` does but for the ties, which stand; modules of a model that was real count as done already."""
+    for module in top.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    top.initialize_weights()
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """`reset_parameters`, as torch calls it, or `_reset_parameters`, as its attention and transformer do."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        # What a wrapper's `__getattr__` finds is not its own.
+        method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def _reset(
+    module: nn.Module,
+    adapters: Resets,
+    only: Collection[nn.Module] | None = None,
+    *,
+    families: bool = True,
+    known: Collection[str] = (),
+) -> None:
+    """In the order of `nn.Module.apply`. `only`: modules; others are passed over. `families`: models of transformers too.
+
+    `known`: packages whose classes the model of transformers around has initialised.
+    """
+    if only is not None and module not in only:
+        return
+    if is_of_transformers(module):
+        if families and not known:  # the outermost initialises those inside
+            _init_as_transformers(module)
+        known = {*known, "torch", "transformers", _package_of(module)}
+    inside = list(added_by(module)) if is_adapter(module) else ()
+    for child in module.children():
+        _reset(child, adapters, only, families=families, known=() if child in inside else known)
+    if is_adapter(module):
+        adapters.reset(module)
+        adapters.follow(module)
+    elif _package_of(module) not in known:
+        reset = _reset_of(module)
+        if reset is not None:
+            reset()
+
+
+def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
+    """Compute anew which of some parameters, by id, follow from others: after these were loaded."""
+    adapters, holders = Resets.of(model), _holders(model, params)
+    with init_mode(model, only=params):
+        for module in model.modules():
+            if module in holders and is_adapter(module):
+                adapters.follow(module)
+
+
+def _package_of(module: nn.Module) -> str:
+    return type(module).__module__.partition(".")[0]
+
+
+def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
+    """The modules that hold some parameters, by id, themselves or below."""
+    return {m for m in model.modules() if any(id(p) in params for p in m.parameters())} if params else set()
+
+
+def _check_resets(model: nn.Module) -> None:
+    """Raise where parameters belong to a module that cannot reset them, and neither can one above it."""
+    check_adapters(model)
+    missing = []
+
+    def search(module: nn.Module, name: str) -> None:
+        if is_adapter(module):
+            search(module.get_submodule("base_layer"), f"{name}.base_layer".lstrip("."))
+            return
+        if _reset_of(module) is not None or is_of_transformers(module):
+            return
+        own = [key for key, param in module._parameters.items() if param is not None]
+        if own:
+            missing.append(f"{name or '(root)'}: {type(module).__name__} ({', '.join(own)})")
+        for key, child in module.named_children():
+            search(child, f"{name}.{key}".lstrip("."))
+
+    search(model, "")
+    if missing:
+        raise UsageError(
+            f"{len(missing)} modules have parameters and no `reset_parameters`: {'; '.join(missing)}; give their classes one, "
+            "or pass initialise() an `init` that is called with every module."
+        )
+
+
+def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
+    """Raise where an adapter cannot begin by its own method. `params`: ids; only adapters that hold one of them count."""
+    adapters, holders = Resets.of(model), None if params is None else _holders(model, params)
+    refused = [
+        f"{name or '(root)'}: {why}"
+        for name, module in model.named_modules()
+        if (holders is None or module in holders) and (why := adapters.problem(module)) is not None
+    ]
+    if refused:
+        raise UsageError(
+            f"{len(refused)} adapters cannot be initialised, the first is {refused[0]}; let them begin in another way, or give "
+            "them values by an `init` that initialise() calls with every module."
+        )
+
+
+def _agree_on_generators(engine: Engine, when: str) -> None:
+    """Raise on every rank where their random numbers differ: each would keep its rows of another draw."""
+    device = engine.wiring.device
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    digest = hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    low, high = extremes(own, [axis.gather for axis in (engine.wiring.shard, engine.wiring.replicate)])
+    if not torch.equal(low, high):
+        raise DivergenceError(
+            f"the ranks' random generators differ {when} initialise(); call torch.manual_seed with the same number on every "
+            "rank, and let `init` do the same on all of them."
+        )
+
+
+def blank(params: list[Param], wiring: Wiring) -> list[str]:
+    """Names of those that are zero on every rank, as `shard` leaves a parameter of the meta device."""
+    params = [param for param in params if param.cut.numel]
+    if not params:
+        return []
+    counts = torch.stack([_torch.local_of(param.sharded).count_nonzero() for param in params])
+    counts = reduced(counts.to(wiring.device), [axis.gather for axis in (wiring.shard, wiring.replicate)])
+    return [param.name for param, count in zip(params, counts.tolist(), strict=True) if not count]

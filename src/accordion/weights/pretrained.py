@@ -1,0 +1,379 @@
+"""Pretrained weights out of safetensors: every rank reads its own rows, straight into its shards."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from accordion.checkpoint.collective import Team
+from accordion.checkpoint.contents import WRAPPERS, local_data
+from accordion.checkpoint.format import holds
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
+from accordion.engine.engine import Engine
+from accordion.engine.group import own_rows
+from accordion.errors import CheckpointError, UsageError
+from accordion.state import settle, sharded_engine
+from accordion.weights.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
+from accordion.weights.lazy_tensors import Rows, as_rows, stored
+
+SINGLE, INDEX = HF_SINGLE, HF_INDEX
+PREFIXES = (
+    "model.",
+    "transformer.",
+    "module.",
+    "base_model.model.",
+)  # of models inside models, DistributedDataParallel, PEFT
+INSIDE = (*WRAPPERS, "base_layer.")  # an adapter of PEFT has this beside its own
+# Saved by old versions of transformers, recomputed now.
+MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+COMPARE_BYTES = 16 * 2**20  # read at a time of tensors that should be equal
+
+
+def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
+    """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
+
+    `folder`: it has `model.safetensors` or `model.safetensors.index.json` and the files that this names; or the name of a
+    model on the hub, "owner/name". Each rank reads its own rows of each tensor into its shard, cast to its dtype, and holds
+    nothing else: files are mapped, and their pages are the system's cache. Names may differ by the usual prefixes; names and
+    layouts of older or other versions are converted as transformers does for its models. Tied tensors need be there once.
+    Buffers of the meta device that no file holds are computed by the modules' own code, and so are the few parameters that
+    transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
+    parameters keep what they hold, and those that `shard` found on the meta device and nothing has filled since are
+    initialised by the modules' own code, as `initialise` does, with random numbers of the first rank's seed. Layers inside
+    PEFT's adapters are found under the names that they had without.
+
+    Raises `CheckpointError` on every rank before any weight changes, naming every missing, extra or misshapen tensor.
+    """
+    engine = sharded_engine(model, "load_pretrained")
+    if engine.suspended:
+        raise UsageError("load_pretrained does not work inside full_params; leave it first.")
+    settle(engine, "loads pretrained weights")
+    team = Team.of(model.parameters())
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        source = team.agree(lambda: local_folder(folder))
+        patterns = list(ignore)
+        found, own = team.agree(lambda: _fitting(model, engine, source, patterns, stack))
+        never_filled = set(_unfilled(model, engine, patterns))
+        left_out = never_filled - {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        seed = int(team.shared(str(torch.initial_seed()))[0])
+        filled = {id(tensor) for name, tensor in names_of(model).items() if name in found}
+        with materialised_buffers(model, engine) as buffers:
+            check_adapters(model, left_out)
+            left = team.agree(lambda: buffers.compute_left(but=filled, params=own | left_out, seed=seed))
+            if left:
+                kinds = "buffers and parameters" if left_out else "buffers"
+                raise UsageError(
+                    f"{len(left)} {kinds} of the meta device are not in {source} and no module computes them: "
+                    f"{', '.join(left)}; compute them in the `reset_parameters` of their modules, or build these modules off the "
+                    "meta device."
+                )
+            team.agree(lambda: _read(model, engine, found))
+            if left_out:
+                follow_loaded(model, left_out)
+
+
+def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> list[int]:
+    """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
+    ignored = {id(tensor) for name, tensor in names_of(model).items() if _matches(name, ignore)}
+    params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
+    empty = set(blank(params, engine.wiring))
+    return [id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored]
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder itself, or the one into which a model of the hub is downloaded. Raises `CheckpointError`."""
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    if not HUB_NAME.fullmatch(str(folder)):
+        raise CheckpointError(f"{str(folder)!r} is no folder, and no name of a model on the hub, as in 'owner/name'.")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of many kinds, from a missing package to a proxy
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{str(folder)!r} is no folder, and the hub did not give it: {text}") from error
+
+
+# -- which tensor is which
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of the folder under the model's name for it; `stored_as`: under which names it lies there."""
+
+    rows: Rows
+    stored_as: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What a folder holds for a model: `found` by the model's names; `first`, of each tensor's names one, by id.
+
+    `ties`: pairs of names of one tensor that the folder holds twice. `own`: parameters that the model's own init makes.
+    """
+
+    found: dict[str, Found]
+    first: dict[int, str]
+    ties: list[tuple[str, str]]
+    own: set[int]
+
+
+def check_pretrained(model: nn.Module, folder: Path) -> None:
+    """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`."""
+    with ExitStack() as stack:
+        _match(model, folder, [], stack)
+
+
+def _fitting(
+    model: nn.Module, engine: Engine, folder: Path, ignore: list[str], stack: ExitStack
+) -> tuple[dict[str, Found], set[int]]:
+    """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
+    matched = _match(model, folder, ignore, stack)
+    unlike = _listed(
+        "tied in the model but not equal in the folder", _untied(model, engine, matched.found, matched.ties)
+    )
+    if unlike:
+        raise _misfit(model, folder, unlike)
+    return {name: matched.found[name] for name in matched.first.values()}, matched.own
+
+
+def _match(model: nn.Module, folder: Path, ignore: list[str], stack: ExitStack) -> Matched:
+    """Raises `CheckpointError` where the folder lacks a tensor, or has one more or another."""
+    held, wanted = open_folder(folder, stack), names_of(model)
+    named, extra, wrong = _named(model, held, wanted)
+    found = {name: f for name, f in named.items() if not _matches(name, ignore)}
+    first: dict[int, str] = {}  # of the tied names that are in the folder
+    ties = [(known, name) for name in found if (known := first.setdefault(id(wanted[name]), name)) != name]
+    absent = {name: t for name, t in wanted.items() if id(t) not in first and not _matches(name, ignore)}
+    own = {name for name in absent if _searched(name, _class_patterns(model, "missing"))}
+    unlike = [
+        *_listed(
+            "missing in the folder", [f"{name} {tuple(t.shape)}" for name, t in absent.items() if name not in own]
+        ),
+        *_listed("in the folder but not in the model", _surplus(model, held, extra, ignore)),
+        *_listed("that do not fit", [*wrong, *_misfits(found, wanted)]),
+    ]
+    if unlike:
+        raise _misfit(model, folder, unlike)
+    return Matched(found, first, ties, {id(absent[name]) for name in own if isinstance(absent[name], nn.Parameter)})
+
+
+def _misfit(model: nn.Module, folder: Path, unlike: list[str]) -> CheckpointError:
+    return CheckpointError(f"{folder} does not fit {type(model).__name__}: {'; '.join(unlike)}.")
+
+
+def _surplus(model: nn.Module, held: Mapping[str, Rows], extra: list[str], ignore: list[str]) -> list[str]:
+    patterns = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
+    return [f"{k} {tuple(held[k].shape)}" for k in extra if not (_matches(k, ignore) or _searched(k, patterns))]
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _searched(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _class_patterns(model: nn.Module, kind: str) -> list[str]:
+    """What transformers lets a model's files lack or have in addition, as regular expressions."""
+    attribute = f"_keys_to_ignore_on_load_{kind}"
+    return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
+
+
+def names_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones under each of theirs."""
+    result = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
+            )
+        plain = key
+        for wrapper in INSIDE:
+            plain = plain.replace(wrapper, "")
+        if plain in result:
+            raise CheckpointError(
+                f"{key} and another tensor of the model are both {plain} without the names of wrappers; rename one of them."
+            )
+        result[plain] = tensor
+    return result
+
+
+def _misfits(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[str]:
+    result = []
+    for name, f in found.items():
+        tensor = wanted[name]
+        there, here = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (f.rows, tensor))
+        if f.rows.shape != tensor.shape or not holds(tensor.dtype, f.rows.dtype):
+            stored_as = "" if f.stored_as == (name,) else f" (from {', '.join(f.stored_as)})"
+            result.append(f"{name} is {there} in the folder{stored_as} and {here} in the model")
+    return result
+
+
+def _untied(model: nn.Module, engine: Engine, found: Mapping[str, Found], ties: Iterable[tuple[str, str]]) -> list[str]:
+    """Names of one tensor of the model under which the folder holds different values, in this rank's rows."""
+    result = []
+    for first, second in ties:
+        a, b = (_own(found[name].rows, names_of(model)[first], engine) for name in (first, second))
+        if not _equal(a, b):
+            result.append(f"{first} and {second}")
+    return result
+
+
+def _equal(a: Rows, b: Rows) -> bool:
+    if not a.shape:
+        return torch.equal(a.whole(), b.whole())
+    step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
+    for start in range(0, a.shape[0], step):
+        one, other = (rows.narrow(0, start, min(step, a.shape[0] - start)).whole() for rows in (a, b))
+        if not torch.equal(one, other.to(one.dtype)):
+            return False
+    return True
+
+
+def _named(
+    model: nn.Module, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
+) -> tuple[dict[str, Found], list[str], list[str]]:
+    """What the folder holds by the model's names; what of it the model has no name for; what cannot be made."""
+    found, extra, wrong = _converted(model, held, wanted) if is_of_transformers(model) else ({}, list(held), [])
+    prefixes: tuple[str, ...] = PREFIXES
+    if is_of_transformers(model) and model.base_model_prefix:
+        prefixes = (f"{model.base_model_prefix}.", *PREFIXES)
+    left = []
+    for key in extra:
+        name = own_name(key, wanted, prefixes)
+        if name is None:
+            left.append(key)
+        elif name in found:
+            wrong.append(f"{key} and {', '.join(found[name].stored_as)} both stand for {name}")
+        else:
+            found[name] = Found(held[key], (key,))
+    return found, left, wrong
+
+
+def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
+    """The model's name of a stored tensor: the same, without wrappers and prefixes, or with one more; None if it has none."""
+    names = [key]
+    for wrapper in INSIDE:
+        key = key.replace(wrapper, "")
+    while True:
+        names.append(key)
+        prefix = next((p for p in prefixes if key.startswith(p)), None)
+        if prefix is None:
+            break
+        key = key.removeprefix(prefix)
+    names += [prefix + name for name in names for prefix in prefixes]
+    return next((name for name in names if name in wanted), None)
+
+
+def _converted(
+    model: Any, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
+) -> tuple[dict[str, Found], list[str], list[str]]:
+    """`_named` by the rules of transformers, which renames, merges and splits what other versions and formats hold."""
+    from transformers import conversion_mapping, core_model_loading
+
+    rules = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, Found] = {}
+    extra, wrong = [], []
+    makers: dict[str, tuple[Any, list[str]]] = {}
+    for key in sorted(held, key=core_model_loading.dot_natural_key):
+        name, pattern = core_model_loading.rename_source_key(
+            key, renamings, converters, model.base_model_prefix, wanted
+        )
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if name not in wanted or (pattern is None and name in found):
+            extra.append(key)
+        elif pattern is None:
+            found[name] = Found(held[key], (key,))
+        else:
+            maker, keys = makers.setdefault(name, (deepcopy(by_pattern[pattern]), []))
+            maker.add_tensor(name, key, pattern, held[key])
+            keys.append(key)
+    for name, (maker, keys) in makers.items():
+        try:
+            for target, made in maker.convert(name, model=model, config=model.config).items():
+                rows = as_rows(made[0] if isinstance(made, (list, tuple)) else made)
+                if target in found:
+                    wrong.append(f"{', '.join(keys)} and {', '.join(found[target].stored_as)} both stand for {target}")
+                elif target in wanted:
+                    found[target] = Found(rows, tuple(keys))
+                else:
+                    wrong.append(f"{', '.join(keys)} become {target}, which the model has not")
+        except Exception as error:  # whatever an operation of transformers meets
+            wrong.append(f"{name} cannot be made of {', '.join(keys)}: {error}")
+    return found, extra, wrong
+
+
+# -- files
+
+
+def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
+    """Every tensor that the folder holds, nothing of it read. Raises `CheckpointError`, naming every file that is wrong."""
+    places = _places(folder)
+    files: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name in dict.fromkeys(places.values() if places is not None else [SINGLE]):
+        try:
+            read_header(folder / name)
+            files[name] = stack.enter_context(safe_open(folder / name, framework="pt"))
+        except (OSError, SafetensorError, CheckpointError) as error:
+            wrong.append(f"{name}: {error}")
+    if wrong:
+        raise CheckpointError(f"{folder} has files that cannot be read: {'; '.join(wrong)}.")
+    held = {name: set(file.keys()) for name, file in files.items()}
+    if places is None:
+        places = dict.fromkeys(held[SINGLE], SINGLE)
+    lost = [f"{key} in {name}" for key, name in places.items() if key not in held[name]]
+    if lost:
+        raise CheckpointError(f"{folder / INDEX} names {len(lost)} tensors that are not there: {', '.join(lost)}.")
+    return {key: stored(files[places[key]], key) for key in sorted(places)}
+
+
+def _places(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
+    if (folder / SINGLE).is_file():
+        return None
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.")
+    return read_index(folder)
+
+
+# -- reading
+
+
+def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
+    """What this rank holds of a tensor of the model."""
+    param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
+    return rows if param is None else own_rows(rows, param.cut, engine.wiring)  # type: ignore[arg-type, return-value]
+
+
+def _read(model: nn.Module, engine: Engine, found: Mapping[str, Found]) -> None:
+    wanted = names_of(model)
+    for name, f in found.items():
+        own, into = _own(f.rows, wanted[name], engine), local_data(wanted[name])
+        assert own.shape == into.shape, f"{name}: this rank holds {tuple(into.shape)} and reads {tuple(own.shape)}"
+        if into.numel():
+            own.fill(into, (0,) * into.dim())

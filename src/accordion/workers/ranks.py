@@ -1,0 +1,213 @@
+"""Rank processes that are kept alive: each contender's run when they are asked, and are blocked in a read until then."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from accordion import _torch
+from accordion.devices import Devices, backend_of
+from accordion.errors import AccordionError
+from accordion.workers import null_group
+
+
+class BenchError(AccordionError):
+    """A contender failed, or does not train what the others train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Which rank a process is. `group`: of real ranks, or a simulated one in which only this rank exists."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    group: Literal["real", "fake", "still"] = "real"
+    port: int = 0
+    backend: str = "gloo"
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ranks that every team gets. A simulated group has one process, the first of its `num_ranks` ranks.
+
+    `patience_s`: a team that does not answer for so long is ended; unless said otherwise as long as gloo's own ranks wait.
+    """
+
+    num_ranks: int
+    device_type: str = "cpu"
+    group: Literal["real", "fake", "still"] = "real"
+    backend: str = ""
+    threads: int = 1
+    patience_s: float = 1800.0
+
+    def seats(self, port: int) -> list[Seat]:
+        count = self.num_ranks if self.group == "real" else 1
+        devices = Devices(self.device_type, 0 if self.device_type == "cpu" else torch.accelerator.device_count())
+        default = backend_of(self.device_type)
+        return [
+            Seat(
+                rank=rank,
+                num_ranks=self.num_ranks,
+                device=devices.at(rank),
+                group=self.group,
+                port=port,
+                backend=self.backend or default,
+                threads=self.threads,
+            )
+            for rank in range(count)
+        ]
+
+
+class Team:
+    """Owns the processes of one contender; `with` ends them.
+
+    `make(seat, *args)` is called in each and returns the object whose methods `ask` calls there: a function of a module, for
+    it travels by name. `environ`: variables that a contender wants set before it is imported.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        make: Callable[..., Any],
+        args: Sequence[Any] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self._patience_s = name, world.patience_s
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("forkserver")  # starts no process with CUDA, and torch is imported once
+        context.set_forkserver_preload(_torch.PRELOADED)
+        self._ends: list[Connection] = []
+        self._processes = []
+        for seat in world.seats(self._store.port):
+            end, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, seat, make, args, dict(environ or {})), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(end)
+            self._processes.append(process)
+        try:
+            self._answers()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call `method(*args)` on every rank at once; what they return, in rank order. Raises `BenchError` if one fails."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):  # a rank that has died is told of below
+                end.send((method, args))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {id(end): rank for rank, end in enumerate(self._ends)}
+        deadline = time.monotonic() + self._patience_s
+        while waiting:
+            came = wait([self._ends[rank] for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not came:
+                self.close()
+                ranks = ", ".join(map(str, sorted(waiting.values())))
+                raise BenchError(
+                    f"contender {self.name!r} did not answer within {self._patience_s:g} s on rank {ranks}."
+                )
+            for ready in came:
+                rank = waiting.pop(id(ready))
+                try:
+                    good, answer = self._ends[rank].recv()
+                except (EOFError, ConnectionError):
+                    good, answer = False, "its process ended"
+                if not good:
+                    self.close()
+                    raise BenchError(f"contender {self.name!r} failed on rank {rank}: {answer}")
+                results[rank] = answer
+        return [results[rank] for rank in range(len(self._ends))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for end in self._ends:
+            end.close()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def interleaved(teams: Sequence[Team], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
+    """Ask one team after the other, `rounds` times: A B C A B C. By team and round: the answers of its ranks."""
+    found: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
+    for _ in range(rounds):
+        for team in teams:
+            found[team.name].append(team.ask(method, *args))
+    return found
+
+
+def _serve(
+    conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
+) -> None:
+    """A rank's whole life: join its group, make what it measures, then do what it is asked until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the ranks
+    as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
+    os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed asks for them
+    warnings.simplefilter("ignore")  # of contenders about themselves
+    torch.set_num_threads(seat.threads)
+    program: Any = None
+
+    def do(task: Callable[[], Any]) -> None:
+        try:
+            answer = (True, task())
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).splitlines() or [""]
+            answer = (False, f"{type(error).__name__}: {lines[0]}")
+        conn.send(answer)
+
+    def begin() -> None:
+        nonlocal program
+        join(seat)
+        program = make(seat, *args)
+
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
+        do(begin)
+        while True:
+            method, given = conn.recv()
+            do(lambda method=method, given=given: getattr(program, method)(*given))  # type: ignore[misc]
+    os._exit(0)  # no destructors of groups whose other ranks may be gone
+
+
+def join(seat: Seat) -> None:
+    """Make this process the rank that `seat` says."""
+    if seat.device.type != "cpu":
+        torch.accelerator.set_device_index(seat.device.index)
+    if seat.group == "real":
+        store: Any = TCPStore("127.0.0.1", seat.port, is_master=False)
+        dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.num_ranks)
+        return
+    store = _torch.fake_store()
+    null_group.register()
+    kind = seat.device.type
+    backend = seat.group if kind == "cpu" else f"cpu:{seat.group},{kind}:{seat.group}"  # also for devices unknown to it
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.num_ranks)
