@@ -48,7 +48,7 @@ def describe(model: nn.Module) -> Report:
             unsharded += p.cut.numel * p.dtype.itemsize * (4 if p.sharded.requires_grad else 1)
     return Report(
         strategy=engine.strategy.name,
-        world=engine.wiring.num_ranks,
+        world=engine.context.num_ranks,
         total_params=sum(p.cut.numel for u in engine.units for p in u.params),
         unsharded_bytes=unsharded,
         units=tuple(_unit_report(u) for u in engine.units),

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from accordion import _torch
 from accordion.engine.autograd import engine_of
-from accordion.engine.norm import Part, scale_to, total_norm
 from accordion.errors import NonFiniteError, UsageError
+from accordion.grad_norm import Part, scale_to, total_norm
 from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare
 from accordion.offload.step.optimizer_copy import local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
@@ -239,14 +239,14 @@ def clip_grad_norm_(
     shards = {id(param.sharded) for unit in engine.units for param in unit.params}
     for unit in engine.units:
         for param in unit.params:
-            links = list(engine.wiring.cut_links) if param.cut.dim is not None else []
+            links = list(engine.context.cut_communicators) if param.cut.dim is not None else []
             links += [] if param.around is None else param.around.links
             part = parts.setdefault(tuple(id(link.group) for link in links), Part(links))
             if param.sharded.grad is not None:
                 part.tensors.append(_torch.local_of(param.sharded.grad))
     others = [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
     found = [*parts.values(), Part([], others)]
-    norm = total_norm(found, float(norm_type), engine.wiring.device)
+    norm = total_norm(found, float(norm_type), engine.context.device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(
             f"the norm of the gradients is {norm.item()}, so they were not clipped; leave out the step, or error_if_nonfinite to "

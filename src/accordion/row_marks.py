@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.engine.collectives import Link, reduced
+from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
 
 MARK = "_accordion_rows"  # attribute of a state
@@ -47,7 +47,7 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     rank, theirs, num_ranks = (0, 0, 0) if found is None else (dist.get_rank() + 1, *found[:2])
     for mesh in dict.fromkeys(p.device_mesh for p in _params(optimizer) if isinstance(p, DTensor)):
         device = torch.device(mesh.device_type)
-        links = [link for link in (Link(group, device) for group in mesh.get_all_groups()) if not link.is_fake]
+        links = [link for link in (Communicator(group, device) for group in mesh.get_all_groups()) if not link.is_fake]
         packed = torch.tensor((rank << 2 * BITS) + (theirs << BITS) + num_ranks, device=device)
         told = int(reduced(packed, links, dist.ReduceOp.MAX).item())
         rank, theirs, num_ranks = (told >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
-from accordion.engine.collectives import Link, broadcast, extremes, reduced
-from accordion.engine.group import Wiring
-from accordion.engine.watch import Watch
+from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
+from accordion.engine.group import ShardingContext
+from accordion.engine.watch import DivergenceMonitor
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.units import Owned
 
@@ -34,7 +34,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, its bits even: Knuth's multiplicativ
 # -- any facts
 
 
-def differences(facts: Facts, watch: Watch, what: str) -> str:
+def differences(facts: Facts, watch: DivergenceMonitor, what: str) -> str:
     """Empty where all ranks hold the same facts; else which ranks differ from the first, and in what. A collective.
 
     The answer is the same on all ranks. They compare a digest of 8 bytes, and only where these differ anything more is said.
@@ -74,7 +74,7 @@ def same_structure(
     owned: list[Owned],
     chosen: list[tuple[str, nn.Module]],
     strategy: Strategy,
-    wiring: Wiring,
+    context: ShardingContext,
     arguments: Mapping[str, str] | None = None,
 ) -> None:
     """Raise `DivergenceError` on every rank where ranks hold other arguments, units or parameters, naming what differs."""
@@ -90,7 +90,7 @@ def same_structure(
         )
     if arguments is not None:
         facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
-    unlike = differences(facts, wiring.watch, "compares its model and settings")
+    unlike = differences(facts, context.watch, "compares its model and settings")
     if unlike:
         raise DivergenceError(
             f"ranks hold different models or settings: {unlike}; build the same model with the same arguments on every rank."
@@ -161,7 +161,7 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
     }
 
 
-def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
+def on_every_rank(make: Callable[[], Made], context: ShardingContext) -> Made:
     """What `make` gives. Where it raises one of our errors on some rank it is raised on all: none goes on and waits for it."""
     made: Made | None = None
     error: AccordionError | None = None
@@ -169,7 +169,7 @@ def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
         made = make()
     except (UsageError, OffloadError) as caught:
         error = caught
-    failed, links = torch.tensor([float(error is not None)], device=wiring.device), _links(wiring)
+    failed, links = torch.tensor([float(error is not None)], device=context.device), _links(context)
     if links:
         reduced(failed, links)
     if error is not None:
@@ -187,25 +187,25 @@ def on_every_rank(make: Callable[[], Made], wiring: Wiring) -> Made:
 ValueOf = Callable[[Owned], Tensor | None]
 
 
-def same_values(model: nn.Module, owned: list[Owned], wiring: Wiring, sync: bool) -> ValueOf:
+def same_values(model: nn.Module, owned: list[Owned], context: ShardingContext, sync: bool) -> ValueOf:
     """What gives the value from which each parameter is cut, None for one on meta; with `sync` the first rank's, for all.
 
     Where ranks hold other values, of parameters or of buffers in the state dict, raises `DivergenceError` on every rank, naming
     them. Other buffers are each rank's own: those that differ are told in a warning. With `sync` what is given must be called
     for every parameter, on all ranks in the same order: it communicates, and one full parameter is in memory at a time.
     """
-    links = _links(wiring)
+    links = _links(context)
     if sync and links:
         named = {f"parameter {o.names[0]!r}": o.original for o in owned}
-        made = _made_on_first(named, wiring)
+        made = _made_on_first(named, context)
         taken = {id(o) for o, is_made in zip(owned, made, strict=True) if is_made}
-        return lambda o: first_ranks(o.original, wiring) if id(o) in taken else None
+        return lambda o: first_ranks(o.original, context) if id(o) in taken else None
     if links:
         kept = dict(buffers_of(model))
         others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
         facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned}
         facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}
-        unlike = differences(checksums(facts), wiring.watch, "compares its values")
+        unlike = differences(checksums(facts), context.watch, "compares its values")
         if unlike:
             raise DivergenceError(
                 f"values differ between ranks: {unlike}; seed every rank alike before building the model, load the same weights, "
@@ -215,7 +215,7 @@ def same_values(model: nn.Module, owned: list[Owned], wiring: Wiring, sync: bool
         forms = {f"buffer {name!r}": form_of(b, sync=False) for name, b in others.items()}
         sums = checksums({f"buffer {name!r}": b for name, b in others.items()})
         held = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
-        apart = differences(held, wiring.watch, "compares its buffers")
+        apart = differences(held, context.watch, "compares its buffers")
         if apart and all(link.rank == 0 for link in links):
             log.warning(
                 "buffers outside of the state dict differ between ranks: %s; each rank keeps its own, and sync=True takes the "
@@ -237,22 +237,22 @@ def checksums(tensors: Mapping[str, Tensor]) -> Facts:
     return {name: f"with checksum {sums[name] % 2**64:016x}" for name in real}
 
 
-def first_ranks(tensor: Tensor, wiring: Wiring) -> Tensor:
+def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
     """The first rank's value of a tensor, on the device; where this rank's is real it is overwritten. A collective."""
-    data = torch.empty_like(tensor, device=wiring.device) if tensor.is_meta else tensor.detach().to(wiring.device)
-    broadcast([data], _links(wiring))
+    data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
+    broadcast([data], _links(context))
     return data
 
 
-def _made_on_first(named: Mapping[str, Tensor], wiring: Wiring) -> list[bool]:
+def _made_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> list[bool]:
     """Which of them the first rank holds off the meta device, the same on all ranks. Raises `DivergenceError` on every rank
     where another rank holds more than the first, whose values all shall take."""
     if not named:
         return []
-    own = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=wiring.device)
+    own = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
     first = own.clone()
-    broadcast([first], _links(wiring))
-    missing = first > extremes(own, _links(wiring))[0]
+    broadcast([first], _links(context))
+    missing = first > extremes(own, _links(context))[0]
     if missing.any():
         names = [name for name, is_missing in zip(named, missing.tolist(), strict=True) if is_missing]
         raise DivergenceError(
@@ -274,17 +274,17 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
                 yield f"{prefix}.{key}".lstrip("."), buffer
 
 
-def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], wiring: Wiring, sync: bool) -> None:
+def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
     """Move buffers to the device and cast them as their units ask; with `sync` all take the first rank's.
 
     `precisions`: by id of a unit's module, the root's among them.
     """
     synced: dict[int, Tensor] = {}
-    if sync and _links(wiring):
+    if sync and _links(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
-        for buffer, is_made in zip(named.values(), _made_on_first(named, wiring), strict=True):
+        for buffer, is_made in zip(named.values(), _made_on_first(named, context), strict=True):
             if is_made:
-                synced[id(buffer)] = first_ranks(buffer, wiring)
+                synced[id(buffer)] = first_ranks(buffer, context)
 
     def place(module: nn.Module, precision: Precision) -> None:
         precision = precisions.get(id(module), precision)
@@ -292,16 +292,16 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], wiring:
             buffer = buffer if buffer is None else synced.get(id(buffer), buffer)
             if buffer is not None and not buffer.is_meta:
                 dtype = precision.buffers if buffer.is_floating_point() else None
-                module._buffers[key] = buffer.to(device=wiring.device, dtype=dtype)
+                module._buffers[key] = buffer.to(device=context.device, dtype=dtype)
         for child in module.children():
             place(child, precision)
 
     place(model, precisions[id(model)])
 
 
-def _links(wiring: Wiring) -> list[Link]:
+def _links(context: ShardingContext) -> list[Communicator]:
     """Those on which somebody answers."""
-    links = [axis.gather for axis in (wiring.shard, wiring.replicate)]
+    links = [axis.gather for axis in (context.shard, context.replicate)]
     return [link for link in links if link.num_ranks > 1 and not link.is_fake]
 
 

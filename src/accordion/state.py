@@ -36,7 +36,7 @@ def settle(engine: Engine, what: str) -> None:
     """
     engine.recover()
     engine.synchronize()
-    watch = engine.wiring.watch
+    watch = engine.context.watch
     if watch.broken is None:
         watch.forget()
         engine.together.must(what)
@@ -92,7 +92,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
                 for param in _all_params(engine):
                     full = fulls[id(param)]
                     data = full.data if param.around is None else _torch.local_of(full).data
-                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, engine.wiring))
+                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, engine.context))
 
 
 def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
@@ -115,7 +115,7 @@ def full_of(param: Param, engine: Engine) -> Tensor:
             f"parameter {param.name!r} is a tensor subclass that says itself how it is gathered to compute; its rows as they are "
             "stored are in model.state_dict()."
         )
-    return gathered(_torch.local_of(param.sharded), param.cut, engine.wiring)
+    return gathered(_torch.local_of(param.sharded), param.cut, engine.context)
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
 def is_first_rank(engine: Engine) -> bool:
     """Whether this is the first of all ranks of a model, those of tensor parallelism counted too."""
     arounds = [param.around for param in _all_params(engine) if param.around is not None]
-    return engine.wiring.shard.rank == engine.wiring.replicate.rank == 0 and all(a.is_first for a in arounds)
+    return engine.context.shard.rank == engine.context.replicate.rank == 0 and all(a.is_first for a in arounds)
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
@@ -210,7 +210,7 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
         if isinstance(given, DTensor):
             given = given.full_tensor()
         local = _torch.local_of(sharded)
-        rows = own_rows(given, param.cut, engine.wiring).to(device=local.device, dtype=local.dtype)
+        rows = own_rows(given, param.cut, engine.context).to(device=local.device, dtype=local.dtype)
         state[key] = _torch.as_dtensor(rows.contiguous(), sharded)
 
 
@@ -230,7 +230,7 @@ def _agree_on(engine: Engine, state: Mapping[str, Any]) -> None:
     local = {k: t for k, t in state.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
     sums = checksums(local)
     facts = {f"{key!r}": f"{form_of(given)} {sums.get(key, '')}".rstrip() for key, given in state.items()}
-    unlike = differences(facts, engine.wiring.watch, "compares what load_state_dict is given")
+    unlike = differences(facts, engine.context.watch, "compares what load_state_dict is given")
     if unlike:
         raise DivergenceError(
             f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "

@@ -40,5 +40,5 @@ def test_a_rank_a_device(device_world, strategy, precision, debug):
 @pytest.mark.parametrize("option", grid.OPTIONS)
 def test_no_option_changes_the_training(crowded_world, strategy, option):
     policy = STRATEGIES[strategy]
-    recipe = grid.Recipe(micros=2)
+    recipe = grid.OptimizerCopy(micros=2)
     crowded_world.run_mesh(*grid.mesh_of(policy, 2), grid.match, recipe, policy, **grid.OPTIONS[option])

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
-from accordion.engine.collectives import Link
-from accordion.engine.streams import Lane
+from accordion.engine.communicator import Communicator
+from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
-from accordion.engine.watch import Watch
+from accordion.engine.watch import DivergenceMonitor
 from accordion.offload.arena import Arena
 from accordion.offload.tiers import Tiers
 from tests.happens_before.checker import Checker, Event, Stream, where
@@ -180,9 +180,9 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     checker, num_lanes = Checker(), 0
     module = DeviceModule(checker)
     resize, read = torch.UntypedStorage.resize_, Tensor.tolist
-    make_arena, make_unit, make_watch = Arena.__init__, Unit.__init__, Watch.__init__
+    make_arena, make_unit, make_watch = Arena.__init__, Unit.__init__, DivergenceMonitor.__init__
 
-    def lane(self: Any, device: torch.device, watch: Watch, late: bool = False) -> None:
+    def lane(self: Any, device: torch.device, watch: DivergenceMonitor, late: bool = False) -> None:
         nonlocal num_lanes
         self._device, self.watch, self.late, self._module, self.sleeps = device, watch, late, module, True
         self.stream = Stream(checker, f"lane {num_lanes}")
@@ -221,10 +221,11 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
             "ordered", lambda store, rank, size, timeout: OrderedGroup(rank, size), devices=["cpu"]
         )
     replaced = [
-        (Lane, "__init__", lane), (Arena, "__init__", arena), (Unit, "__init__", unit), (Watch, "__init__", watch),
-        (Watch, "same_everywhere", same_everywhere), (Tiers, "_made", lambda self, num_threads, name: Inline()),
+        (SideStream, "__init__", lane), (Arena, "__init__", arena), (Unit, "__init__", unit),
+        (DivergenceMonitor, "__init__", watch),
+        (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_made", lambda self, num_threads, name: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
-        (SHARD, "own_communicator", lambda link, device: Link(link.group, device) if link.num_ranks > 1 else link),
+        (SHARD, "own_communicator", lambda link, device: Communicator(link.group, device) if link.num_ranks > 1 else link),
         (SHARD, "_one_node", lambda link, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
         (SHARD, "same_values", lambda *args: lambda owned: owned.original.detach()),
     ]  # fmt: skip

@@ -13,9 +13,9 @@ from torch import nn
 
 import accordion as acc
 from accordion.bench.model import Llama
-from accordion.engine import reduction
-from accordion.engine.streams import Lane
-from accordion.engine.watch import Watch
+from accordion.engine import reduce
+from accordion.engine.streams import SideStream
+from accordion.engine.watch import DivergenceMonitor
 from tests.happens_before import programs
 from tests.happens_before.checker import Checker, Event, Stream
 from tests.happens_before.programs import (
@@ -133,7 +133,7 @@ def test_steps_of_what_lies_off_the_device_are_ordered(name, tmp_path):
 
 
 def test_pieces_of_what_is_reduced_are_ordered():
-    with mock.patch.multiple(reduction, PIECE_BYTES=64 * 1024, CAST_BYTES=64 * 1024):
+    with mock.patch.multiple(reduce, PIECE_BYTES=64 * 1024, CAST_BYTES=64 * 1024):
         for strategy in (acc.FULL_SHARD, SCATTERED, replace(acc.HYBRID_SHARD_OPTIM, reduce="reduce_scatter")):
             assert_ordered(trained(steps(strategy=strategy)))
 
@@ -250,11 +250,11 @@ def a_block_on_a_side_stream(run: Run) -> None:
 
 def no_memory_for_tags(run: Run) -> None:
     """The allocator refuses what a lane needs for a moment; the loop goes on with the next batch."""
-    out_of_memory(run, Watch, "same_everywhere")
+    out_of_memory(run, DivergenceMonitor, "same_everywhere")
 
 
 def no_memory_for_a_sum(run: Run) -> None:
-    out_of_memory(run, reduction, "sum_rows")
+    out_of_memory(run, reduce, "sum_rows")
 
 
 def out_of_memory(run: Run, owner: object, name: str) -> None:
@@ -306,7 +306,7 @@ def test_odd_programs_are_ordered(name):
 
 def found(**changes: object) -> set[str]:
     """Kinds of problems of a few steps, with methods of lanes replaced."""
-    with mock.patch.multiple(Lane, **changes):
+    with mock.patch.multiple(SideStream, **changes):
         problems = trained(steps(num_steps=2)).problems
     kinds = ("does not wait for", "are dropped before", "are resized before")
     return {kind for problem in problems for kind in kinds if kind in problem}

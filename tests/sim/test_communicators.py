@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sim
 
 def time_outs(mesh) -> list[timedelta]:
     """Of the groups over which a model gathers and reduces."""
-    axis = acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)._accordion.engine.wiring.shard
+    axis = acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)._accordion.engine.context.shard
     assert axis.gather.group is not axis.reduce.group
     return [
         link.group._get_backend(torch.device(device().type)).options._timeout for link in (axis.gather, axis.reduce)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.engine.collectives import Link, Pending
+from accordion.engine.communicator import Communicator, Pending
 from tests.devices import device
 
 pytestmark = pytest.mark.sim
@@ -25,12 +25,12 @@ def blocks() -> nn.Module:
 def reduces(mesh, strategy: str) -> list[tuple[str, int, float, float]]:
     """The reduces of one backward in which those between nodes are slow: (axis, stream, begin, end)."""
     model = acc.shard(blocks(), mesh, units={nn.Sequential}, strategy=getattr(acc, strategy))
-    wiring = model._accordion.engine.wiring
-    between, x = wiring.replicate.reduce, torch.randn(4, 32, device=device())
-    plain = {name: getattr(Link, name) for name in ("sum", "exchange", "scatter_sum")}
+    context = model._accordion.engine.context
+    between, x = context.replicate.reduce, torch.randn(4, 32, device=device())
+    plain = {name: getattr(Communicator, name) for name in ("sum", "exchange", "scatter_sum")}
 
     def slowly(name: str):
-        def call(link: Link, *args) -> Pending:
+        def call(link: Communicator, *args) -> Pending:
             if link is between:
                 torch.sim._sleep(SLOW)
             return plain[name](link, *args)
@@ -43,10 +43,10 @@ def reduces(mesh, strategy: str) -> list[tuple[str, int, float, float]]:
     loss = model(x).square().mean()
     torch.accelerator.synchronize()
     torch.sim.trace(True)
-    with mock.patch.multiple(Link, **{name: slowly(name) for name in plain}):
+    with mock.patch.multiple(Communicator, **{name: slowly(name) for name in plain}):
         loss.backward()
     torch.accelerator.synchronize()
-    streams = {wiring.reduce_lane.stream.stream_id: "inside", wiring.replicate_lane.stream.stream_id: "between"}
+    streams = {context.reduce_stream.stream.stream_id: "inside", context.replicate_stream.stream.stream_id: "between"}
     return [
         (streams[stream], stream, begin, end)
         for kind, name, stream, _, begin, end in torch.sim.trace(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accordion.engine.axis import in_runs
+from accordion.engine.gather import in_runs
 
 
 def test_neighbours_of_one_shape_that_lie_equally_far_apart_are_copied_at_once() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accordion.engine.streams import Flight, Lane
-from accordion.engine.watch import Watch
+from accordion.engine.streams import SideStream, Transfer
+from accordion.engine.watch import DivergenceMonitor
 
 
 class Stream:
@@ -45,13 +45,13 @@ def device() -> SimpleNamespace:
             module.now = before
 
     module.stream, module.current_stream = stream, lambda _: module.now
-    lane = Lane(torch.device("cpu"), Watch([], [0]))
+    lane = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
     lane._module, lane.stream, lane.sleeps = module, Stream("lane"), True
     module.lane = lane
     return module
 
 
-def launch(device: SimpleNamespace, error: type[BaseException] | None = None) -> Flight:
+def launch(device: SimpleNamespace, error: type[BaseException] | None = None) -> Transfer:
     def steps() -> Any:
         device.now.begun += 1  # a kernel
         if error is not None:
@@ -94,7 +94,7 @@ def test_threads_that_wait_for_a_lane_do_not_spin_where_the_device_has_such_even
     stream = Stream("lane")
     module = SimpleNamespace(Stream=lambda *_, **__: stream, Event=kind)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    lane = Lane(torch.device("cuda"), Watch([], [0]))
+    lane = SideStream(torch.device("cuda"), DivergenceMonitor([], [0]))
     (lane.for_threads() if blocking else lane).record()
     assert [getattr(event, "blocking", None) for event in stream.events] == [
         True if blocking and kind is Event else None
@@ -105,7 +105,7 @@ def test_a_copy_waits_for_what_makes_its_source_and_for_nothing_that_compute_was
     reduce = launch(device)
     reduce.land()
     device.now.begun += 1  # the backward goes on
-    store = Lane(torch.device("cpu"), Watch([], [0]))
+    store = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
     store._module, store.stream, store.sleeps = device, Stream("store"), True
     store.copy(lambda: None, [torch.zeros(1)], "copies", reduce)
     assert store.stream.waits_for == {("lane", 1)}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link
+from accordion.engine.communicator import Communicator
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def detail() -> Iterator[None]:
 
 def test_a_group_that_is_checked_is_asked_for_one_tensor_after_the_other(detail, monkeypatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    link = Link(Checked(), CPU)
+    link = Communicator(Checked(), CPU)
     shards = [torch.arange(3.0), torch.arange(5.0)]
     fulls, outs, sums = (
         [torch.zeros(6), torch.zeros(10)],

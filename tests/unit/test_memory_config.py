@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accordion as acc
-from accordion.offload.estimate import Stated, stated
+from accordion.offload.estimate import MemoryEstimate, stated
 from tests.world import models
 
 
@@ -79,7 +79,7 @@ def test_budgets_of_any_size_are_kept_or_refused_and_put_nothing_farther():
     assert kept > len(policies()) / 2
 
 
-def unless_refused(model: torch.nn.Module, policy: acc.Offload) -> Stated | None:
+def unless_refused(model: torch.nn.Module, policy: acc.Offload) -> MemoryEstimate | None:
     try:
         return stated(model, policy, 2)
     except acc.UsageError as error:

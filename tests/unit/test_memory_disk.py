@@ -19,7 +19,7 @@ from accordion.offload import swap_file
 from accordion.offload.arena import Arena
 from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
-from accordion.offload.step.pipelines import NUM_BUFFERS, Passage, Stream
+from accordion.offload.step.pipelines import NUM_BUFFERS, HostPipeline, Stream
 from accordion.offload.swap_file import SwapFile, aligned_buffer, check_folder
 from tests.disks import mounted
 
@@ -179,10 +179,10 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
     for size in sizes:
         starts.append(at)
         at += -(-size // 1024) * 1024
-    area = chunks.Area(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
+    area = chunks.StateBlock(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
-    todos = [chunks.Todo(e, chunks.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
+    todos = [chunks.ParamStep(e, chunks.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
     for piece in chunks.pieces_of(stepped):
         assert 0 < piece.stop - piece.start <= 2048
@@ -210,7 +210,7 @@ def test_several_requests_are_in_flight(tmp_path, monkeypatch):
         for which in range(NUM_BUFFERS):
             _, (view, *_) = stream.take(which)
             assert not view.any()
-        passage = Passage(pool, buffers())
+        passage = HostPipeline(pool, buffers())
         for future in [passage.start(part, add_one) for part in parts]:
             future.result(60)
     assert bool((todo.place.shown["a"] == 1).all())
@@ -221,7 +221,7 @@ def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tm
     todo, parts = made_pieces(tmp_path, 3 * NUM_BUFFERS)
     file, begun, stepping = todo.place.area.store, threading.Event(), threading.Semaphore(1)
 
-    def step(piece: chunks.Piece, views: list[Tensor]) -> None:
+    def step(piece: chunks.Chunk, views: list[Tensor]) -> None:
         assert stepping.acquire(blocking=False), "two are stepped at a time"
         if not begun.is_set():
             while file.traffic["read"] < NUM_BUFFERS * 4 * PAGE:
@@ -231,7 +231,7 @@ def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tm
         stepping.release()
 
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        passage = Passage(pool, buffers())
+        passage = HostPipeline(pool, buffers())
         for future in [passage.start(part, step) for part in parts]:
             future.result(60)
         passage.rest()
@@ -244,7 +244,7 @@ def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_othe
     _, parts = made_pieces(tmp_path, NUM_BUFFERS)
     first, later = set[int](), set[int]()
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        passage = Passage(pool, buffers())
+        passage = HostPipeline(pool, buffers())
         for part in parts:
             new = replace(part, strips=[replace(strip, reads=False) for strip in part.strips])
             passage.start(new, lambda piece, views: first.add(threading.get_ident())).result(60)
@@ -257,11 +257,11 @@ def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_othe
 def test_a_piece_that_fails_gives_its_buffer_back(tmp_path):
     _, parts = made_pieces(tmp_path, 2 * NUM_BUFFERS)
 
-    def fails(piece: chunks.Piece, views: list[Tensor]) -> None:
+    def fails(piece: chunks.Chunk, views: list[Tensor]) -> None:
         raise ValueError("planted")
 
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        passage = Passage(pool, buffers())
+        passage = HostPipeline(pool, buffers())
         for future in [passage.start(part, fails) for part in parts]:
             with pytest.raises(ValueError, match="planted"):
                 future.result(60)
@@ -294,12 +294,12 @@ def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypat
         assert len(ended) == NUM_BUFFERS - 1
 
 
-def made_pieces(path: Path, num: int) -> tuple[chunks.Todo, list[chunks.Piece]]:
+def made_pieces(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chunk]]:
     """A parameter with a state of zeros in a file, cut into pieces of four pages."""
     numel = num * PAGE
-    area = chunks.Area(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
+    area = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
     own, shown = torch.zeros(numel), area.store.mapped(0, numel, torch.float32)
-    todo = chunks.Todo(Entry(0, own, own, own, {}), chunks.Place(area, 0, {"a": shown}), frozenset({"a"}))
+    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.Place(area, 0, {"a": shown}), frozenset({"a"}))
     parts = list(chunks.pieces_of([todo]))
     assert len(parts) == num
     return todo, parts
@@ -309,7 +309,7 @@ def buffers() -> list[Tensor]:
     return [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)]
 
 
-def add_one(piece: chunks.Piece, views: list[Tensor]) -> None:
+def add_one(piece: chunks.Chunk, views: list[Tensor]) -> None:
     views[0].add_(1)
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from accordion.engine.schedule import Order, Phase
+from accordion.engine.order import Phase, UnitOrder
 
 
-def forward(order: Order, units: list[int]) -> None:
+def forward(order: UnitOrder, units: list[int]) -> None:
     order.begin(Phase.FORWARD)
     for unit in units:
         order.visit(Phase.FORWARD, unit)
     order.end(Phase.FORWARD)
 
 
-def ahead(order: Order, unit: int, budget: int | None = None, phase: Phase = Phase.FORWARD) -> list[int]:
+def ahead(order: UnitOrder, unit: int, budget: int | None = None, phase: Phase = Phase.FORWARD) -> list[int]:
     return list(order.ahead(phase, unit, lambda _: 10, budget))
 
 
 def test_nothing_is_guessed_before_the_first_step() -> None:
-    assert ahead(Order(), 0) == []
+    assert ahead(UnitOrder(), 0) == []
 
 
 def test_the_order_seen_is_the_order_expected() -> None:
-    order = Order()
+    order = UnitOrder()
     forward(order, [0, 1, 2, 3])
     assert [ahead(order, unit) for unit in range(4)] == [[1], [2], [3], []]
     assert order.ends_with(Phase.FORWARD, 3)
@@ -29,7 +29,7 @@ def test_the_order_seen_is_the_order_expected() -> None:
 
 
 def test_the_backward_is_expected_reversed_until_it_was_seen() -> None:
-    order = Order()
+    order = UnitOrder()
     forward(order, [0, 1, 2, 3])
     assert [ahead(order, unit, phase=Phase.BACKWARD) for unit in (3, 2, 1)] == [[2], [1], [0]]
     order.begin(Phase.BACKWARD)
@@ -40,7 +40,7 @@ def test_the_backward_is_expected_reversed_until_it_was_seen() -> None:
 
 
 def test_one_surprise_costs_one_guess() -> None:
-    order = Order()
+    order = UnitOrder()
     forward(order, [0, 1, 2, 3, 4])
     forward(order, [0, 1, 3, 4])
     assert ahead(order, 1) == [3]
@@ -49,7 +49,7 @@ def test_one_surprise_costs_one_guess() -> None:
 
 
 def test_a_budget_bounds_what_is_ahead_and_loops_end() -> None:
-    order = Order()
+    order = UnitOrder()
     forward(order, [0, 1, 2, 3])
     assert ahead(order, 0, budget=25) == [1, 2]
     assert ahead(order, 0, budget=5) == []
@@ -60,7 +60,7 @@ def test_a_budget_bounds_what_is_ahead_and_loops_end() -> None:
 
 
 def test_two_orders_that_saw_the_same_say_the_same() -> None:
-    orders = [Order(), Order()]
+    orders = [UnitOrder(), UnitOrder()]
     for order in orders:
         forward(order, [0, 2, 1, 3])
         forward(order, [0, 1, 2, 3])

@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from accordion import _torch
 from accordion.engine import watch
-from accordion.engine.collectives import Pending, alone
-from accordion.engine.watch import Watch
+from accordion.engine.communicator import Pending, alone
+from accordion.engine.watch import DivergenceMonitor
 from accordion.errors import DivergenceError
 
 
@@ -34,7 +34,7 @@ class EndsLate:
 
 
 def waits_for(work: EndsLate) -> None:
-    Watch([], [0]).wait(Pending(alone(torch.device("cpu")), [work]), "gathers unit 1")
+    DivergenceMonitor([], [0]).wait(Pending(alone(torch.device("cpu")), [work]), "gathers unit 1")
 
 
 def test_what_ends_while_a_wait_is_given_up_has_ended() -> None:
@@ -55,7 +55,7 @@ def test_who_waits_for_a_rank_that_says_nothing_names_it(
     """One rank evaluates, the other waits at a barrier of its own: nothing that the engine could see there."""
     for name, seconds in {"PATIENCE_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
         monkeypatch.setattr(watch, name, seconds)
-    alone_here = Watch([], [0, 1])
+    alone_here = DivergenceMonitor([], [0, 1])
     alone_here._store, alone_here.asks_in_vain = HashStore(), asks_in_vain
     with (
         caplog.at_level(logging.WARNING),

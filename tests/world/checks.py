@@ -70,7 +70,7 @@ def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
 
 def train(
     mesh,
-    recipe: reference.Recipe,
+    recipe: reference.OptimizerCopy,
     strategy: acc.Strategy,
     *,
     after_step: Callable[[nn.Module], Callable[[], None]],

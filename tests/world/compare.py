@@ -166,7 +166,7 @@ def rest(model: nn.Module) -> None:
 
 def open_rooms(model: nn.Module) -> list[str]:
     """Units whose full parameters have memory and should not. With debug="streams" it is filled with NaN and stays."""
-    if units_of(model)[0].engine.wiring.resident:
+    if units_of(model)[0].engine.context.resident:
         return []
     rooms = [(u, g.room) for u in units_of(model) for g in u.groups if g.room is not None and g.room.num_bytes]
     return [

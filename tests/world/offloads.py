@@ -16,7 +16,7 @@ import accordion as acc
 from accordion.offload.step import chunks
 from tests.world import models
 from tests.world.checks import assert_equal, train
-from tests.world.reference import Recipe, Trace
+from tests.world.reference import OptimizerCopy, Trace
 
 HOST = acc.Offload(params="host", optimizer="host")
 OPTIMIZER = acc.Offload(optimizer="host")
@@ -50,16 +50,16 @@ def disk_of_all(path: Path, **options: Any) -> acc.Offload:
 
 BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
 RECIPES = [
-    Recipe(build="wide", micros=2, **BF16),
-    Recipe(build="tied", micros=3, no_sync=True),
-    Recipe(build="frozen", **BF16),
-    Recipe(build="uneven", skip_last=(1,), micros=2, **FP16),
-    Recipe(build="spare", sometimes=True),
-    Recipe(build="experts", **BF16),
+    OptimizerCopy(build="wide", micros=2, **BF16),
+    OptimizerCopy(build="tied", micros=3, no_sync=True),
+    OptimizerCopy(build="frozen", **BF16),
+    OptimizerCopy(build="uneven", skip_last=(1,), micros=2, **FP16),
+    OptimizerCopy(build="spare", sometimes=True),
+    OptimizerCopy(build="experts", **BF16),
 ]
 
 
-def trained(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Trace:
+def trained(mesh, recipe: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
     return train(mesh, recipe, strategy, wrapped=True, after_step=partial(after_last, recipe.steps), **options)
 
 
@@ -78,7 +78,7 @@ def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
 def same_as_without(
     mesh,
     strategy: acc.Strategy,
-    recipes: list[Recipe],
+    recipes: list[OptimizerCopy],
     offloads: list[acc.Offload],
     piece_numel: int = chunks.PIECE_NUMEL,
 ) -> None:

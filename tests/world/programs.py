@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.engine import layout, reduction
+from accordion.engine import layout, reduce
 from tests import pool
 from tests.devices import device, here
 from tests.world.checks import FLAT, HYBRID, assert_at_rest
@@ -449,7 +449,7 @@ def optimizer_of(program: Program, params: Any) -> torch.optim.Optimizer:
 def limits(program: Program) -> Iterator[None]:
     with (
         mock.patch.object(layout, "PACK_LIMIT_BYTES", program.packed_bytes),
-        mock.patch.object(reduction, "PACK_LIMIT_BYTES", program.packed_bytes),
+        mock.patch.object(reduce, "PACK_LIMIT_BYTES", program.packed_bytes),
         mock.patch.object(layout, "PADDING_BYTES", program.padding_bytes),
     ):
         yield

@@ -21,7 +21,7 @@ LR = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class OptimizerCopy:
     """What both runs do.
 
     `build`: name of a function of `models`. `micros`: micro-batches of a step. `skip_last`: blocks that the last one
@@ -64,7 +64,7 @@ class Trace:
 
 
 @functools.cache
-def unsharded(recipe: Recipe, num_ranks: int) -> list[Trace]:
+def unsharded(recipe: OptimizerCopy, num_ranks: int) -> list[Trace]:
     """Train one model on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank."""
     model = recipe.model()
     vocab = model.embed.num_embeddings
@@ -100,7 +100,7 @@ def unsharded(recipe: Recipe, num_ranks: int) -> list[Trace]:
 
 def sharded(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: OptimizerCopy,
     rank: int,
     *,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext(),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from accordion.compat.fsdp2.lazy import parts_below
-from accordion.engine.schedule import Phase
+from accordion.engine.order import Phase
 from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_close, batch, one_loss
@@ -388,8 +388,8 @@ def prefetched(mesh) -> None:
         m.blocks[2].set_modules_to_backward_prefetch([m.blocks[1], m.blocks[0]])
     one_loss(model).backward()
     units = model.__dict__["_accordion"].engine.units
-    assert units[1].habits.ahead == {Phase.FORWARD: [2, 3]}
-    assert units[3].habits.ahead == {Phase.BACKWARD: [2, 1]}
+    assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
+    assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
     begun = []
     model.blocks[0].register_forward_hook(lambda *_: begun.append([bool(u._flights) or u.resident for u in units[2:]]))
     one_loss(model, 1).backward()

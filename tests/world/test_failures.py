@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.engine.streams import Lane
+from accordion.engine.streams import SideStream
 from tests.devices import device
 from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
@@ -300,14 +300,14 @@ def test_what_comes_in_after_shard_is_refused(world, how):
 
 def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
     """The lanes have no memory for the start of communication number `at`."""
-    plain, count = Lane.start, itertools.count()
+    plain, count = SideStream.start, itertools.count()
 
-    def start(lane: Lane, *args: Any) -> Any:
+    def start(lane: SideStream, *args: Any) -> Any:
         if next(count) == at:
             raise torch.OutOfMemoryError("planted")
         return plain(lane, *args)
 
-    return mock.patch.object(Lane, "start", start)
+    return mock.patch.object(SideStream, "start", start)
 
 
 def two_dtypes() -> nn.Module:

@@ -15,7 +15,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.sample import drawn, sampled
 from tests.world import checks, models, reference
-from tests.world.reference import Recipe, Trace
+from tests.world.reference import OptimizerCopy, Trace
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 FORCED = {
@@ -28,18 +28,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"compute": torch.bfloat16},
     "fp16": {"compute": torch.float16, "scale": 1024.0},
 }
-CASES: dict[str, tuple[int, Recipe]] = {  # number of ranks that shard without replicas, recipe
-    "plain": (2, Recipe()),
-    "wide": (2, Recipe(build="wide")),
-    "frozen": (2, Recipe(build="frozen")),
-    "uneven": (3, Recipe(build="uneven")),
-    "experts": (3, Recipe(build="experts")),
-    "tied": (3, Recipe(build="tied")),
-    "spare": (2, Recipe(build="spare", sometimes=True)),
-    "accumulated": (2, Recipe(micros=3)),
-    "accumulated_no_sync": (2, Recipe(micros=3, no_sync=True)),
-    "unused_last": (2, Recipe(micros=2, skip_last=(1,))),
-    "unused_last_no_sync": (2, Recipe(micros=2, skip_last=(1,), no_sync=True)),
+CASES: dict[str, tuple[int, OptimizerCopy]] = {  # number of ranks that shard without replicas, recipe
+    "plain": (2, OptimizerCopy()),
+    "wide": (2, OptimizerCopy(build="wide")),
+    "frozen": (2, OptimizerCopy(build="frozen")),
+    "uneven": (3, OptimizerCopy(build="uneven")),
+    "experts": (3, OptimizerCopy(build="experts")),
+    "tied": (3, OptimizerCopy(build="tied")),
+    "spare": (2, OptimizerCopy(build="spare", sometimes=True)),
+    "accumulated": (2, OptimizerCopy(micros=3)),
+    "accumulated_no_sync": (2, OptimizerCopy(micros=3, no_sync=True)),
+    "unused_last": (2, OptimizerCopy(micros=2, skip_last=(1,))),
+    "unused_last_no_sync": (2, OptimizerCopy(micros=2, skip_last=(1,), no_sync=True)),
 }
 GRID = [(strategy, precision, case) for strategy in STRATEGIES for precision in PRECISIONS for case in CASES]
 GRID += [
@@ -60,12 +60,12 @@ def assert_no_leases(model: nn.Module) -> None:
     assert not any(held.values()), f"leases after a step: {held}"
 
 
-def train(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> Trace:
+def train(mesh, recipe: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
     """Five steps of the sharded model on this rank."""
     return checks.train(mesh, recipe, strategy, after_step=lambda model: partial(assert_no_leases, model), **options)
 
 
-def match(mesh, recipe: Recipe, strategy: acc.Strategy, **options: Any) -> None:
+def match(mesh, recipe: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> None:
     found = train(mesh, recipe, strategy, **options)
     wanted = reference.unsharded(recipe, mesh.size())[dist.get_rank()]
     reference.assert_same(found, wanted)
@@ -111,13 +111,13 @@ OPTIONS_DRAWN = drawn(OPTION_ROWS, 3, lambda strategy, option: option)
 )
 def test_no_option_changes_the_training(world, strategy, option):
     policy = STRATEGIES[strategy]
-    world.run_mesh(*mesh_of(policy, 2), match, Recipe(micros=2), policy, **OPTIONS[option])
+    world.run_mesh(*mesh_of(policy, 2), match, OptimizerCopy(micros=2), policy, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy):
     policy = STRATEGIES[strategy]
-    recipe = Recipe(reduce_op="sum", micros=2, no_sync=True)
+    recipe = OptimizerCopy(reduce_op="sum", micros=2, no_sync=True)
     world.run_mesh(*mesh_of(policy, 2), match, recipe, policy, reduce_op="sum")
 
 
@@ -125,14 +125,14 @@ def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy)
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_any_number_of_ranks(world, num_ranks, build):
     for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM, acc.NO_SHARD):
-        world.run(num_ranks, match, Recipe(build=build), strategy)
+        world.run(num_ranks, match, OptimizerCopy(build=build), strategy)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_optim"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1)])
 def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
     for build in ("plain", "uneven"):
-        world.run_mesh(shape, HYBRID, match, Recipe(build=build), STRATEGIES[strategy])
+        world.run_mesh(shape, HYBRID, match, OptimizerCopy(build=build), STRATEGIES[strategy])
 
 
 def replicated_gradients(mesh) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_ddp_bit_for_bit(world):
 
 def losses(mesh, strategy: acc.Strategy, **options: Any) -> tuple[list[list[float]], list[list[float]]]:
     """Of this rank, sharded and unsharded."""
-    recipe = Recipe(build="wide")
+    recipe = OptimizerCopy(build="wide")
     wanted = reference.unsharded(recipe, mesh.size())[dist.get_rank()]
     return train(mesh, recipe, strategy, **options).losses, wanted.losses
 

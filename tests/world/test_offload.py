@@ -62,7 +62,7 @@ def addresses(mesh) -> None:
     """Shards and gradients lie in the arena, one piece of memory; the unit with an override of its own has them outside."""
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
-    arena, kind = units_of(model)[0].engine.wiring.home.arena, "ordinary" if device().type == "cpu" else "pinned"
+    arena, kind = units_of(model)[0].engine.context.home.arena, "ordinary" if device().type == "cpu" else "pinned"
     assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units, the" in m for m in messages)
     low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
@@ -87,7 +87,7 @@ def landing(mesh) -> None:
     for offload in (None, HOST):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         if offload is not None:
-            landed = units_of(model)[0].engine.wiring.home._landing.fill_(7)
+            landed = units_of(model)[0].engine.context.home._landing.fill_(7)
         for micro in range(3):
             one_loss(model, micro).backward()
         found.append({name: local_of(p.grad).clone() for name, p in model.named_parameters()})
@@ -109,7 +109,7 @@ def budgets(mesh, path: Path) -> None:
             optimizer.zero_grad()
         found.append(acc.full_state_dict(model, rank0_only=False))
     assert_equal(found[0], found[1])
-    tiers = units_of(model)[0].engine.wiring.home
+    tiers = units_of(model)[0].engine.context.home
     kinds = [[place.partition(":")[0] for place in (o.params, o.rest_of_grads, o.optimizer)] for o in tiers.offloads]
     assert kinds == [["device"] * 3, ["device", "host", "host"], ["device", "host", "disk"], ["device", "host", "disk"]]
     assert tuple(tiers.offloads) == stated(models.plain(), policy, 2).places
@@ -130,7 +130,7 @@ def said_before(mesh, path: Path) -> None:
         model = acc.shard(models.wide(), mesh=mesh, precision=precision, offload=offload)
         with logged() as messages:
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
-        tiers = units_of(model)[0].engine.wiring.home
+        tiers = units_of(model)[0].engine.context.home
         states = list(tiers.states.values())
         told = [m for m in messages if "states laid out" in m]
         assert len(told) == len(states), name

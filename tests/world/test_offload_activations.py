@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.offload import swap_file
 from accordion.offload.activations import stores
-from accordion.offload.activations.offload import Parking
-from accordion.offload.activations.stores import HostRoom, joined
+from accordion.offload.activations.offload import ActivationOffload
+from accordion.offload.activations.stores import HostActivationStore, joined
 from tests.devices import device
 from tests.disks import fill, mounted
 from tests.world import models
@@ -37,8 +37,8 @@ def on_disk(path: Path, **options: Any) -> acc.Offload:
     return acc.Offload(activations=f"disk:{path}", checksums=True, **options)
 
 
-def parking_of(model: nn.Module) -> Parking:
-    return units_of(model)[0].engine.wiring.home.parking
+def parking_of(model: nn.Module) -> ActivationOffload:
+    return units_of(model)[0].engine.context.home.parking
 
 
 def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Tensor:
@@ -110,7 +110,7 @@ def counted(mesh) -> None:
         tokens = torch.zeros(8, 64, dtype=torch.int64, device=device())
         model(tokens).sum().backward()
         if offload is not None:
-            parking = units_of(model)[0].engine.wiring.home.parking
+            parking = units_of(model)[0].engine.context.home.parking
             assert parking.host_bytes == num_blocks * inputs
         with Allocations() as memory:
             loss = model(tokens).sum()
@@ -189,7 +189,7 @@ def sizes_that_change(mesh, path: Path) -> None:
 
 def test_inputs_that_grow_a_little_take_memory_now_and_then():
     """Each piece that is let go and made anew would be a wait for the device, and pinning."""
-    room, made, page = HostRoom(torch.device("cpu"), None), [], 4096
+    room, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
     for num_pages in range(100, 200):
         berth = room.take(num_pages * page)
         made.extend([] if berth._piece in made else [berth._piece])
@@ -296,7 +296,7 @@ def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
 def in_order(mesh) -> None:
     """What is parked in another forward, after a backward, is not brought with it; a write into what leaves is told."""
     model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=PARKED)
-    parking = units_of(model)[0].engine.wiring.home.parking
+    parking = units_of(model)[0].engine.context.home.parking
     parked = []
     for value in (1.0, 2.0, 3.0):
         parked.append(parking.park(torch.full((4,), value, device=device()), "host"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import accordion as acc
-from accordion.offload.disk_shards import DiskHome
+from accordion.offload.disk_shards import DiskShards
 from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.world import models
 from tests.world.checks import one_loss, units_of
@@ -35,7 +35,7 @@ def in_pieces(mesh, path: Path) -> None:
         acc.synchronize(model)
         found.append([*state, *params_of(model).values()])
         if options:
-            (held,) = units_of(model)[0].engine.wiring.home.states.values()
+            (held,) = units_of(model)[0].engine.context.home.states.values()
             (file,) = held.files
             numel = sum(local_of(p).numel() for p in model.parameters())
             floor = 3 * 4 * numel  # three states of four bytes
@@ -55,7 +55,7 @@ def all_on_disk(mesh, path: Path) -> None:
         models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(path)
     )
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
-    tiers = units_of(model)[0].engine.wiring.home
+    tiers = units_of(model)[0].engine.context.home
     (shelf,) = tiers.files
     numel = sum(local_of(p).numel() for p in model.parameters())
     before = dict(shelf.file.traffic)
@@ -83,18 +83,18 @@ def ahead(mesh, path: Path) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(params=f"disk:{path}", optimizer="host"))
     one_loss(model).backward()
     begun, late = [], []
-    begin_read, refresh = DiskHome.begin_read, DiskHome.refresh
+    begin_read, refresh = DiskShards.begin_read, DiskShards.refresh
 
-    def watched_read(home: DiskHome, version: int) -> None:
+    def watched_read(home: DiskShards, version: int) -> None:
         begun.append(home)
         begin_read(home, version)
 
-    def watched_refresh(home: DiskHome, version: int) -> Any:
+    def watched_refresh(home: DiskShards, version: int) -> Any:
         late.extend([home] if home not in begun else [])
         begun.clear()
         return refresh(home, version)
 
-    with mock.patch.multiple(DiskHome, begin_read=watched_read, refresh=watched_refresh):
+    with mock.patch.multiple(DiskShards, begin_read=watched_read, refresh=watched_refresh):
         one_loss(model, 1)
     assert len(late) == 1, "the first unit, which nobody announces"
 

@@ -133,7 +133,7 @@ def failing_reads(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def changed(model: torch.nn.Module) -> Iterator[None]:
     """Every file of the model has other bytes in its first page than were written there."""
-    tiers = units_of(model)[0].engine.wiring.home
+    tiers = units_of(model)[0].engine.context.home
     states = [file for one in tiers.states.values() for file in one.files]
     for file in [*states, *(shelf.file for shelf in tiers.files)]:
         os.pwrite(file._plain, b"some other bytes", 64)

@@ -26,7 +26,7 @@ from tests.world import models, reference
 from tests.world.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss, units_of
 from tests.world.meters import Wire
 from tests.world.models import Block
-from tests.world.reference import Recipe, grads_of, local_of, params_of
+from tests.world.reference import OptimizerCopy, grads_of, local_of, params_of
 from tests.world.test_grid import train
 from tests.world.test_precision import saved_copies
 from tests.world.test_pretrained import Anonymous, write
@@ -215,7 +215,7 @@ def test_13_14_reads_after_the_release_or_before_the_wait(world, name):
 
 
 def losses(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> list[list[float]]:
-    return train(mesh, Recipe(steps=4), strategy, **options).losses
+    return train(mesh, OptimizerCopy(steps=4), strategy, **options).losses
 
 
 def test_15_stages_and_bucket_sizes_change_the_loss(world):

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 import accordion.compat.fsdp2 as compat
 from accordion.config import STRATEGIES
-from accordion.engine.schedule import Expected
-from accordion.engine.together import Follow, Step, choose
+from accordion.engine.order import PassHistory
+from accordion.engine.together import CatchUp, UnitCall, choose
 from tests.devices import device, here
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
@@ -218,7 +218,7 @@ def test_frozen_blocks(world):
 
 def steady(mesh, no_sync: int, settled: int) -> None:
     model, plain = paths(mesh)
-    watch = model.__dict__["_accordion"].engine.wiring.watch
+    watch = model.__dict__["_accordion"].engine.context.watch
     for step in range(settled):
         check_step(mesh, model, plain, WHOLE, step, no_sync)
     before = watch._num_met
@@ -317,15 +317,15 @@ def test_what_comes_too_late_is_named_on_every_rank(world):
 # -- what is chosen
 
 
-def said(step: Step | None, *, root: int = 1, num_done: int | None = 2, **more: Any) -> dict[str, Any]:
+def said(step: UnitCall | None, *, root: int = 1, num_done: int | None = 2, **more: Any) -> dict[str, Any]:
     return {"what": "", "step": step, "root": root, "num_done": num_done, **more}
 
 
-def enter(unit: int, depth: int = 1, trained: tuple[int, ...] = (0,)) -> Step:
-    return Step(unit, True, depth, trained)
+def enter(unit: int, depth: int = 1, trained: tuple[int, ...] = (0,)) -> UnitCall:
+    return UnitCall(unit, True, depth, trained)
 
 
-LEAVE = Step(0, False, 1, (), leaves=True)
+LEAVE = UnitCall(0, False, 1, (), leaves=True)
 
 
 @pytest.mark.parametrize(
@@ -336,15 +336,15 @@ LEAVE = Step(0, False, 1, (), leaves=True)
         ([said(enter(2)), said(LEAVE._replace(unit=1, depth=2))], LEAVE._replace(unit=1, depth=2)),
         ([said(enter(2)), said(enter(2, trained=()))], None),
         ([said(enter(0, depth=0)), said(enter(1, depth=0))], None),
-        ([said(enter(2)), said(None, num_done=4), said(None, num_done=3)], Follow(1, 4)),
-        ([said(enter(2)), said(None, num_done=None), said(None, num_done=3)], Follow(1, None)),
-        ([said(enter(2)), said(None, root=0, num_done=None)], Follow(1, 2)),
-        ([said(enter(2)), said(enter(2), root=2)], Follow(1, None)),
-        ([said(None, num_done=None), said(None, root=2, num_done=0, must="begins a forward")], Follow(0, 0)),
-        ([said(enter(2)), said(enter(1), num_done=5)], Follow(1, 5)),
-        ([said(enter(2)), said(None, num_done=None, must="begins a backward")], Follow(1, None)),
+        ([said(enter(2)), said(None, num_done=4), said(None, num_done=3)], CatchUp(1, 4)),
+        ([said(enter(2)), said(None, num_done=None), said(None, num_done=3)], CatchUp(1, None)),
+        ([said(enter(2)), said(None, root=0, num_done=None)], CatchUp(1, 2)),
+        ([said(enter(2)), said(enter(2), root=2)], CatchUp(1, None)),
+        ([said(None, num_done=None), said(None, root=2, num_done=0, must="begins a forward")], CatchUp(0, 0)),
+        ([said(enter(2)), said(enter(1), num_done=5)], CatchUp(1, 5)),
+        ([said(enter(2)), said(None, num_done=None, must="begins a backward")], CatchUp(1, None)),
         ([said(enter(2)), said(None, num_done=0, must="begins a forward")], None),
-        ([said(None, num_done=None), said(None, num_done=None, must="begins a backward")], Follow(0, 0)),
+        ([said(None, num_done=None), said(None, num_done=None, must="begins a backward")], CatchUp(0, 0)),
         ([said(None, num_done=None, must="a"), said(None, num_done=None, must="b")], None),
     ],
 )
@@ -354,7 +354,7 @@ def test_what_is_inside_comes_first_and_then_the_order_of_the_model(statements, 
 
 
 def test_expected_says_what_follows() -> None:
-    expected = Expected()
+    expected = PassHistory()
     for events in ("abc", "abc"):
         expected.begin(0, "kind")
         for event in events:

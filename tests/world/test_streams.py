@@ -19,7 +19,7 @@ import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
 from accordion.engine.autograd import Call
-from accordion.engine.streams import Flight
+from accordion.engine.streams import Transfer
 from accordion.engine.unit import Unit
 from tests.sample import sampled
 from tests.world import models
@@ -101,13 +101,13 @@ def backward_without_a_lease() -> Iterator[None]:
 
 def without_wait(doing: str) -> Plant:
     """Nobody waits for communications that are `doing` so: they never land, their buffers are dropped where they should."""
-    plain = Flight.land
+    plain = Transfer.land
 
-    def land(flight: Flight) -> None:
+    def land(flight: Transfer) -> None:
         if not flight._what.startswith(doing):
             plain(flight)
 
-    return lambda: mock.patch.object(Flight, "land", land)
+    return lambda: mock.patch.object(Transfer, "land", land)
 
 
 SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim")

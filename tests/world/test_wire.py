@@ -16,8 +16,8 @@ from torch import Tensor
 import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
-from accordion.engine import reduction
-from accordion.engine.collectives import Link, common_name
+from accordion.engine import reduce
+from accordion.engine.communicator import Communicator, common_name
 from accordion.engine.layout import PACK_LIMIT_BYTES
 from tests.devices import device
 from tests.world import models
@@ -140,8 +140,8 @@ def test_two_byte_parameters_halve_what_is_gathered_and_exchanged(world):
     sizes = [padded_bytes(unit, 2) for unit in units_of("large")]
     flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of("large"))
     precision = acc.Precision(params=torch.bfloat16)
-    for reduce, width in (("exchange", 2), ("reduce_scatter", 4)):
-        policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce=reduce)
+    for algorithm, width in (("exchange", 2), ("reduce_scatter", 4)):
+        policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce=algorithm)
         for calls, _ in world.run(2, steady_step, "large", policy, precision=precision):
             sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
             assert sum(sizes) / 2 <= sent["gather"] <= sum(sizes) / 2 + 2 * TAG_BYTES * len(sizes)
@@ -199,7 +199,7 @@ def beside_other_groups(mesh) -> float:
     """A communicator of the engine's own, where this rank knows more groups than the other; NCCL's links have one."""
     for _ in range(1 - mesh.get_rank()):
         dist.new_group([0], use_local_synchronization=True)
-    link = Link(mesh.get_group(), torch.device("cpu"))
+    link = Communicator(mesh.get_group(), torch.device("cpu"))
     group = _torch.named_group(common_name([link]), link.ranks, None)
     value = torch.ones(1, device=device())
     dist.all_reduce(value, group=group)
@@ -217,7 +217,7 @@ def check_pieces(mesh) -> tuple[int, int]:
 
 def check_cast_pieces(mesh) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "CAST_BYTES", PACK_LIMIT_BYTES)
+        patch.setattr(reduce, "CAST_BYTES", PACK_LIMIT_BYTES)
         return received_numels(mesh, patch, "reduce_scatter")
 
 
@@ -231,9 +231,9 @@ def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -
         model = models.Tiny(width=256, hidden=2112, num_blocks=1)
         acc.shard(model, mesh=mesh, precision=precision, strategy=strategy, units={models.Block})
         unit = model.blocks[0].__dict__["_accordion"]
-        axis = unit.groups[0].wiring.shard
+        axis = unit.groups[0].context.shard
         axis.reduce.is_gloo = not in_pieces
-        patch.setattr(reduction, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
+        patch.setattr(reduce, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
         tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
         models.loss_of(model(tokens), targets).backward()
         (plan,) = unit.groups[0].plans(unit.trained.indices, torch.bfloat16)

@@ -80,7 +80,7 @@ class OffloadLoop:
         self._model = shard(self._model, mesh_of(self._seat), precision=precision, offload=offload)
 
     def _tiers(self) -> Tiers | None:
-        home = sharded_engine(self._model, "bench").wiring.home if self._ours else None
+        home = sharded_engine(self._model, "bench").context.home if self._ours else None
         return home if isinstance(home, Tiers) else None
 
     def _waited_s(self) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.collectives import device_type_of_job
+from accordion.engine.communicator import device_type_of_job
 from accordion.errors import AccordionError, CheckpointError, UsageError
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.engine.collectives import Link
+from accordion.engine.communicator import Communicator
 
 
-class Around:
+class TensorParallelView:
     """The DTensor that a parameter was before data parallelism cut its local tensor.
 
     `mesh`, `placements`, `shape`: its own. `summed`: the axes of `mesh` over which the engine itself adds up gradients;
@@ -33,7 +33,7 @@ class Around:
         self.mesh, self.placements, self.shape, self.summed = mesh, tuple(placements), torch.Size(shape), tuple(summed)
         self.stride = torch.empty(self.shape, device="meta").stride()
         cut = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
-        self.links = [Link(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
+        self.links = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
     def __call__(self, full: Tensor) -> Tensor:
         """What modules see of a gathered tensor."""
@@ -62,16 +62,16 @@ class Around:
 
 
 class _Seen(torch.autograd.Function):
-    """`Around.seen`, whose gradient stays a sum to come on the axes over which the engine adds up."""
+    """`TensorParallelView.seen`, whose gradient stays a sum to come on the axes over which the engine adds up."""
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, around: Around) -> DTensor:
+    def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
         ctx.around = around
         return around.seen(full.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        around: Around = ctx.around
+        around: TensorParallelView = ctx.around
         wanted = [
             given if i in around.summed else own
             for i, (given, own) in enumerate(zip(grad.placements, around.placements, strict=True))

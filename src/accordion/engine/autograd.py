@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.engine import IN_BACKWARD, Engine, Kept
+from accordion.engine.engine import IN_BACKWARD, Engine, KeptLease
 from accordion.engine.finite import Moment
-from accordion.engine.reduced import Reduced
-from accordion.engine.schedule import Phase
+from accordion.engine.order import Phase
+from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 
@@ -44,12 +44,13 @@ class Call:
     def __init__(self, unit: Unit, sync: bool, reads: bool = False) -> None:
         self.unit, self.sync, self.trained = unit, sync, unit.trained
         # Whether its backward computes with parameters, or somebody wants them to stay.
-        self.reads_back = bool(reads or unit.reads_back or unit.habits.keep or unit.habits.keep_on)
-        self.staged: Staged | None = None
+        policy = unit.unit_policy
+        self.needs_full_in_backward = bool(reads or unit.needs_full_in_backward or policy.keep or policy.keep_on)
+        self.staged: ReduceNode | None = None
         self.number = 0  # in autograd's sequence, of the Stage
         self.writes = unit.writes()
         self.root = unit.engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
-        self.kept: Kept | None = None
+        self.kept: KeptLease | None = None
         self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
         self.version: int | None = None  # of the parameters that the forward saw
         self.gather: weakref.ref[Any] | None = None  # its node
@@ -60,7 +61,7 @@ class Call:
 
     @property
     def reduces(self) -> bool:
-        return self.sync and self.unit.habits.reduces
+        return self.sync and self.unit.unit_policy.reduces
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
         """Hook on the mark and on outputs: the backward has reached this call."""
@@ -96,7 +97,7 @@ class Call:
             self._watch_inputs(task)
         engine.join(task, self)
         engine.comes_back(self.unit)
-        if self.reads_back:
+        if self.needs_full_in_backward:
             self._stand(task, fulls)
         engine.gather_ahead(Phase.BACKWARD, self.unit)
 
@@ -155,7 +156,7 @@ class Call:
                 handle.remove()
             self.watching = ()
             self.unit.window.hide(fulls)
-            self.unit.stays = self.unit.habits.keep_on
+            self.unit.stays = self.unit.unit_policy.keep_on
             self.unit.release()
 
     def drop(self) -> None:
@@ -174,7 +175,7 @@ def _input_done(reference: weakref.ref[Call], _: Any) -> None:
         call.input_done()
 
 
-class Staged:
+class ReduceNode:
     """Owns the Stage of some parameters: one node for all their calls, since the nodes of nine parameters take 40 us to make.
 
     `reducing`: by backward task, the calls whose gradients are being reduced. A node runs on the `stream` on which it was made.
@@ -183,36 +184,36 @@ class Staged:
     __slots__ = ("__weakref__", "reducing", "stream", "token")
 
     def __init__(self, engine: Engine, params: Sequence[nn.Parameter], stream: Any) -> None:
-        self.reducing: dict[int, list[tuple[Call, list[Reduced]]]] = {}
+        self.reducing: dict[int, list[tuple[Call, list[PendingReduce]]]] = {}
         self.stream = stream
-        self.token: Tensor = _torch.apply(Stage, weakref.ref(self), engine.anchor, *params)
+        self.token: Tensor = _torch.apply(AwaitReduce, weakref.ref(self), engine.anchor, *params)
 
     @staticmethod
-    def of(call: Call) -> Staged:
+    def of(call: Call) -> ReduceNode:
         """The one of a call's parameters on the stream that computes now."""
         trained, engine = call.trained, call.unit.engine
-        now = engine.wiring.reduce_lane.compute()
-        staged: Staged | None = trained.staged
+        now = engine.context.reduce_stream.compute()
+        staged: ReduceNode | None = trained.staged
         if staged is None or staged.stream != now:
-            staged = trained.staged = Staged(engine, trained.params, now)
+            staged = trained.staged = ReduceNode(engine, trained.params, now)
         return staged
 
 
 @_torch.run_at_once
-class Stage(torch.autograd.Function):
+class AwaitReduce(torch.autograd.Function):
     """Shards to a token; its backward waits for the reduces that Gather's backward began.
 
     `anchor`: the engine's leaf for which nobody asks a gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, staged: weakref.ref[Staged], anchor: Tensor, *shards: Tensor) -> Tensor:
+    def forward(ctx: Any, staged: weakref.ref[ReduceNode], anchor: Tensor, *shards: Tensor) -> Tensor:
         ctx.staged, ctx.nothing = staged, (None,) * (2 + len(shards))
         return anchor.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        staged: Staged | None = ctx.staged()
+        staged: ReduceNode | None = ctx.staged()
         calls = staged.reducing.pop(_torch.current_graph_task(), ()) if staged is not None else ()
         found = ctx.nothing
         for call, parts in calls:  # none where the unit adds up since that forward
@@ -231,7 +232,7 @@ class Stage(torch.autograd.Function):
         return found
 
 
-def landed(call: Call, parts: list[Reduced], accumulates: bool) -> tuple[Tensor | None, ...] | None:
+def landed(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
     """Wait for the gradients of a call, and write them where nobody listens; what is left, as Stage returns it.
 
     `accumulates`: whether the engine may write them; see `Engine.accumulates`.
@@ -317,11 +318,11 @@ class Gather(torch.autograd.Function):
         return None, unit.engine.zero
 
 
-class Leave(torch.autograd.Function):
+class OutputNode(torch.autograd.Function):
     """The identity on the outputs of an outermost call, whose backward says first that it was reached.
 
-    `to_reach`: a mark of every call below it, whose gradient makes the mark and its Gather run their backward, each at its place
-    in the order, also where this rank alone dropped a unit's output: the reduces of all ranks pair up.
+    `pre_backward_nodes`: one of every call below it, whose gradient makes it and its Gather run their backward, each at its
+    place in the order, also where this rank alone dropped a unit's output: the reduces of all ranks pair up.
     """
 
     @staticmethod

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
-from accordion.engine.finite import Finite, spread
-from accordion.engine.group import Wiring
-from accordion.engine.reads import Reads
-from accordion.engine.reduced import Reduced
-from accordion.engine.schedule import Expected, Order, Phase
-from accordion.engine.streams import Flight
-from accordion.engine.together import Step, Together
-from accordion.engine.undecided import PutOff, Undecided
-from accordion.engine.unit import Trained, Unit
+from accordion.engine.finite import FiniteCheck, spread
+from accordion.engine.group import ShardingContext
+from accordion.engine.late_gradients import DelayedWrites, UndecidedGradients
+from accordion.engine.order import PassHistory, Phase, UnitOrder
+from accordion.engine.pending_reduce import PendingReduce
+from accordion.engine.reads import WeightReads
+from accordion.engine.streams import Transfer
+from accordion.engine.together import OrderAgreement, UnitCall
+from accordion.engine.unit import TrainedParams, Unit
 from accordion.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their lea
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class KeptLease:
     """A forward lease that waits for its backward. Known to its call and to the engine: neither keeps the other's graph alive."""
 
     unit: Unit
@@ -43,35 +43,41 @@ class Engine:
     """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
 
     def __init__(
-        self, wiring: Wiring, strategy: Strategy, precision: Precision, prefetch: Prefetch, *, announce: bool = False
+        self,
+        context: ShardingContext,
+        strategy: Strategy,
+        precision: Precision,
+        prefetch: Prefetch,
+        *,
+        announce: bool = False,
     ) -> None:
-        self.wiring, self.strategy, self.precision, self.prefetch = wiring, strategy, precision, prefetch
+        self.context, self.strategy, self.precision, self.prefetch = context, strategy, precision, prefetch
         self.units: list[Unit] = []
-        self.siblings: dict[int, Hooks] = {}  # the hooks of each unit, by index
-        self.order = Order()
-        self.zero = torch.zeros((), device=wiring.device)  # value and gradient of every token
-        self.anchor = torch.zeros((), device=wiring.device, requires_grad=True)  # in place of a token under no_sync
-        self.announced = Expected()
+        self.hooks_by_unit: dict[int, Hooks] = {}  # the hooks of each unit, by index
+        self.order = UnitOrder()
+        self.zero = torch.zeros((), device=context.device)  # value and gradient of every token
+        self.anchor = torch.zeros((), device=context.device, requires_grad=True)  # in place of a token under no_sync
+        self.announced = PassHistory()
         self.announce = announce  # ranks agree on everything, and not only on what is new
         self.silent = False  # the forward under way needs nothing of other ranks, and may be this one's alone
-        self.together = Together(wiring.watch, self.announced, self.siblings, always=announce)
-        self.finite: Finite | None = None  # looks for NaN and inf
+        self.together = OrderAgreement(context.watch, self.announced, self.hooks_by_unit, always=announce)
+        self.finite: FiniteCheck | None = None  # looks for NaN and inf
         self.after_backward: list[Callable[[], None]] = []
         self.after_unit: Callable[[Unit], None] | None = None  # its gradients come; those of the one before are there
         self.sync = True
         self.unfilled: set[int] = set()  # ids of the sharded parameters that `shard` found on the meta device
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
-        self.to_reach: list[Tensor] = []  # marks of the calls of the outermost call under way
+        self.pre_backward_nodes: list[Tensor] = []  # marks of the calls of the outermost call under way
         self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
         self._marks_of = -1  # the backward in which that call runs
-        self.reads = Reads()
+        self.reads = WeightReads()
         self.depth = 0  # calls of units under way on the forward path
         self.root_call = 0
-        self.kept: list[Kept] = []
-        self.flying: dict[int, list[Reduced]] = {}  # reduces under way, by id of their list
-        self.put_off = PutOff()
-        self.undecided = Undecided()
-        self.arriving: list[Flight] = []  # gradients on their way to where they rest, off the device
+        self.kept: list[KeptLease] = []
+        self.flying: dict[int, list[PendingReduce]] = {}  # reduces under way, by id of their list
+        self.put_off = DelayedWrites()
+        self.undecided = UndecidedGradients()
+        self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
         self._to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
         self._tasks: dict[int, list[Call]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
@@ -81,7 +87,7 @@ class Engine:
 
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
-        for part in [part for parts in self.flying.values() for part in parts if self.wiring.watch.broken is None]:
+        for part in [part for parts in self.flying.values() for part in parts if self.context.watch.broken is None]:
             part.finish()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
@@ -89,9 +95,9 @@ class Engine:
         for unit in self.units:
             unit.window.hide_all()
             unit.dismantle()
-        self.units, self.kept, self.to_reach = [], [], []
+        self.units, self.kept, self.pre_backward_nodes = [], [], []
         self.reads.clear()
-        self.siblings.clear()
+        self.hooks_by_unit.clear()
         self._tasks.clear()
         self.flying.clear()
         self.put_off.clear()
@@ -103,19 +109,19 @@ class Engine:
         """A unit is called. The outermost call outside a backward is a root call: leftovers of failed steps go first."""
         if self.depth == 0:
             self.reads.clear()
-            self.to_reach, self._marks_of = [], _torch.current_graph_task()
+            self.pre_backward_nodes, self._marks_of = [], _torch.current_graph_task()
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.root_call += 1
-            self.wiring.watch.num_calm += 1
-            self.wiring.watch.check()
+            self.context.watch.num_calm += 1
+            self.context.watch.check()
             self.recover()
-            self.wiring.watch.forget()
+            self.context.watch.forget()
             self.order.begin(Phase.FORWARD)
             changed = [unit.refresh() for unit in self.units]
             if any(changed):
                 self.root_call += 1
             how = (torch.is_grad_enabled(), self.sync)
-            self.silent = self.wiring.resident and not how[0] and all(unit.resident for unit in self.units)
+            self.silent = self.context.resident and not how[0] and all(unit.resident for unit in self.units)
             if not self.silent:
                 self.together.begin(is_new=not self.announced.knows(how))
                 if not self.announced.begin(Phase.FORWARD, how) or self.announce:
@@ -132,14 +138,14 @@ class Engine:
         """At the end of the outermost call: the marks of all calls below it."""
         if self.depth > 1 or not self.collects():
             return []
-        marks, self.to_reach = self.to_reach, []
+        marks, self.pre_backward_nodes = self.pre_backward_nodes, []
         return marks
 
     def leave(self, error: BaseException | None) -> None:
         self.together.close(0)
         self.depth -= 1
         if self.depth == 0:
-            self.to_reach = []
+            self.pre_backward_nodes = []
         if self.depth == 0 and _torch.current_graph_task() == -1:
             self.order.end(Phase.FORWARD)
             self.announced.end(Phase.FORWARD)
@@ -150,14 +156,14 @@ class Engine:
             if isinstance(error, DivergenceError):
                 return  # every rank knows
             if error is not None:
-                self.wiring.watch.tell(f"{type(error).__name__}: {error}")
+                self.context.watch.tell(f"{type(error).__name__}: {error}")
             else:
                 self.report_non_finite()
 
     def enters(self, unit: Unit, differentiable: bool, reads: bool = False) -> None:
         """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
         depth = self.depth - len(self.together.standing)
-        step = Step(unit.index, differentiable, depth, unit.trained.indices, reads=reads)
+        step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=reads)
         if not (self.silent or (self.together.calm and self.announced.comes(Phase.FORWARD, step))):
             training = f"training {len(step.trained)} of {len(unit.params)} parameters"
             doing = training if differentiable else "without gradients"
@@ -167,7 +173,7 @@ class Engine:
         """The call of `unit` outside a backward is about to end, and others may be about to enter units inside of it."""
         if self.silent or not self.together.has_inner(unit.index):
             return
-        step = Step(unit.index, False, self.depth - len(self.together.standing), (), leaves=True)
+        step = UnitCall(unit.index, False, self.depth - len(self.together.standing), (), leaves=True)
         following: Any = self.announced.following(Phase.FORWARD)
         if not self.together.calm or (following is not None and following.depth >= step.depth):
             self.together.come(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
@@ -181,9 +187,9 @@ class Engine:
             return
         self.together.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
-    def finder(self) -> Finite:
+    def finder(self) -> FiniteCheck:
         """A new one for `finite`."""
-        return Finite([self.wiring.shard.gather, self.wiring.replicate.gather], self.wiring.device)
+        return FiniteCheck([self.context.shard.gather, self.context.replicate.gather], self.context.device)
 
     def report_non_finite(self) -> None:
         if self.finite is not None:
@@ -194,19 +200,19 @@ class Engine:
         for unit in self.units:
             unit.let_go()
 
-    def keep(self, unit: Unit, root: int) -> Kept:
+    def keep(self, unit: Unit, root: int) -> KeptLease:
         """Turn a forward lease into one that waits for the backward."""
-        self.kept.append(Kept(unit, root))
+        self.kept.append(KeptLease(unit, root))
         return self.kept[-1]
 
-    def take(self, kept: Kept | None) -> bool:
+    def take(self, kept: KeptLease | None) -> bool:
         """The backward has come: its lease is the caller's now, unless it has ended."""
         if kept is None or kept not in self.kept:
             return False
         self.kept.remove(kept)
         return True
 
-    def drop_kept(self, which: Callable[[Kept], bool] = lambda kept: True) -> None:
+    def drop_kept(self, which: Callable[[KeptLease], bool] = lambda kept: True) -> None:
         """End leases that wait for a backward. By rules alone, never by a destructor: all ranks must do it at the same time."""
         for kept in [kept for kept in self.kept if which(kept)]:
             self.kept.remove(kept)
@@ -214,7 +220,7 @@ class Engine:
 
     def reset(self) -> None:
         """After a forward that was interrupted (torch runs no hooks then): nothing is under way."""
-        for hooks in self.siblings.values():
+        for hooks in self.hooks_by_unit.values():
             hooks.forget()
         self.together.forget()
         self.recover()
@@ -272,7 +278,7 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        unit.add_up(Trained((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
+        unit.add_up(TrainedParams((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
 
     def add(self, held: Tensor, grad: Tensor) -> None:
         """Add a gradient to what stands in `grad` already, once it is there."""
@@ -310,9 +316,9 @@ class Engine:
 
     def writes_here(self) -> None:
         """Gradients are about to be written, or added up, on the compute stream: it waits for others on which some were."""
-        self._wrote_on.add(self.wiring.reduce_lane.compute())
+        self._wrote_on.add(self.context.reduce_stream.compute())
         if len(self._wrote_on) > 1:
-            self.wiring.reduce_lane.join(self._wrote_on)
+            self.context.reduce_stream.join(self._wrote_on)
 
     def _end_of(self, task: int) -> None:
         for call in self._tasks.pop(task):
@@ -330,14 +336,18 @@ class Engine:
         if not self.announced.end(Phase.BACKWARD) or self.announce:
             self.together.must("ends its backward")
         # Autograd lets the caller's stream wait for those on which it accumulated itself.
-        self.wiring.reduce_lane.join(self._wrote_on)
+        self.context.reduce_stream.join(self._wrote_on)
         self._wrote_on.clear()
         if self._synced:
             self._synced.clear()
             self._reduce_leftovers()
             self.undecided.settle()
             params = [p for u in self.units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
-            spread([(p.cut.dim is None, p.sharded.grad) for p in params], self.wiring.cut_links, self.wiring.device)
+            spread(
+                [(p.cut.dim is None, p.sharded.grad) for p in params],
+                self.context.cut_communicators,
+                self.context.device,
+            )
             for unit in self.units:
                 unit.mark_stale()
         self.let_go()
@@ -347,7 +357,7 @@ class Engine:
 
     def _reduce_leftovers(self) -> None:
         """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
-        for unit in [unit for unit in self.units if unit.adding_up and unit.habits.reduces]:
+        for unit in [unit for unit in self.units if unit.adding_up and unit.unit_policy.reduces]:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
             parts = unit.reduce(trained, nothing, [False] * len(nothing))
@@ -370,11 +380,11 @@ class Engine:
 
     def gather_ahead(self, phase: Phase, unit: Unit) -> None:
         self.order.visit(phase, unit.index)
-        chosen: Iterable[int] | None = unit.habits.ahead.get(phase)
+        chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
         if chosen is None:
             chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
         for index in chosen:
-            if phase is Phase.FORWARD or self.units[index].reads_back:
+            if phase is Phase.FORWARD or self.units[index].needs_full_in_backward:
                 self.units[index].launch()
 
     def _full_bytes(self, index: int) -> int:

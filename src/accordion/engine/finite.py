@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link, reduced
+from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import NonFiniteError
 
 
@@ -29,13 +29,13 @@ WORDS = {
 }
 
 
-class Finite:
+class FiniteCheck:
     """Owns a number for each unit and moment on the device, zero while all was finite; ranks compare them once a pass.
 
     The host waits once a pass only. Ranks visit units in the same order, so the first slot that any rank has filled is the first.
     """
 
-    def __init__(self, links: Sequence[Link], device: torch.device) -> None:
+    def __init__(self, links: Sequence[Communicator], device: torch.device) -> None:
         self._links = [link for link in links if link.num_ranks > 1]
         self._rank = dist.get_rank() if self._links else 0
         self._device = device
@@ -67,7 +67,7 @@ class Finite:
                 )
 
 
-def spread(grads: Sequence[tuple[bool, Tensor | None]], links: Sequence[Link], device: torch.device) -> None:
+def spread(grads: Sequence[tuple[bool, Tensor | None]], links: Sequence[Communicator], device: torch.device) -> None:
     """Let every rank see an overflow that one rank has in its rows. `grads`: under fp16, each with whether it is whole.
 
     `GradScaler` looks at the first gradient's placement: where that one is whole it asks no other rank, and ranks

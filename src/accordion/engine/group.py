@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.engine.around import Around
-from accordion.engine.axis import Axis, Gathering, Room
-from accordion.engine.collectives import CARRIED, Link, carried, gathered_rows
-from accordion.engine.home import Home, HomeMaker
+from accordion.engine.around import TensorParallelView
+from accordion.engine.communicator import CARRIED, Communicator, carried, gathered_rows
+from accordion.engine.gather import Axis, AxisGather, FullBuffer
+from accordion.engine.late_gradients import runs
 from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
-from accordion.engine.reduced import Reduced
-from accordion.engine.reduction import Plan
-from accordion.engine.streams import Flight, Lane, Steps
-from accordion.engine.undecided import runs
-from accordion.engine.watch import ADVICE, Watch
+from accordion.engine.pending_reduce import PendingReduce
+from accordion.engine.reduce import ReducePlan
+from accordion.engine.shards import ShardBuffer, ShardBufferMaker
+from accordion.engine.streams import SideStream, Steps, Transfer
+from accordion.engine.watch import ADVICE, DivergenceMonitor
 
 KEPT_FLAG_BYTES = 16 * KIB
 NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
+class ShardingContext:
     """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
 
     `relay`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step. `resident`: full copies
@@ -40,13 +40,13 @@ class Wiring:
     resident: bool
     keep_until_backward: bool
     scale: float
-    gather_lane: Lane
-    reduce_lane: Lane
-    replicate_lane: Lane  # what goes on over `replicate`, in a hybrid
-    fetch_lane: Lane  # from homes elsewhere to the device
-    watch: Watch
+    gather_stream: SideStream
+    reduce_stream: SideStream
+    replicate_stream: SideStream  # what goes on over `replicate`, in a hybrid
+    fetch_stream: SideStream  # from homes elsewhere to the device
+    watch: DivergenceMonitor
     device: torch.device
-    home: HomeMaker
+    home: ShardBufferMaker
 
     @property
     def num_ranks(self) -> int:
@@ -63,7 +63,7 @@ class Wiring:
         return [first, (self.replicate, Cut(c.local_shape(self.shard.rank), c.dim, self.replicate.num_ranks))]
 
     @property
-    def cut_links(self) -> list[Link]:
+    def cut_communicators(self) -> list[Communicator]:
         """The links over whose ranks a sharded tensor has its rows."""
         return [a.gather for a in ((self.shard, self.replicate) if self.relay else (self.shard,)) if a.num_ranks > 1]
 
@@ -82,23 +82,23 @@ class Param:
     dtype: torch.dtype  # of the shard
     requires_grad: bool
     extension: Callable[[Tensor], Tensor] | None = None
-    around: Around | None = None
+    around: TensorParallelView | None = None
     sharded: nn.Parameter = field(init=False)
 
 
-def own_rows(full: Tensor, c: Cut, wiring: Wiring) -> Tensor:
+def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
     """This rank's part of a full tensor, a view."""
-    for axis, level in wiring.levels(c):
+    for axis, level in context.levels(c):
         if level.dim is not None:
             start = min(axis.rank * level.chunk, level.rows)
             full = full.narrow(level.dim, start, level.rows_of(axis.rank))
     return full
 
 
-def gathered(local: Tensor, c: Cut, wiring: Wiring) -> Tensor:
+def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
     """The full tensor of which every rank holds `local`, in memory of its own; waits, and is not for the hot path."""
-    local = local.detach().to(wiring.device)
-    for axis, level in reversed(wiring.levels(c)):
+    local = local.detach().to(context.device)
+    for axis, level in reversed(context.levels(c)):
         if level.dim is None or axis.num_ranks == 1:
             continue
         shape = list(level.shape)
@@ -111,15 +111,15 @@ def gathered(local: Tensor, c: Cut, wiring: Wiring) -> Tensor:
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def messages(wiring: Wiring, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
+def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
     """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a home keeps them."""
     outer = message(cuts, dtype.itemsize, num_flags=1)
-    if not wiring.relay:
+    if not context.relay:
         return outer, outer
-    return outer, message([wiring.levels(c)[1][1] for c in cuts], dtype.itemsize)
+    return outer, message([context.levels(c)[1][1] for c in cuts], dtype.itemsize)
 
 
-class Relay(Home):
+class SecondaryShard(ShardBuffer):
     """Stands between the two axes of a hybrid: this rank's shard of `shard`, gathered over `replicate` once a step."""
 
     def __init__(
@@ -132,13 +132,13 @@ class Relay(Home):
         flat = torch.zeros(at, dtype=dtype, device=device)
         self.dtype = dtype
         self.tag = torch.zeros(msg.num_flags, dtype=dtype, device=device)
-        self.room = Room(inner.cuts, offsets, flat, rank, relay=True, poison=poison)
+        self.room = FullBuffer(inner.cuts, offsets, flat, rank, relay=True, poison=poison)
         self.padded = [flat.data[o : o + c.shard_numel] for o, c in zip(offsets, msg.cuts, strict=True)]
         self.pack_row = None
         self.filled = -1
 
 
-class Planned(NamedTuple):
+class GroupPlan(NamedTuple):
     """A group before it has memory: its parameters, the dtype in which they are gathered, and that of their gradients' sum."""
 
     params: list[Param]
@@ -149,57 +149,57 @@ class Planned(NamedTuple):
 class Group:
     """The parameters of one unit that are gathered in one dtype; owns their full storage and their shards."""
 
-    def __init__(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
-        self._prepare(wiring, planned, place)
+    def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
+        self._prepare(context, planned, place)
         params, dtype = self.params, self.dtype
         cuts = [p.cut for p in params]
-        self.message, self._inner = messages(wiring, cuts, dtype)
-        rank, late = wiring.shard.rank, wiring.gather_lane.late
-        if wiring.relay:
-            over = wiring.replicate
-            self._relay = Relay(self.message, self._inner, over.rank, dtype, wiring.device, poison=late)
-        own = over.rank if wiring.relay else rank
-        self.home = wiring.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
-        tagged = self._relay if wiring.relay else self.home
+        self.message, self._inner = messages(context, cuts, dtype)
+        rank, late = context.shard.rank, context.gather_stream.late
+        if context.relay:
+            over = context.replicate
+            self._relay = SecondaryShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
+        own = over.rank if context.relay else rank
+        self.home = context.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
+        tagged = self._relay if context.relay else self.home
         tagged.tag.fill_(self.tag)
-        self._tag = carried(torch.full_like(tagged.tag, self.tag, device=wiring.device))
-        alone = wiring.shard.num_ranks == 1 and not wiring.relay
+        self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
+        alone = context.shard.num_ranks == 1 and not context.relay
         self.alias = alone and self.home.dtype == dtype and self.home.is_memory_of_locals
         self.filled = -1  # version of the shards that the full copy shows
-        self.room: Room | None = None
+        self.room: FullBuffer | None = None
         if not self.alias:
             offsets, numel = full_offsets(cuts, dtype.itemsize)
-            flat = torch.empty(numel, dtype=dtype, device=wiring.device)
-            self.room = Room(cuts, offsets, flat, rank, poison=late)
+            flat = torch.empty(numel, dtype=dtype, device=context.device)
+            self.room = FullBuffer(cuts, offsets, flat, rank, poison=late)
         self.views = self.home.locals if self.room is None else self.room.views
-        if wiring.relay:
-            self._gatherings.append(Gathering(wiring.replicate, self._inner, self.home, self._relay.room))
+        if context.relay:
+            self._gatherings.append(AxisGather(context.replicate, self._inner, self.home, self._relay.room))
         if self.room is not None:
-            self._gatherings.append(Gathering(wiring.shard, self.message, tagged, self.room))
+            self._gatherings.append(AxisGather(context.shard, self.message, tagged, self.room))
             self.room.close()
-        self._is_direct = type(self.home) is Home and not wiring.relay
+        self._is_direct = type(self.home) is ShardBuffer and not context.relay
 
-    def _prepare(self, wiring: Wiring, planned: Planned, place: tuple[int, str]) -> None:
+    def _prepare(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         """What does not depend on how shards rest."""
         self.index, self.name = place  # of the unit
-        self.wiring = wiring
+        self.context = context
         self.params, self.dtype, self.reduce_dtype = planned
         self.tag = self.index % NUM_TAGS + 1
         self._is_direct = False
-        self._gatherings: list[Gathering] = []  # to the relay, where there is one, and to the room
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[Plan]] = {}
+        self._gatherings: list[AxisGather] = []  # to the relay, where there is one, and to the room
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
         self.sums_are_shards = all(p.dtype is self.reduce_dtype for p in self.params)  # in dtype
-        self.rescale(wiring.scale)
+        self.rescale(context.scale)
 
     def rescale(self, scale: float) -> None:
         """What sums of gradients over all ranks are multiplied by."""
         self.scale, dtype = scale, self.reduce_dtype
         # What the tags of a reduce add up to, exactly: scaled by the same operator as the sums.
-        self.tag_sum = torch.full((1,), self.tag * self.wiring.num_ranks, dtype=dtype, device=self.wiring.device)
+        self.tag_sum = torch.full((1,), self.tag * self.context.num_ranks, dtype=dtype, device=self.context.device)
         if dtype.is_floating_point:
             self.tag_sum.mul_(scale)
 
@@ -209,7 +209,7 @@ class Group:
 
     @property
     def relay_bytes(self) -> int:
-        return self._relay.room.num_bytes if self.wiring.relay else 0
+        return self._relay.room.num_bytes if self.context.relay else 0
 
     def version(self) -> int:
         """Grows with every write to any shard: an optimizer step, a load, a write of full parameters.
@@ -223,13 +223,13 @@ class Group:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
         self.filled = -1
         self.home.mark_stale()
-        if self.wiring.relay:
+        if self.context.relay:
             self._relay.filled = -1
 
     def is_stale(self) -> bool:
         return not self.alias and self.filled != self.version()
 
-    def gather(self) -> Flight | None:
+    def gather(self) -> Transfer | None:
         """Begin to fill the full storage; `landed` follows."""
         if self.room is None:
             return None
@@ -237,21 +237,21 @@ class Group:
             self.filled = self.version()
             self.room.open()
             self._gatherings[0].open()
-            return self.wiring.gather_lane.start(self._gatherings[0].steps(self._check), [], self._gathers)
+            return self.context.gather_stream.start(self._gatherings[0].steps(self._check), [], self._gathers)
         self.home.ready()
         now = self.version()
         self.room.open()
         self.filled = now
         todo = self._gatherings
-        if self.wiring.relay and self._relay.filled == now:
+        if self.context.relay and self._relay.filled == now:
             todo = todo[1:]
-        elif self.wiring.relay:
+        elif self.context.relay:
             self._relay.filled = now
             self._relay.room.open()
         for gathering in todo:
             gathering.open()
         fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
-        lane = self.wiring.gather_lane
+        lane = self.context.gather_stream
         if fetched is None and len(todo) == 1:
             return lane.start(todo[0].steps(self._check), [], self._gathers)
 
@@ -268,17 +268,17 @@ class Group:
         for gathering in self._gatherings:
             gathering.close()
 
-    def _fetch(self, gathering: Gathering, version: int) -> Flight | None:
+    def _fetch(self, gathering: AxisGather, version: int) -> Transfer | None:
         """Bring shards to the device, where they rest elsewhere."""
         flight = self.home.refresh(version)
         if gathering.away:
-            flight = self.wiring.fetch_lane.copy(gathering.load, [], f"fetches {self.place}")
+            flight = self.context.fetch_stream.copy(gathering.load, [], f"fetches {self.place}")
             self.home.read_by(flight)
         return flight
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
-        if not self.wiring.watch.looks(self.wiring.device):
+        if not self.context.watch.looks(self.context.device):
             return
 
         def text(tags: list[Any]) -> str:
@@ -287,26 +287,28 @@ class Group:
             where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
             return f"ranks are in different units: this rank gathers {self.place}, {where}; {ADVICE}"
 
-        self.wiring.watch.same_everywhere(tags, self._tag, text)
+        self.context.watch.same_everywhere(tags, self._tag, text)
 
     def reduce(
         self, chosen: Sequence[int], grads: Sequence[Tensor | None], sent: torch.dtype, ours: Sequence[bool]
-    ) -> Reduced:
+    ) -> PendingReduce:
         """Begin to reduce the full gradients of the parameters `chosen`, which are `sent`; None where this rank has none.
 
         `ours`: which of them nobody else has, so that they may be written into.
         """
-        return Reduced(self, chosen, grads, sent, ours)
+        return PendingReduce(self, chosen, grads, sent, ours)
 
-    def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[Plan]:
+    def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
         """How gradients of the parameters `chosen`, which are `sent`, are reduced over each axis that their rows are cut over."""
         key = tuple(chosen), sent
         if key not in self._plans:
-            wiring, dtype, num_flags = self.wiring, self.reduce_dtype, len(chosen) + 1
-            self._plans[key] = [Plan(wiring.shard, [self.message.cuts[i] for i in chosen], num_flags, sent, dtype)]
-            if wiring.relay:
+            context, dtype, num_flags = self.context, self.reduce_dtype, len(chosen) + 1
+            self._plans[key] = [
+                ReducePlan(context.shard, [self.message.cuts[i] for i in chosen], num_flags, sent, dtype)
+            ]
+            if context.relay:
                 inner = [self._inner.cuts[i] for i in chosen]
-                self._plans[key].append(Plan(wiring.replicate, inner, num_flags, dtype, dtype))
+                self._plans[key].append(ReducePlan(context.replicate, inner, num_flags, dtype, dtype))
         return self._plans[key]
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
@@ -314,12 +316,12 @@ class Group:
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]
-        flags = torch.ones(rows, count + 1, dtype=dtype, device=self.wiring.device)
+        flags = torch.ones(rows, count + 1, dtype=dtype, device=self.context.device)
         flags[:, count] = self.tag
         if absent:
             for some in runs(absent):  # slices: an index of several would be copied to the device, and waited for
                 flags[:, some] = 0
         elif flags.nbytes <= KEPT_FLAG_BYTES:
-            self.wiring.reduce_lane.settle()
+            self.context.reduce_stream.settle()
             self._ones[key] = flags
         return flags

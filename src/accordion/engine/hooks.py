@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accordion import _torch
-from accordion.engine.autograd import Call, Gather, Leave, Staged
+from accordion.engine.autograd import Call, Gather, OutputNode, ReduceNode
 from accordion.engine.engine import IN_BACKWARD
 from accordion.engine.finite import Moment
-from accordion.engine.reads import Registry, read_outside
-from accordion.engine.schedule import Phase
-from accordion.engine.together import Step
+from accordion.engine.order import Phase
+from accordion.engine.reads import ListeningParameters, read_outside
+from accordion.engine.together import UnitCall
 from accordion.engine.tree import map_tensors, overlapping, tensors_in, tensors_of, written_into
 from accordion.engine.unit import Unit
 
@@ -36,7 +36,7 @@ class Hooks:
         self.modules: list[weakref.ref[nn.Module]] = []
         self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
         self._last_hooks: dict[int, int] = {}  # by id of the module
-        self.engine.siblings[unit.index] = self
+        self.engine.hooks_by_unit[unit.index] = self
 
     def attach(self, module: nn.Module) -> None:
         """Make each call of `module` one of the unit."""
@@ -53,7 +53,7 @@ class Hooks:
         # What makes a tensor subclass of a gathered tensor looks at its module while it is gathered: not a read from outside.
         elif next(module.children(), None) is None and not self.unit.window.has_around:
             read = partial(self.engine.reads.begin, self, weakref.ref(module))
-            module.__dict__["_parameters"] = Registry(module._parameters, read)
+            module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
         for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely
             module.__dict__[name] = getattr(self.unit, name)
 
@@ -134,13 +134,13 @@ class Hooks:
         reserved, self._reserved = self._reserved, None
         same = reserved is not None and reserved[0] == self.engine.root_call
         call.number = reserved[1] if same and reserved is not None else _torch.reserve_number()
-        call.staged = Staged.of(call)
+        call.staged = ReduceNode.of(call)
         return call.staged.token
 
     def _stage_ahead(self) -> None:
         following = self.engine.expected(self.unit)
         if following is not None and following.trained.indices:
-            hooks, root_call = self.engine.siblings[following.index], self.engine.root_call
+            hooks, root_call = self.engine.hooks_by_unit[following.index], self.engine.root_call
             if hooks._reserved is None or hooks._reserved[0] != root_call:
                 hooks._reserved = root_call, _torch.reserve_number()
 
@@ -169,7 +169,7 @@ class Hooks:
             raise
         self._calls.append((call, fulls))
         unit.window.show(fulls)
-        if call.reached is not None and (unit.begins_at_reads is not False or not call.reads_back):
+        if call.reached is not None and (unit.begins_at_reads is not False or not call.needs_full_in_backward):
             self._watch_reads(call, fulls)
         if engine.finite is not None:
             engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
@@ -233,7 +233,7 @@ class Hooks:
 
         def pack(tensor: Tensor) -> Any:
             if unit.holds(tensor):
-                return Saved(begin, tensor)
+                return SavedParam(begin, tensor)
             return tensor if outer is None else outer(tensor)
 
         watch = self._watches[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, read)
@@ -318,11 +318,11 @@ class Hooks:
         single = isinstance(out, Tensor)
         tensors = [out] if single else tensors_of(out)
         found = list({id(t): t for t in tensors if t.requires_grad}.values())
-        to_reach = engine.take_marks()
+        pre_backward_nodes = engine.take_marks()
         replaced: dict[int, Tensor] = {}
-        if found and to_reach:
+        if found and pre_backward_nodes:
             shared = overlapping(found, tensors_of(inputs))
-            left = Leave.apply(begin, engine.zero, len(found), shared, *found, *to_reach)  # type: ignore[no-untyped-call]
+            left = OutputNode.apply(begin, engine.zero, len(found), shared, *found, *pre_backward_nodes)  # type: ignore[no-untyped-call]
             replaced = {id(t): new for t, new in zip(found, left, strict=True)}
             out = map_tensors(lambda t: replaced.get(id(t), t), out)
         others = [t for t in found if id(t) not in replaced]
@@ -336,11 +336,11 @@ class Hooks:
         if call.reached is not None and self.engine.collects():
             mark = call.reached.view(())  # a node without a kernel
             _torch.on_gradient(mark, begin)
-            self.engine.to_reach.append(mark)
+            self.engine.pre_backward_nodes.append(mark)
 
     def _end_lease(self, call: Call, *, keep: bool) -> None:
         """A call's forward has ended: its lease waits for the backward, or ends too."""
-        if call.reached is not None and keep and call.reads_back:
+        if call.reached is not None and keep and call.needs_full_in_backward:
             call.kept = self.engine.keep(self.unit, call.root)
         else:
             self.unit.release()
@@ -348,7 +348,7 @@ class Hooks:
 
     # -- a call for others, whose output nobody uses
 
-    def open_for_others(self, step: Step) -> tuple[Call, Sequence[Tensor]]:
+    def open_for_others(self, step: UnitCall) -> tuple[Call, Sequence[Tensor]]:
         with torch.set_grad_enabled(step.differentiable):
             self.engine.depth += 1
             try:
@@ -370,15 +370,15 @@ class Hooks:
 
     def _keeps_lease(self, inside: bool) -> bool:
         """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""
-        engine, keep = self.engine, self.unit.habits.keep
+        engine, keep = self.engine, self.unit.unit_policy.keep
         if inside:  # reentrant checkpointing recomputes calls and walks the last one at once; one waits at most
             return self.unit.leases == 1
         if keep is not None:
             return keep
-        return engine.wiring.keep_until_backward or engine.depth == 1 or engine.is_among_last(self.unit)
+        return engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(self.unit)
 
 
-class Saved(NamedTuple):
+class SavedParam(NamedTuple):
     """A full parameter that autograd saves, and what must be done before it is read."""
 
     begin: Callable[[], None]
@@ -386,7 +386,7 @@ class Saved(NamedTuple):
 
 
 def read(saved: Any) -> Tensor:
-    if isinstance(saved, Saved):
+    if isinstance(saved, SavedParam):
         saved.begin()
         return saved.tensor
     return cast(Tensor, saved)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accordion.engine.unit import Unit
 
 
-class Registry(dict[str, Any]):
+class ListeningParameters(dict[str, Any]):
     """The `_parameters` of a module: a look at one of them is told first.
 
     `module.weight` looks here; `parameters()` and state dicts go through the items and are not heard.
@@ -36,7 +36,7 @@ class Registry(dict[str, Any]):
         return super().__getitem__(name)
 
 
-class Reads:
+class WeightReads:
     """Owns the calls under way that a read began, with their depth; each ends with the call inside of which it began."""
 
     def __init__(self) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from accordion import _torch
-from accordion.engine.collectives import Pending
-from accordion.engine.watch import Watch
+from accordion.engine.communicator import Pending
+from accordion.engine.watch import DivergenceMonitor
 
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
 
 
-class Lane:
+class SideStream:
     """Owns one side stream; the collectives started on a lane run in the order in which they were started.
 
     Memory rule, which makes `record_stream` needless: every buffer is allocated and freed by the thread that runs forward
@@ -28,13 +28,13 @@ class Lane:
 
     _event: Callable[[], Any] = staticmethod(lambda: None)  # an event to record; None: the device's own kind
 
-    def __init__(self, device: torch.device, watch: Watch, late: bool = False) -> None:
+    def __init__(self, device: torch.device, watch: DivergenceMonitor, late: bool = False) -> None:
         self._device, self.watch, self.late = device, watch, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
         self.sleeps = self._module is not None  # work runs on a stream, and the host goes on
 
-    def for_threads(self) -> Lane:
+    def for_threads(self) -> SideStream:
         """This lane, for whose work threads wait: they give the processor away meanwhile, where the device can."""
         if self._module is not None:
             self._event = _torch.blocking_events(self._module)
@@ -84,16 +84,16 @@ class Lane:
         """What runs inside runs on this lane; only where it sleeps."""
         return self._module.stream(self.stream)  # type: ignore[no-any-return]
 
-    def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Flight | None = None) -> Flight:
+    def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
         """Begin copies on this lane; nothing is waited for. `after`: what makes the source, if no other work must end before."""
         return self.start(_copying(copies), held, what, after)
 
-    def start(self, steps: Steps, held: list[Any], what: str, after: Flight | None = None) -> Flight:
+    def start(self, steps: Steps, held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
         """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages.
 
         `after`: what these steps follow, in place of all that the compute stream has been given by now.
         """
-        return Flight(self, steps, held, what, after)
+        return Transfer(self, steps, held, what, after)
 
 
 def _copying(copies: Callable[[], None]) -> Steps:
@@ -101,7 +101,7 @@ def _copying(copies: Callable[[], None]) -> Steps:
     yield from ()
 
 
-class Flight:
+class Transfer:
     """A communication under way; owns its buffers until it has landed.
 
     `begun_on`: the compute stream on which they were allocated. `aside`: another one on which it has landed. `ended`: all of it
@@ -110,7 +110,9 @@ class Flight:
 
     __slots__ = ("_end", "_held", "_lane", "_pending", "_steps", "_what", "aside", "begun_on", "ended")
 
-    def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str, after: Flight | None = None) -> None:
+    def __init__(
+        self, lane: SideStream, steps: Steps, held: list[Any], what: str, after: Transfer | None = None
+    ) -> None:
         self._lane, self._steps, self._held, self._what = lane, steps, held, what
         self._pending: Pending | None = None
         self.ended = False
@@ -171,7 +173,7 @@ class Flight:
         if self._end is not None and stream is not None:
             stream.wait_event(self._end)
 
-    def join(self, lane: Lane) -> None:
+    def join(self, lane: SideStream) -> None:
         """Let another lane wait for the end; the buffers stay until this flight, or a later one of that lane, has landed."""
         self._finish()
         lane.wait(self._end)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from accordion.engine.schedule import Expected, Phase
-from accordion.engine.watch import ADVICE, Watch
+from accordion.engine.order import PassHistory, Phase
+from accordion.engine.watch import ADVICE, DivergenceMonitor
 
 if TYPE_CHECKING:
     from accordion.engine.autograd import Call
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("accordion")
 
 
-class Step(NamedTuple):
+class UnitCall(NamedTuple):
     """A unit is entered, or left by a rank that may have called others inside of it. `depth`: calls under way around the step.
 
     `differentiable`: whether a backward may come through the call. `reads`: it is one that a read of a parameter began.
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     reads: bool = False
 
 
-class Follow(NamedTuple):
+class CatchUp(NamedTuple):
     """Some ranks have gone on as in the last forward, and wait or ask further on: the others follow so many of its steps."""
 
     root: int
@@ -50,7 +50,7 @@ class Follow(NamedTuple):
         return here is not None and (self.num_done is None or here < self.num_done)
 
 
-def choose(said: Iterable[Mapping[str, Any]]) -> Step | Follow | None:
+def choose(said: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
     """What all ranks do next, from what each of them said; None where nothing can be done.
 
     What is inside of a call comes before what is after it, and of several units that which comes first in the model.
@@ -58,7 +58,7 @@ def choose(said: Iterable[Mapping[str, Any]]) -> Step | Follow | None:
     said = list(said)
     at = [s for s in said if s["step"] is not None]
     if not at:
-        return None if all("must" in s for s in said) else Follow(0, 0)  # who waits may come here yet
+        return None if all("must" in s for s in said) else CatchUp(0, 0)  # who waits may come here yet
     root = min(s["root"] for s in at)
     if any("must" in s and s["root"] == root and s["num_done"] is not None for s in said):
         return None
@@ -66,7 +66,7 @@ def choose(said: Iterable[Mapping[str, Any]]) -> Step | Follow | None:
     done: list[Any] = [s["num_done"] if s["root"] == root else None for s in said if s["root"] >= root]
     furthest = None if None in done else max(done)
     if len(at) < len(said) or any(here != furthest for here in done) or furthest is None:
-        return Follow(root, furthest)
+        return CatchUp(root, furthest)
     steps = [step_of(s["step"]) for s in at]
     depth = max(step.depth for step in steps)
     steps = [step for step in steps if step.depth == depth]
@@ -75,18 +75,20 @@ def choose(said: Iterable[Mapping[str, Any]]) -> Step | Follow | None:
     return None if depth == 0 or any(step != best for step in same) else best
 
 
-def step_of(listed: Sequence[Any]) -> Step:
+def step_of(listed: Sequence[Any]) -> UnitCall:
     """A step that came through JSON."""
     unit, differentiable, depth, trained, *how = listed
-    return Step(unit, differentiable, depth, tuple(trained), *how)
+    return UnitCall(unit, differentiable, depth, tuple(trained), *how)
 
 
-class Together:
+class OrderAgreement:
     """Owns how ranks come to each step of a forward, and the calls in which this rank stands in for what others call."""
 
-    def __init__(self, watch: Watch, expected: Expected, siblings: Mapping[int, Hooks], *, always: bool) -> None:
+    def __init__(
+        self, watch: DivergenceMonitor, expected: PassHistory, hooks_by_unit: Mapping[int, Hooks], *, always: bool
+    ) -> None:
         """`always`: each step is agreed on, whether it was expected or not."""
-        self._watch, self._expected, self._siblings = watch, expected, siblings
+        self._watch, self._expected, self._siblings = watch, expected, hooks_by_unit
         self.always = always
         self._is_new = False  # no forward of this kind was seen yet
         self._num_to_follow = 0  # steps of the last forward that others have done already
@@ -113,7 +115,7 @@ class Together:
             self._outer = {i for i, hooks in self._siblings.items() if any(map(_holds_units, hooks.modules))}
         return unit in self._outer
 
-    def come(self, step: Step, what: str) -> None:
+    def come(self, step: UnitCall, what: str) -> None:
         """Do what others do first, and come back when all do `step`. Raises `DivergenceError` where that cannot be."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
@@ -123,14 +125,14 @@ class Together:
         if not step.leaves:
             self._expected.note(Phase.FORWARD, step)
 
-    def _next(self, step: Step, what: str) -> Step:
+    def _next(self, step: UnitCall, what: str) -> UnitCall:
         while True:
             following: Any = self._expected.following(Phase.FORWARD)
             if self._num_to_follow and following is not None:
                 if step.leaves and following.depth < step.depth:
                     return step
                 self._num_to_follow -= 1
-                return Step(*following)
+                return UnitCall(*following)
             if self._is_late and step.leaves:
                 return step
             if self._is_late:
@@ -139,7 +141,7 @@ class Together:
             if said is None:
                 return step
             outcome = self._outcome(said)
-            if isinstance(outcome, Step):
+            if isinstance(outcome, UnitCall):
                 return outcome
             self._follow(outcome)
 
@@ -155,18 +157,18 @@ class Together:
         """This rank waits in a collective, and another one asks where all are. Gives what each said."""
         said = self._watch.meet({"what": what, "step": None, **self._place()}) or {}
         outcome = self._outcome(said) if said else None
-        if isinstance(outcome, Follow):
+        if isinstance(outcome, CatchUp):
             self._follow(outcome)
         return said
 
     def _place(self) -> dict[str, Any]:
         return {"root": self._root, "num_done": self._expected.num_done(Phase.FORWARD)}
 
-    def _outcome(self, said: Mapping[int, Mapping[str, Any]]) -> Step | Follow:
+    def _outcome(self, said: Mapping[int, Mapping[str, Any]]) -> UnitCall | CatchUp:
         outcome = choose(said.values())
         if outcome is None:
             self._watch.apart(said)
-        if isinstance(outcome, Follow) and not any(outcome.is_for(s) for s in said.values()):
+        if isinstance(outcome, CatchUp) and not any(outcome.is_for(s) for s in said.values()):
             return outcome  # some are late, or slow, and that may be all
         if not self.always:
             logger.warning(
@@ -175,7 +177,7 @@ class Together:
         self.always = True
         return outcome
 
-    def _follow(self, outcome: Follow) -> None:
+    def _follow(self, outcome: CatchUp) -> None:
         here = self._place()
         if not outcome.is_for(here):
             return
@@ -186,7 +188,7 @@ class Together:
 
     # -- calls in the place of others
 
-    def _stand_in(self, step: Step, what: str) -> None:
+    def _stand_in(self, step: UnitCall, what: str) -> None:
         hooks = self._siblings[step.unit]
         if step.depth == 0 or step.depth != hooks.engine.depth or step.trained != hooks.unit.trained.indices:
             of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"

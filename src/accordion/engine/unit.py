@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.group import Group
-from accordion.engine.reduced import Reduced
-from accordion.engine.schedule import Phase
-from accordion.engine.streams import Flight
-from accordion.engine.window import Window
+from accordion.engine.module_params import ModuleParams
+from accordion.engine.order import Phase
+from accordion.engine.pending_reduce import PendingReduce
+from accordion.engine.streams import Transfer
 from accordion.errors import UsageError
 
 if TYPE_CHECKING:
-    from accordion.engine.autograd import Staged
+    from accordion.engine.autograd import ReduceNode
     from accordion.engine.engine import Engine
 
 
@@ -28,17 +28,17 @@ _ADDRESS = Tensor.data_ptr
 
 
 @dataclass(slots=True)
-class Trained:
+class TrainedParams:
     """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their Stage."""
 
     indices: tuple[int, ...]
     params: list[nn.Parameter]
     views: list[Tensor]
-    staged: Staged | None = None
+    staged: ReduceNode | None = None
 
 
 @dataclass(slots=True)
-class Habits:
+class UnitPolicy:
     """What a unit may do unlike its strategy; read at each use, so that it may change between passes.
 
     `keep`: full parameters stay from forward to backward (None: as the engine sees fit). `keep_on`: also from a backward
@@ -71,10 +71,10 @@ class Unit:
         *,
         inputs: torch.dtype | None,
         outputs: torch.dtype | None,
-        habits: Habits | None = None,
+        unit_policy: UnitPolicy | None = None,
     ) -> None:
         self.engine, self.name, self.groups = engine, name, groups
-        self.habits = habits or Habits()
+        self.unit_policy = unit_policy or UnitPolicy()
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
         self.index = len(engine.units)
@@ -90,20 +90,20 @@ class Unit:
         self.stays = False  # they outlive their leases
         # Whether some backward reached it by neither mark nor output; None: no backward came yet.
         self.begins_at_reads: bool | None = None
-        self._flights: list[Flight] = []
+        self._flights: list[Transfer] = []
         self._opened_on: Any = (
             None  # the compute stream on which the full parameters have got their memory, of a device
         )
-        self._landed: list[Flight] = []  # those that brought them
+        self._landed: list[Transfer] = []  # those that brought them
         self._aside: list[Any] = []  # other streams that compute with them
         self.sums: dict[int, Tensor] = {}  # full gradients that add up under no_sync, by index of their parameter
         self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
         self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
         self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
-        self.takes_grads = engine.wiring.shard.num_ranks == 1  # large gradients are summed where they are
-        self._on_device = engine.wiring.device.type != "cpu"
+        self.takes_grads = engine.context.shard.num_ranks == 1  # large gradients are summed where they are
+        self._on_device = engine.context.device.type != "cpu"
         self.trained = self._trained_now()
-        self.window = Window(module, self.params)
+        self.window = ModuleParams(module, self.params)
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         self.window.guard_conversions(self)
@@ -116,7 +116,7 @@ class Unit:
         return _torch.which_train([p.sharded for p in self.params])
 
     @property
-    def reads_back(self) -> bool:
+    def needs_full_in_backward(self) -> bool:
         """Whether its backward needs full parameters. An embedding's computes with indices alone, unless it is recomputed."""
         if not self._is_embedding:
             return True
@@ -128,9 +128,9 @@ class Unit:
         """Whether gradients of inputs say that a backward of a call has ended, and not its Gather: see `Call`."""
         return self._on_device and len(self.trained.indices) < len(self.params)
 
-    def _trained_now(self) -> Trained:
+    def _trained_now(self) -> TrainedParams:
         indices = self._trains_now()
-        return Trained(indices, [self.params[i].sharded for i in indices], [self.views[i] for i in indices])
+        return TrainedParams(indices, [self.params[i].sharded for i in indices], [self.views[i] for i in indices])
 
     def drop_stale(self) -> None:
         """A full copy older than the shards is filled again at its next use."""
@@ -138,7 +138,7 @@ class Unit:
             self._land()
             self.resident = False
             if self._aside:  # who writes them anew waits for who read them
-                self.engine.wiring.gather_lane.join(self._aside)
+                self.engine.context.gather_stream.join(self._aside)
 
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
@@ -209,7 +209,7 @@ class Unit:
 
     def _join(self) -> None:
         """The full parameters stand; the compute stream may be one that did not wait for that yet."""
-        now = self.engine.wiring.gather_lane.compute()
+        now = self.engine.context.gather_stream.compute()
         if now != self._opened_on and now not in self._aside:
             self._aside.append(now)
             for flight in self._landed:
@@ -229,15 +229,15 @@ class Unit:
 
     def let_go(self) -> None:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
-        if self.leases == 0 and (self.resident or self._flights) and self.engine.wiring.watch.broken is None:
+        if self.leases == 0 and (self.resident or self._flights) and self.engine.context.watch.broken is None:
             if self._flights:
                 self._land()
-            if not (self.engine.wiring.resident or self.stays):
+            if not (self.engine.context.resident or self.stays):
                 self._close()
 
     def _close(self) -> None:
         if self._opened_on is not None:
-            lane = self.engine.wiring.gather_lane
+            lane = self.engine.context.gather_stream
             lane.join((*self._aside, lane.compute()), self._opened_on)
             self._opened_on = None
         self._aside.clear()
@@ -293,7 +293,7 @@ class Unit:
     # -- gradients
 
     def _by_group(
-        self, trained: Trained, values: Sequence[Any]
+        self, trained: TrainedParams, values: Sequence[Any]
     ) -> Iterator[tuple[Group, Sequence[int], Sequence[Any]]]:
         """Split what is given per trained parameter into groups: (group, indices in it, values)."""
         start = 0
@@ -305,7 +305,7 @@ class Unit:
             if mine:
                 yield group, [i for i, _ in mine], [v for _, v in mine]
 
-    def add_up(self, trained: Trained, grads: Sequence[Tensor | None]) -> None:
+    def add_up(self, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
         """Under no_sync: add this rank's full gradients, in the dtype of the sum over ranks.
 
         A parameter without a gradient gets one of zeros, which tells later whether somebody has called zero_grad.
@@ -346,7 +346,9 @@ class Unit:
         self._markers.clear()
         self.adding_up = False
 
-    def reduce(self, trained: Trained, grads: Sequence[Tensor | None], ours: Sequence[bool]) -> list[Reduced]:
+    def reduce(
+        self, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
+    ) -> list[PendingReduce]:
         """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
         added, self.adding_up = self.adding_up, False
         if added:
@@ -373,12 +375,12 @@ class Unit:
         return held if grad is None else held + grad
 
     def as_gradients(
-        self, trained: Trained, parts: Sequence[Reduced], adding: Sequence[bool], decide: bool = True
+        self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
     ) -> list[DTensor | None]:
         """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter.
 
-        Where gradients rest off the device, the copies that bring them there are `arriving` then. `adding`: see `Home.put`.
-        `decide`: see `Reduced.finish`.
+        Where gradients rest off the device, the copies that bring them there are `arriving` then.
+        `adding`: see `ShardBuffer.put`. `decide`: see `PendingReduce.finish`.
         """
         local: list[Tensor | None] = []
         by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link, Pending, common_name
+from accordion.engine.communicator import Communicator, Pending, common_name
 from accordion.errors import DivergenceError
 
 log = logging.getLogger("accordion")
@@ -36,16 +36,16 @@ UNHEARD = (
 ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
 
-class Watch:
+class DivergenceMonitor:
     """Owns what this rank tells the others of where it is, through the job's store. Nothing is said in the common case.
 
     Ranks meet where one leaves the order of the last pass. A rank that did not leave it waits in its next collective
-    meanwhile, notices that others ask, and comes too; `Together` finds what each does. Where ranks wait for each other in
+    meanwhile, notices that others ask, and comes too; `OrderAgreement` finds what each does. Where ranks wait for each other in
     other ways, each says so after `PATIENCE_S`: when all wait and nobody can go on, each says where all are.
     On streams of NCCL the host does not wait and notices nothing; the ranks that left the order name themselves after `LOST_S`.
     """
 
-    def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
+    def __init__(self, links: Sequence[Communicator], ranks: Sequence[int]) -> None:
         """`links`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
         links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
         self._ranks = sorted(ranks)

@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from accordion.engine.home import local_view, own_storage
 from accordion.engine.layout import Message
-from accordion.engine.streams import Flight
+from accordion.engine.shards import local_view, own_storage
+from accordion.engine.streams import Transfer
 from accordion.offload.arena import page_aligned
-from accordion.offload.host_shards import Means, Offloaded
-from accordion.offload.swap_file import Shelf, Spot
+from accordion.offload.host_shards import Means, OffDeviceShards
+from accordion.offload.swap_file import FileAllocator, FileRange
 
 CHUNK_BYTES = 2**23  # read at a time by one thread
 
 
 @dataclass(eq=False, slots=True)
-class Bay:
+class StagingBuffer:
     """Owns a piece of host memory into which the shards of one unit at a time are read, and what still reads or fills it."""
 
     memory: Tensor  # bytes
     unit: int = -1
     times: int = 0  # how often it went to another unit
     filling: list[Future[None]] = field(default_factory=list)
-    emptying: dict[int, Flight] = field(default_factory=dict)  # by id of the home
+    emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the home
 
     def claim(self, unit: int) -> int:
         """Give it to `unit` once nothing is under way in it; returns which tenancy that is."""
@@ -49,7 +49,7 @@ class Bay:
             future.result()
 
 
-class DiskHome(Offloaded):
+class DiskShards(OffDeviceShards):
     """Owns the shards of one group on disk: `locals` are mapped from the file, for the outside; rows travel through a bay.
 
     Each shard begins at a page of the file, as in the bay, and rows that are gathered in another dtype lie there beside it:
@@ -66,8 +66,8 @@ class DiskHome(Offloaded):
         gathered: torch.dtype,
         means: Means,
         *,
-        shelf: Shelf,
-        bay: tuple[Bay, int],
+        shelf: FileAllocator,
+        bay: tuple[StagingBuffer, int],
         place: tuple[int, Callable[[], None]],
     ) -> None:
         self._unit, self._ahead = place
@@ -104,13 +104,13 @@ class DiskHome(Offloaded):
     def flush(self) -> None:
         self._rows[0].file.flush()
 
-    def row(self, i: int) -> Tensor | Spot | None:
+    def row(self, i: int) -> Tensor | FileRange | None:
         return None if self._own[i] is self._rows[i] else self._rows[i]
 
-    def own_spot(self, i: int) -> Spot | None:
+    def own_spot(self, i: int) -> FileRange | None:
         return self._own[i]
 
-    def refresh(self, version: int) -> Flight | None:
+    def refresh(self, version: int) -> Transfer | None:
         self.begin_read(version)
         self._bay.filled()
         self._ahead()
@@ -135,7 +135,7 @@ class DiskHome(Offloaded):
         super().synchronize()
         self._bay.filled()  # what was read ahead for nothing, of pages that may be written now
 
-    def read_by(self, flight: Flight) -> None:
+    def read_by(self, flight: Transfer) -> None:
         super().read_by(flight)
         self._bay.emptying[id(self)] = flight
 

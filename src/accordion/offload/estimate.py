@@ -19,7 +19,7 @@ from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
+class MemoryEstimate:
     """Bytes of one rank between uses; full parameters, activations and what the kernels take come beside that.
 
     `device`: shards or rows kept of them, gradients and states there. `device_buffers`: through which a step on the device has
@@ -49,7 +49,7 @@ def stated(
     units: UnitChoice = None,
     precision: Precision | None = None,
     num_states: int = NUM_STATES,
-) -> Stated:
+) -> MemoryEstimate:
     """Say what `shard(model, offload=...)` over `num_ranks` ranks takes in each tier, budgets kept; changes nothing.
 
     `model`: not sharded; only names, shapes and dtypes are read. `num_ranks`: those over which the optimizer's rows are cut.
@@ -85,7 +85,7 @@ def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> l
     ]
 
 
-def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> Stated:
+def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
     """`stated`, of units whose places are known. Pages and pieces are rounded up, so that no rank takes more."""
     pairs = list(zip(offloads, shapes, strict=True))
     resting = {DEVICE: 0, HOST: 0}
@@ -104,7 +104,7 @@ def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM
                 on_host, on_device = _buffer_bytes(s, offload, num_states, total)
                 host_buffer, device_buffer = max(host_buffer, on_host), max(device_buffer, on_device)
     on_device = sum(device_bytes(offload, mine, num_states=0) for offload, mine in pairs)
-    return Stated(
+    return MemoryEstimate(
         device=on_device + resting[DEVICE],
         device_buffers=NUM_DEVICE_BUFFERS * device_buffer,
         arena=host_needs(offloads, shapes).total,

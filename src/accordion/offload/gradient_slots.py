@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.home import own_storage
-from accordion.engine.streams import Flight, Lane
+from accordion.engine.shards import own_storage
+from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import page_aligned
-from accordion.offload.swap_file import Spot
+from accordion.offload.swap_file import FileRange
 
 
 class Gradients:
@@ -29,7 +29,7 @@ class Gradients:
         slots: Sequence[Slot],
         landing: Tensor,
         locals_: Sequence[Tensor],
-        lane: Lane,
+        lane: SideStream,
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
         self._slots, self._locals, self._lane, self._pool = slots, locals_, lane, pool
@@ -46,9 +46,9 @@ class Gradients:
         chosen: Sequence[int],
         rows: Sequence[Tensor | None],
         adding: Sequence[bool],
-        after: Flight | None,
-    ) -> tuple[Sequence[Tensor | None], Flight | None]:
-        """See `Home.put`."""
+        after: Transfer | None,
+    ) -> tuple[Sequence[Tensor | None], Transfer | None]:
+        """See `ShardBuffer.put`."""
         to: list[Tensor] = []
         source: list[Tensor] = []
         result: list[Tensor | None] = []
@@ -74,10 +74,10 @@ class Gradients:
         copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
         flight = self._lane.copy(copies, source, "copies gradients to the host", after)
         if writes:
-            flight = cast(Flight, Written(flight, writes, None if self._lane.late else self._pool()))
+            flight = cast(Transfer, Written(flight, writes, None if self._lane.late else self._pool()))
         return result, flight
 
-    def spot(self, i: int, grad: Tensor) -> Spot | None:
+    def spot(self, i: int, grad: Tensor) -> FileRange | None:
         """Where `grad`, of parameter `i`, is on disk; None where it is in memory."""
         return self._slots[i].spot if self._slots[i].lies_at(grad) else None
 
@@ -95,7 +95,7 @@ class Slot:
     `rest`: the gradient as the outside sees it, mapped where it lies at a `spot` of a file.
     """
 
-    def __init__(self, rest: Tensor, spot: Spot | None = None) -> None:
+    def __init__(self, rest: Tensor, spot: FileRange | None = None) -> None:
         self._rest, self.spot = own_storage(rest), spot
         self._alone = _torch.holders_of_memory(self._rest)
 
@@ -118,9 +118,9 @@ class Slot:
 
 
 class Written:
-    """Gradients on their way to the host and from there to the disk; answers as the `Flight` of their copy does."""
+    """Gradients on their way to the host and from there to the disk; answers as the `Transfer` of their copy does."""
 
-    def __init__(self, flight: Flight, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
+    def __init__(self, flight: Transfer, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
         self._flight, self._writes = flight, writes
         self._started: Future[list[Future[None]]] | None = None
         if pool is not None:  # else nothing has arrived before it is waited for

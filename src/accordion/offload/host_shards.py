@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.home import Allocate, Home, flats_of, local_view, zeros_on
 from accordion.engine.layout import Message, message
-from accordion.engine.streams import Flight, Lane
+from accordion.engine.shards import Allocate, ShardBuffer, flats_of, local_view, zeros_on
+from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import page_aligned
 from accordion.offload.gradient_slots import Gradients, Slot
 from accordion.offload.step.optimizer_copy import flat_of
-from accordion.offload.swap_file import Shelf, Spot
+from accordion.offload.swap_file import FileAllocator, FileRange
 
 ALIGNED_ITEMSIZE = 4  # of what never travels: only where each tensor begins depends on it
 
@@ -32,14 +32,14 @@ class Means:
 
     allocate: Allocate
     landing: Tensor
-    grads: Shelf | None
+    grads: FileAllocator | None
     device: torch.device
-    fetch_lane: Lane
-    store_lane: Lane
+    fetch_stream: SideStream
+    store_lane: SideStream
     pool: Callable[[], ThreadPoolExecutor]
 
 
-class Offloaded(Home):
+class OffDeviceShards(ShardBuffer):
     """A home off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
 
     Gradients come back into slots. Owns the steps of its shards that are under way, and the copies that read it.
@@ -50,13 +50,13 @@ class Offloaded(Home):
     def _furnish(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], means: Means) -> None:
         """What does not depend on where the shards are. `locals` are there."""
         if means.grads is None:
-            slots = [Slot(local) for local in Home(_plain(msg), rank, dtypes, means.allocate).locals]
+            slots = [Slot(local) for local in ShardBuffer(_plain(msg), rank, dtypes, means.allocate).locals]
         else:
             spots = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
             slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(spots, msg.cuts, strict=True)]
         self.grads = Gradients(slots, means.landing, self.locals, means.store_lane, means.pool)
         self._shown = -1  # version of the shards in the rows that travel
-        self._reading: list[Flight] = []
+        self._reading: list[Transfer] = []
         self._steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
         self._is_written = False  # the rows that travel are those of a step that has ended
 
@@ -65,8 +65,8 @@ class Offloaded(Home):
         chosen: Sequence[int],
         rows: Sequence[Tensor | None],
         adding: Sequence[bool],
-        after: Flight | None = None,
-    ) -> tuple[Sequence[Tensor | None], Flight | None]:
+        after: Transfer | None = None,
+    ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         return self.grads.put(chosen, rows, adding, after)
 
     def defer(self, wait: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class Offloaded(Home):
             self.write_rows()
         self._shown, self._is_written = version, False
 
-    def read_by(self, flight: Flight) -> None:
+    def read_by(self, flight: Transfer) -> None:
         self._reading = [flight]  # of one lane, so that it ends after those before it
 
     def synchronize(self) -> None:
@@ -107,18 +107,18 @@ class Offloaded(Home):
         """Let the rows that travel be what `locals` are; nothing reads them then."""
 
     @abstractmethod
-    def row(self, i: int) -> Tensor | Spot | None:
+    def row(self, i: int) -> Tensor | FileRange | None:
         """Parameter `i` as it travels, (numel,), where a step writes it too; None: as it is stepped."""
 
     def flush(self) -> None:
         """What was written into `locals` is where they rest."""
 
-    def own_spot(self, i: int) -> Spot | None:
+    def own_spot(self, i: int) -> FileRange | None:
         """Where the shard of parameter `i` is on disk; None where it is in memory."""
         return None
 
 
-class HostHome(Offloaded):
+class HostShards(OffDeviceShards):
     """Owns the shards of one group in host memory, and the rows of them that travel to the device.
 
     `locals`: each in its own dtype. Rows travel in the dtype in which they are gathered, so what is kept in another one has a
@@ -136,20 +136,20 @@ class HostHome(Offloaded):
         *,
         keeps: bool,
     ) -> None:
-        self._travel = Home(msg, rank, [gathered] * len(dtypes), means.allocate)
+        self._travel = ShardBuffer(msg, rank, [gathered] * len(dtypes), means.allocate)
         self._wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
         own = [dtypes[i] for i in self._wide]
-        masters = Home(_some(msg, self._wide), rank, own, means.allocate) if self._wide else None
+        masters = ShardBuffer(_some(msg, self._wide), rank, own, means.allocate) if self._wide else None
         self.locals = list(self._travel.locals)
         for i, local in zip(self._wide, masters.locals if masters is not None else [], strict=True):
             self.locals[i] = local
-        self._stage = Home(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
+        self._stage = ShardBuffer(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
         source = self._travel if self._stage is None else self._stage
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
         self.away = self._stage is None
         self.flats = [*self._travel.flats, *(masters.flats if masters is not None else [])]
         self.tag = self._travel.tag
-        self._fetch_lane = means.fetch_lane
+        self._fetch_lane = means.fetch_stream
         self._staged = -1  # version of the shards in `_stage`
         self._furnish(msg, rank, dtypes, means)
 
@@ -158,10 +158,10 @@ class HostHome(Offloaded):
             rows = self._travel.locals
             _torch.foreach_copy_([rows[i] for i in self._wide], [self.locals[i] for i in self._wide])
 
-    def row(self, i: int) -> Tensor | Spot | None:
+    def row(self, i: int) -> Tensor | FileRange | None:
         return flat_of(self._travel.locals[i], self._travel.locals[i]) if i in self._wide else None
 
-    def refresh(self, version: int) -> Flight | None:
+    def refresh(self, version: int) -> Transfer | None:
         self.settle(version)
         if self._stage is None or self._staged == version:
             return None
@@ -176,7 +176,7 @@ class HostHome(Offloaded):
 
 
 def home_bytes(msg: Message, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> int:
-    """What the shards of a `HostHome` take of an arena."""
+    """What the shards of a `HostShards` take of an arena."""
     wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
     parts = [(msg, [gathered] * len(dtypes))]
     if wide:

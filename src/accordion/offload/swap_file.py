@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accordion.engine.home import own_storage
+from accordion.engine.shards import own_storage
 from accordion.errors import OffloadError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 
@@ -162,7 +162,7 @@ def sums_of(memory: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class FileRange:
     """Where `numel` elements lie in a file: from a page on, with the rest of their last page to themselves."""
 
     file: SwapFile
@@ -174,14 +174,14 @@ class Spot:
         return self.file.mapped(self.offset, self.numel, self.dtype)
 
 
-class Shelf:
+class FileAllocator:
     """Owns a file of a given size and hands out its pages, each once."""
 
     def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
         self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Spot:
-        spot = Spot(self.file, self._used, numel, dtype)
+    def take(self, numel: int, dtype: torch.dtype) -> FileRange:
+        spot = FileRange(self.file, self._used, numel, dtype)
         self._used += page_aligned(numel * dtype.itemsize)
         assert self._used <= self.file.num_bytes, "the file is sized for all that is taken from it"
         return spot

@@ -19,21 +19,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accordion import _torch
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.engine import Engine
-from accordion.engine.group import Wiring
-from accordion.engine.home import Home, on_device
+from accordion.engine.group import ShardingContext
 from accordion.engine.layout import Message
-from accordion.engine.schedule import Phase
-from accordion.engine.streams import Lane
+from accordion.engine.order import Phase
+from accordion.engine.shards import ShardBuffer, on_device
+from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
-from accordion.offload.activations.offload import Parked, Parking
+from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena
 from accordion.offload.budget import NUM_BAYS, Shape, host_needs, on_disk
-from accordion.offload.disk_shards import Bay, DiskHome
-from accordion.offload.host_shards import HostHome, Means, Offloaded, paged_bytes
+from accordion.offload.disk_shards import DiskShards, StagingBuffer
+from accordion.offload.host_shards import HostShards, Means, OffDeviceShards, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
 from accordion.offload.step.step_in_backward import InBackward
-from accordion.offload.swap_file import Shelf, check_folder
+from accordion.offload.swap_file import FileAllocator, check_folder
 
 log = logging.getLogger("accordion")
 
@@ -44,10 +44,12 @@ class Tiers:
     `offloads`, `shapes`: of each unit. All that shards and gradients will ever take is counted and allocated now.
     """
 
-    def __init__(self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], wiring: Wiring) -> None:
-        self.offloads, self._wiring = offloads, wiring
-        self.late = wiring.gather_lane.late
-        self._store_lane = Lane(wiring.device, wiring.watch, self.late).for_threads()
+    def __init__(
+        self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], context: ShardingContext
+    ) -> None:
+        self.offloads, self._wiring = offloads, context
+        self.late = context.gather_stream.late
+        self._store_lane = SideStream(context.device, context.watch, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
         self.in_backward: InBackward | None = None  # where some unit is stepped there
         self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
@@ -57,17 +59,17 @@ class Tiers:
             check_folder(folder)
         self._checksums = any(offload.checksums for offload in offloads)
         self._shelves = {
-            folder: Shelf(folder, num_bytes, checksums=self._checksums)
+            folder: FileAllocator(folder, num_bytes, checksums=self._checksums)
             for folder, num_bytes in on_disk(offloads, shapes).items()
         }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
-        self.arena = Arena(needs.total, wiring.device)
+        self.arena = Arena(needs.total, context.device)
         self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)
-        self._bays = [Bay(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.bays]
+        self._bays = [StagingBuffer(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.bays]
         self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
         self._berthed: dict[int, int] = {}  # and of their bay
-        kind = "pinned" if wiring.device.type != "cpu" else "ordinary"
+        kind = "pinned" if context.device.type != "cpu" else "ordinary"
         counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
         log.info(
             "offload: %d bytes of %s host memory for %d of %d units, the optimizer's states of %d on disk, %d bytes of "
@@ -77,14 +79,14 @@ class Tiers:
         )  # fmt: skip
 
     @property
-    def files(self) -> list[Shelf]:
+    def files(self) -> list[FileAllocator]:
         """Of parameters and gradients."""
         return list(self._shelves.values())
 
     def states_of(self, optimizer: Optimizer) -> States:
         """Where an optimizer's states rest whose step is streamed, made at the first use."""
         if optimizer not in self.states:
-            lanes = self._wiring.fetch_lane, self._store_lane
+            lanes = self._wiring.fetch_stream, self._store_lane
             self.states[optimizer] = States(self._wiring.device, self._threads, lanes, self._checksums)
         return self.states[optimizer]
 
@@ -92,10 +94,10 @@ class Tiers:
         return self.pool
 
     @cached_property
-    def parking(self) -> Parking:
+    def parking(self) -> ActivationOffload:
         """Where inputs of recomputed units wait off the device."""
-        lanes = self._wiring.fetch_lane, self._store_lane
-        return Parking(self._wiring.device, lanes, self._threads, self._checksums)
+        lanes = self._wiring.fetch_stream, self._store_lane
+        return ActivationOffload(self._wiring.device, lanes, self._threads, self._checksums)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -123,12 +125,12 @@ class Tiers:
         """Know a unit by its index, for what is read ahead."""
         self._units[unit.index] = weakref.ref(unit)
 
-    def home_of(self, unit: Unit, param: Tensor) -> tuple[Offloaded, int] | None:
+    def home_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
         """The home of a parameter and which of its shards it is; None where it rests on the device."""
         for group in unit.groups:
             for i, mine in enumerate(group.params):
                 if mine.sharded is param:
-                    return (group.home, i) if isinstance(group.home, Offloaded) else None
+                    return (group.home, i) if isinstance(group.home, OffDeviceShards) else None
         return None
 
     def read_ahead(self, index: int) -> None:
@@ -142,15 +144,15 @@ class Tiers:
             return
         other = self._units[following]() if following in self._units else None
         for group in other.groups if other is not None else ():
-            if isinstance(group.home, DiskHome) and not group.home.is_stepping:
+            if isinstance(group.home, DiskShards) and not group.home.is_stepping:
                 group.home.begin_read(group.version())
 
-    def _bay_of(self, unit: int) -> Bay | None:
+    def _bay_of(self, unit: int) -> StagingBuffer | None:
         return self._bays[unit % NUM_BAYS] if self._bays else None
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
-    ) -> Home:
+    ) -> ShardBuffer:
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._wiring.device)(unit, msg, rank, dtypes, gathered)
@@ -161,20 +163,20 @@ class Tiers:
             landing=self._landing[start:stop],
             grads=self._shelf(offload.rest_of_grads),
             device=self._wiring.device,
-            fetch_lane=self._wiring.fetch_lane,
+            fetch_stream=self._wiring.fetch_stream,
             store_lane=self._store_lane,
             pool=self._threads,
         )
         shelf, bay = self._shelf(offload.params), self._bay_of(unit)
         if shelf is None or bay is None:
-            return HostHome(msg, rank, dtypes, gathered, means, keeps=offload.params == DEVICE)
+            return HostShards(msg, rank, dtypes, gathered, means, keeps=offload.params == DEVICE)
         start = self._berthed.get(unit, 0)
         self._berthed[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
         tiers = weakref.ref(self)
         ahead = partial(_read_ahead, tiers, unit)
-        return DiskHome(msg, rank, dtypes, gathered, means, shelf=shelf, bay=(bay, start), place=(unit, ahead))
+        return DiskShards(msg, rank, dtypes, gathered, means, shelf=shelf, bay=(bay, start), place=(unit, ahead))
 
-    def _shelf(self, place: str) -> Shelf | None:
+    def _shelf(self, place: str) -> FileAllocator | None:
         folder: Path | None = folder_of(place)
         return None if folder is None else self._shelves[folder]
 
@@ -185,9 +187,9 @@ def _read_ahead(tiers: weakref.ref[Tiers], unit: int) -> None:
         alive.read_ahead(unit)
 
 
-def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], Parked] | None:
+def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
     """What takes the inputs of a recomputed unit off the device; None where they stay."""
-    tiers = engine.wiring.home
+    tiers = engine.context.home
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
     return partial(tiers.parking.park, place=tiers.offloads[unit].activations)

@@ -30,16 +30,16 @@ from accordion.config import (
     debug_modes,
 )
 from accordion.engine.autograd import engine_of
-from accordion.engine.axis import Axis
-from accordion.engine.collectives import Link, alone, device_type_of_job, gathered_rows, own_communicator
+from accordion.engine.communicator import Communicator, alone, device_type_of_job, gathered_rows, own_communicator
 from accordion.engine.engine import Engine
-from accordion.engine.group import Group, Param, Planned, Wiring, messages, own_rows
-from accordion.engine.home import on_device
+from accordion.engine.gather import Axis
+from accordion.engine.group import Group, GroupPlan, Param, ShardingContext, messages, own_rows
 from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut, cut
-from accordion.engine.streams import Lane
+from accordion.engine.shards import on_device
+from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit, is_layer
-from accordion.engine.watch import Watch
+from accordion.engine.watch import DivergenceMonitor
 from accordion.errors import UsageError
 from accordion.offload.budget import Shape, check_activations, within
 from accordion.offload.step.deferred_step import own_parameters
@@ -106,7 +106,7 @@ def shard(
     with torch.no_grad(), torch.inference_mode(False):
         mesh = _mesh(model, mesh, strategy)
         scale = 1.0 / mesh.size() if reduce_op == "mean" else 1.0
-        wiring = wire(mesh, strategy, scale, late="streams" in modes)
+        context = wire(mesh, strategy, scale, late="streams" in modes)
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
@@ -115,33 +115,33 @@ def shard(
         check_extended(owned, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
         given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing)
         given |= settings_of([name for name, _ in chosen], precisions, offloads)
-        same_structure(owned, chosen, strategy, wiring, given)
-        value_of = same_values(model, owned, wiring, sync)
-        cuts = [[(o, _cut(o, own, wiring)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
+        same_structure(owned, chosen, strategy, context, given)
+        value_of = same_values(model, owned, context, sync)
+        cuts = [[(o, _cut(o, own, context)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
         extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
         plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
         planned = [plan_groups(mine, own) for mine, own in zip(plain, precisions, strict=True)]
         check_activations(offloads, checkpoint_activations)
-        wiring = with_tiers(wiring, offloads, planned, offload)
-        engine = Engine(wiring, strategy, precision, prefetch, announce="order" in modes)
+        context = with_tiers(context, offloads, planned, offload)
+        engine = Engine(context, strategy, precision, prefetch, announce="order" in modes)
         if "finite" in modes:
             engine.finite = engine.finder()
         for i, (name, module) in enumerate(chosen):
             own, by_name = precisions[i], {o.names[0]: o for o, _ in cuts[i]}
-            groups = [Group(wiring, group, (i, name)) for group in planned[i]]
+            groups = [Group(context, group, (i, name)) for group in planned[i]]
             for group in groups:
                 for param, local in zip(group.params, group.home.locals, strict=True):
                     o = by_name[param.name]
                     value = value_of(o)
                     if value is not None:
-                        local.copy_(own_rows(value, param.cut, wiring))
+                        local.copy_(own_rows(value, param.cut, context))
                     param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
                     if value is None:
                         engine.unfilled.add(id(param.sharded))
             for o, c in extended[i]:
-                rows = extended_rows(o.original.detach(), c, wiring.shard.rank, wiring.device)
+                rows = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
                 o.original = replace_by_subclass(o, rows, mesh, _placements(c, mesh, strategy))
-            groups += extended_groups(extended[i], own, wiring, (i, name), rows_mesh(mesh))
+            groups += extended_groups(extended[i], own, context, (i, name), rows_mesh(mesh))
             inputs = own.params if own.cast_inputs else None
             outputs = own.output if i == 0 or own is not precision else None
             unit = Unit(engine, name, module, groups, inputs=inputs, outputs=outputs)
@@ -149,7 +149,7 @@ def shard(
             own_parameters(unit)
         for unit, reads in zip(engine.units, other_units_read([[m] for _, m in chosen], owned), strict=True):
             unit.reads = reads
-        place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, wiring, sync)
+        place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, context, sync)
     deep = [i for i, (_, module) in enumerate(chosen) if i and not is_layer(module)]
     for i in deep[:: checkpointing.every] if checkpointing.every else ():
         checkpoint_forward(chosen[i][1], checkpointing, parking_of(engine, i))
@@ -173,7 +173,7 @@ def entry_point(module: nn.Module, name: str) -> None:
             f"{type(module).__name__} is no unit; entry points are methods of the sharded model or of a unit's module."
         )
     check_entry_point(module, name)
-    unit.engine.siblings[unit.index].attach_method(module, name)
+    unit.engine.hooks_by_unit[unit.index].attach_method(module, name)
 
 
 def _check(model: nn.Module, reduce_op: str) -> None:
@@ -246,12 +246,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiring:
+def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> ShardingContext:
     """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective."""
     device = device_of(mesh)
     if device.type == "cpu":
         keep_what_is_freed()
-    links = [Link(mesh.get_group(i), device) for i in range(mesh.ndim)]
+    links = [Communicator(mesh.get_group(i), device) for i in range(mesh.ndim)]
     nobody = alone(device)
     if strategy.hybrid:
         replicate, sharding = links
@@ -263,25 +263,25 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Wiri
         Axis(link, own_communicator(link, device), one_node=_one_node(link, device), algorithm=strategy.reduce)
         for link in (sharding, replicate)
     ]
-    watch = Watch([axis.gather for axis in axes], _torch.ranks_of(mesh))
-    return Wiring(
+    watch = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
+    return ShardingContext(
         shard=axes[0],
         replicate=axes[1],
         relay=strategy.optim_over_replicas,
         resident=strategy.params is Place.REPLICATE,
         keep_until_backward=strategy.keep_until_backward,
         scale=scale,
-        gather_lane=Lane(device, watch, late),
-        reduce_lane=(reduce_lane := Lane(device, watch, late)),
-        replicate_lane=Lane(device, watch, late) if strategy.hybrid else reduce_lane,
-        fetch_lane=Lane(device, watch, late).for_threads(),
+        gather_stream=SideStream(device, watch, late),
+        reduce_stream=(reduce_stream := SideStream(device, watch, late)),
+        replicate_stream=SideStream(device, watch, late) if strategy.hybrid else reduce_stream,
+        fetch_stream=SideStream(device, watch, late).for_threads(),
         watch=watch,
         device=device,
         home=on_device(device),
     )
 
 
-def _one_node(link: Link, device: torch.device) -> bool:
+def _one_node(link: Communicator, device: torch.device) -> bool:
     """Whether all ranks of a link run on one host, by name."""
     if link.num_ranks == 1 or link.is_fake:
         return True
@@ -290,46 +290,46 @@ def _one_node(link: Link, device: torch.device) -> bool:
     return bool((rows == digest).all())
 
 
-def _cut(o: Owned, precision: Precision, wiring: Wiring) -> Cut:
+def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:
     if is_extended(o.original):  # rows are what subclasses know how to cut
-        return Cut(tuple(o.original.shape), 0, wiring.shard.num_ranks)
-    return cut(o.original.shape, wiring.shard.num_ranks, gathered_dtype(o, precision).itemsize)
+        return Cut(tuple(o.original.shape), 0, context.shard.num_ranks)
+    return cut(o.original.shape, context.shard.num_ranks, gathered_dtype(o, precision).itemsize)
 
 
 def with_tiers(
-    wiring: Wiring,
+    context: ShardingContext,
     offloads: Sequence[Offload],
-    planned: Sequence[Sequence[Planned]],
+    planned: Sequence[Sequence[GroupPlan]],
     policy: Offload | None = None,
-) -> Wiring:
+) -> ShardingContext:
     """The wiring whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
 
     `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
     `UsageError` on every rank where one has not enough.
     """
     if not any(own.asks for own in offloads):
-        return wiring
-    shapes = [[_shape(group, wiring) for group in groups] for groups in planned]
+        return context
+    shapes = [[_shape(group, context) for group in groups] for groups in planned]
 
     def make() -> Tiers:
-        return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, wiring)
+        return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, context)
 
-    return dataclasses.replace(wiring, home=on_every_rank(make, wiring))
+    return dataclasses.replace(context, home=on_every_rank(make, context))
 
 
-def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Planned]:
+def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
     """The parameters of one unit by the dtype in which they are gathered, that dtype, and the one of their gradients' sum."""
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for o, c in mine:
         dtype, trained = o.original.dtype, o.original.requires_grad
         param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
         by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
-    return [Planned(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
+    return [GroupPlan(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
 
 
-def _shape(group: Planned, wiring: Wiring) -> Shape:
+def _shape(group: GroupPlan, context: ShardingContext) -> Shape:
     params, gathered, _ = group
-    lies = messages(wiring, [p.cut for p in params], gathered)[1]
+    lies = messages(context, [p.cut for p in params], gathered)[1]
     return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], gathered)
 
 
@@ -350,7 +350,7 @@ def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Mod
         "%s over %d ranks: %d parameters in %d units (%s), %d bytes of padding",
         engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
     )  # fmt: skip
-    axes = engine.wiring.shard, engine.wiring.replicate
+    axes = engine.context.shard, engine.context.replicate
     links = {id(link.group) for axis in axes for link in (axis.gather, axis.reduce) if link.num_ranks > 1}
     if len(links) > 1:
         log.info("%d communicators; what each takes of a device's memory is not in torch's count", len(links))

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.config import Place, Precision, Strategy
-from accordion.engine.collectives import carried
-from accordion.engine.group import Group, Param, Planned, Wiring
-from accordion.engine.home import Home
+from accordion.engine.communicator import carried
+from accordion.engine.group import Group, GroupPlan, Param, ShardingContext
 from accordion.engine.layout import Cut, message
-from accordion.engine.streams import Flight, Lane, Steps
+from accordion.engine.shards import ShardBuffer
+from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.errors import UsageError
 from accordion.units import Owned
 
@@ -98,7 +98,7 @@ def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def extended_groups(
     mine: list[tuple[Owned, Cut]],
     precision: Precision,
-    wiring: Wiring,
+    context: ShardingContext,
     place: tuple[int, str],
     mesh: DeviceMesh,
     policy: Any = None,
@@ -115,23 +115,25 @@ def extended_groups(
         param = Param(o.names[0], o.places, c, local.dtype, o.original.requires_grad)
         param.sharded = o.original
         dtype = precision.compute_dtype(local.dtype)
-        extended = Extended(param, dtype, wiring, mesh, policy)
+        extended = Extended(param, dtype, context, mesh, policy)
         param.extension = extended.shown
         by_dtype.setdefault(dtype, []).append(extended)
-    return [_Group(wiring, found, precision, dtype, place) for dtype, found in by_dtype.items()]
+    return [_Group(context, found, precision, dtype, place) for dtype, found in by_dtype.items()]
 
 
 class Extended:
     """Owns the gathered tensors of one such parameter, and what its subclass made of them."""
 
-    def __init__(self, param: Param, dtype: torch.dtype, wiring: Wiring, mesh: DeviceMesh, policy: Any) -> None:
-        self.param, self._dtype, self._wiring, self._mesh, self._policy = param, dtype, wiring, mesh, policy
+    def __init__(
+        self, param: Param, dtype: torch.dtype, context: ShardingContext, mesh: DeviceMesh, policy: Any
+    ) -> None:
+        self.param, self._dtype, self._wiring, self._mesh, self._policy = param, dtype, context, mesh, policy
         self._sizes: list[torch.Size] = []
         self.gathered: list[Tensor] = []
         self.inner: tuple[Tensor, ...] = ()
         self.seen: nn.Parameter | None = None
         # Stands for the parameter in the graph: its shape and dtype, without memory.
-        self.view = torch.zeros((), dtype=dtype, device=wiring.device).expand(param.cut.shape)
+        self.view = torch.zeros((), dtype=dtype, device=context.device).expand(param.cut.shape)
 
     @property
     def local(self) -> Any:
@@ -211,12 +213,12 @@ class _Shown(torch.autograd.Function):
         return grad, None
 
 
-class _Landing(Flight):
+class _Landing(Transfer):
     """A gather that ends on the compute stream, where what it makes is read."""
 
     __slots__ = ("_then",)
 
-    def __init__(self, lane: Lane, steps: Steps, held: list[Any], what: str, then: Callable[[], None]) -> None:
+    def __init__(self, lane: SideStream, steps: Steps, held: list[Any], what: str, then: Callable[[], None]) -> None:
         self._then = then
         super().__init__(lane, steps, held, what)
 
@@ -226,7 +228,7 @@ class _Landing(Flight):
 
 
 class _Room:
-    """The memory of all extended parameters of a group, by the names that a `Room` has."""
+    """The memory of all extended parameters of a group, by the names that a `FullBuffer` has."""
 
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]
@@ -244,7 +246,7 @@ class _Room:
             e.close()
 
 
-class _Rest(Home):
+class _Rest(ShardBuffer):
     """The rows of extended parameters, which rest in their own tensors."""
 
     def __init__(self, extended: list[Extended]) -> None:
@@ -257,10 +259,15 @@ class _Group(Group):
     """Extended parameters of one unit and compute dtype: gathered as they say, their gradients reduced as any others."""
 
     def __init__(
-        self, wiring: Wiring, extended: list[Extended], precision: Precision, dtype: torch.dtype, place: tuple[int, str]
+        self,
+        context: ShardingContext,
+        extended: list[Extended],
+        precision: Precision,
+        dtype: torch.dtype,
+        place: tuple[int, str],
     ) -> None:
-        planned = Planned([e.param for e in extended], dtype, precision.reduce_dtype(dtype))
-        self._prepare(wiring, planned, place)
+        planned = GroupPlan([e.param for e in extended], dtype, precision.reduce_dtype(dtype))
+        self._prepare(context, planned, place)
         self._extended = extended
         self.message = message([e.param.cut for e in extended], dtype.itemsize, num_flags=1)
         self.home = _Rest(extended)
@@ -268,9 +275,9 @@ class _Group(Group):
         self.room: Any = _Room(extended)
         self.views = self.room.views
 
-    def gather(self) -> Flight | None:
+    def gather(self) -> Transfer | None:
         """Begin to gather; the flight ends with what the subclasses make of it."""
-        self.filled, axis = self.version(), self.wiring.shard
+        self.filled, axis = self.version(), self.context.shard
         with torch.no_grad():
             begun = [e.begin() for e in self._extended]
         pairs = [
@@ -291,5 +298,5 @@ class _Group(Group):
                 for e, (_, metadata) in zip(self._extended, begun, strict=True):
                     e.end(metadata)
 
-        lane = self.wiring.gather_lane
+        lane = self.context.gather_stream
         return _Landing(lane, steps(), [pairs], f"gathers {self.place}", end)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.engine.collectives import extremes, reduced
+from accordion.engine.communicator import extremes, reduced
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, Wiring
+from accordion.engine.group import Param, ShardingContext
 from accordion.errors import DivergenceError, UsageError
 from accordion.state import sharded_engine
 from accordion.weights.adapters import Resets, added_by, is_adapter
@@ -50,7 +50,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
             else:
                 model.apply(partial(_call, init, fulls))
         buffers.note(fulls)
-        left = blank(fulls.unwritten(), engine.wiring) if init is None else []
+        left = blank(fulls.unwritten(), engine.context) if init is None else []
         left += buffers.compute_left()
         if left:
             raise UsageError(
@@ -95,7 +95,7 @@ class Buffers:
         for prefix, module in model.named_modules():
             for key, meta in module._buffers.items():
                 if meta is not None and meta.is_meta:
-                    made = real.setdefault(id(meta), torch.empty_like(meta, device=engine.wiring.device))
+                    made = real.setdefault(id(meta), torch.empty_like(meta, device=engine.context.device))
                     name = f"{prefix}.{key}".lstrip(".")
                     self._made.append(Buffer(name, module, key, meta, made, made.untyped_storage()))
                     module._buffers[key] = made
@@ -118,7 +118,7 @@ class Buffers:
         owners = list(dict.fromkeys(self.left(but).values()))
         if not owners and not params:
             return []
-        device, holders = self._engine.wiring.device, _holders(self._model, params)
+        device, holders = self._engine.context.device, _holders(self._model, params)
         with (
             torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
             init_mode(self._model, only=params) as fulls,
@@ -300,13 +300,13 @@ def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> N
 
 def _agree_on_generators(engine: Engine, when: str) -> None:
     """Raise on every rank where their random numbers differ: each would keep its rows of another draw."""
-    device = engine.wiring.device
+    device = engine.context.device
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
     digest = hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-    low, high = extremes(own, [axis.gather for axis in (engine.wiring.shard, engine.wiring.replicate)])
+    low, high = extremes(own, [axis.gather for axis in (engine.context.shard, engine.context.replicate)])
     if not torch.equal(low, high):
         raise DivergenceError(
             f"the ranks' random generators differ {when} initialise(); call torch.manual_seed with the same number on every "
@@ -314,11 +314,11 @@ def _agree_on_generators(engine: Engine, when: str) -> None:
         )
 
 
-def blank(params: list[Param], wiring: Wiring) -> list[str]:
+def blank(params: list[Param], context: ShardingContext) -> list[str]:
     """Names of those that are zero on every rank, as `shard` leaves a parameter of the meta device."""
     params = [param for param in params if param.cut.numel]
     if not params:
         return []
     counts = torch.stack([_torch.local_of(param.sharded).count_nonzero() for param in params])
-    counts = reduced(counts.to(wiring.device), [axis.gather for axis in (wiring.shard, wiring.replicate)])
+    counts = reduced(counts.to(context.device), [axis.gather for axis in (context.shard, context.replicate)])
     return [param.name for param, count in zip(params, counts.tolist(), strict=True) if not count]

@@ -88,7 +88,7 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> list[int]:
     """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
     ignored = {id(tensor) for name, tensor in names_of(model).items() if _matches(name, ignore)}
     params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
-    empty = set(blank(params, engine.wiring))
+    empty = set(blank(params, engine.context))
     return [id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored]
 
 
@@ -367,7 +367,7 @@ def _places(folder: Path) -> dict[str, str] | None:
 def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
     """What this rank holds of a tensor of the model."""
     param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
-    return rows if param is None else own_rows(rows, param.cut, engine.wiring)  # type: ignore[arg-type, return-value]
+    return rows if param is None else own_rows(rows, param.cut, engine.context)  # type: ignore[arg-type, return-value]
 
 
 def _read(model: nn.Module, engine: Engine, found: Mapping[str, Found]) -> None:

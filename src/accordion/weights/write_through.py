@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.collectives import reduced
-from accordion.engine.group import Param, Wiring, own_rows
+from accordion.engine.communicator import reduced
+from accordion.engine.group import Param, ShardingContext, own_rows
 from accordion.errors import UsageError
 from accordion.state import sharded_engine
 
@@ -57,18 +57,18 @@ class Full:
         self.storage.resize_(0)
         self.filled = False
 
-    def take(self, value: Tensor, wiring: Wiring) -> None:
+    def take(self, value: Tensor, context: ShardingContext) -> None:
         """Write this rank's rows of `value` to the shard."""
         if self.kept:
-            _torch.local_of(self.param.sharded).copy_(own_rows(value, self.param.cut, wiring))
+            _torch.local_of(self.param.sharded).copy_(own_rows(value, self.param.cut, context))
 
 
 class Fulls(_torch.DispatchMode):
     """Owns the full tensors that stand in the registry; gives memory to those that the running operator touches."""
 
-    def __init__(self, wiring: Wiring) -> None:
+    def __init__(self, context: ShardingContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wiring = wiring
+        self._wiring = context
         self._fulls: list[Full] = []
         self._by_storage: dict[int, Full] = {}
         self._places: dict[int, list[tuple[nn.Module, str, Full]]] = {}
@@ -174,7 +174,7 @@ def init_mode(
         raise UsageError("init_mode does not work inside full_params or another init_mode; leave that first.")
     engine.recover()
     drafted = {(id(module), attr) for module, attr in drafts}
-    fulls = Fulls(engine.wiring)
+    fulls = Fulls(engine.context)
     with torch.inference_mode(False), torch.no_grad():
         for param in (p for unit in engine.units for p in unit.params):
             places = [(module, attr) for ref, attr in param.places if (module := ref()) is not None]
@@ -194,12 +194,12 @@ def init_mode(
             fulls.restore()
 
 
-def gather_into(full: Tensor, param: Param, wiring: Wiring) -> None:
+def gather_into(full: Tensor, param: Param, context: ShardingContext) -> None:
     """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
     full.zero_()
-    own_rows(full, param.cut, wiring).copy_(_torch.local_of(param.sharded))
+    own_rows(full, param.cut, context).copy_(_torch.local_of(param.sharded))
     if param.cut.dim is not None and full.numel():
-        reduced(full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), wiring.cut_links)
+        reduced(full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), context.cut_communicators)
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:

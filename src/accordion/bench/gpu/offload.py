@@ -17,7 +17,7 @@ from accordion.bench.contenders import mesh_of
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.offload.arena import Arena
-from accordion.offload.estimate import Stated, stated
+from accordion.offload.estimate import MemoryEstimate, stated
 from accordion.offload.tiers import Tiers
 from accordion.pages.page import Table, spread
 from accordion.pages.stats import Spread, quartiles
@@ -53,7 +53,7 @@ def on_meta(case: OffloadCase) -> nn.Module:
         return Llama(case.preset, recompute=True).to(BF16)
 
 
-def said_of(place: acc.Offload, case: OffloadCase) -> Stated:
+def said_of(place: acc.Offload, case: OffloadCase) -> MemoryEstimate:
     return stated(on_meta(case), place, 1, precision=acc.Precision(params=BF16))
 
 
@@ -133,7 +133,7 @@ class OffloadTrainer:
         peak = 0 if self._seat.device.type == "cpu" else torch.accelerator.memory.max_memory_allocated()
         if self._said is None:
             return {"peak": peak}
-        tiers = sharded_engine(self._model, "bench").wiring.home
+        tiers = sharded_engine(self._model, "bench").context.home
         assert isinstance(tiers, Tiers)
         states = list(tiers.states.values())
         copied = 2 * sum(one.host_bytes for one in states)

@@ -22,9 +22,9 @@ from accordion.bench.contenders import WRAPPERS
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.config import STRATEGIES, strategy_named
-from accordion.engine.collectives import Link
-from accordion.engine.streams import Lane
-from accordion.engine.watch import Watch
+from accordion.engine.communicator import Communicator
+from accordion.engine.streams import SideStream
+from accordion.engine.watch import DivergenceMonitor
 from accordion.pages.page import Table
 from accordion.pages.stats import compare_losses
 from accordion.train.config import Preset
@@ -67,7 +67,7 @@ class Collectives:
 
     def __init__(self, seat: Seat) -> None:
         self._device = seat.device
-        self._link = Link(dist.group.WORLD, seat.device)
+        self._link = Communicator(dist.group.WORLD, seat.device)
 
     def streams(self) -> dict[str, dict[str, Any]]:
         """For each collective: the device work that it launched, and whether all of it is on the lane's stream.
@@ -75,7 +75,7 @@ class Collectives:
         A sleep on the lane tells the number under which the profiler knows the stream; a device on which nothing sleeps, or
         of which the profiler tells nothing, and the CPU have None there.
         """
-        lane = Lane(self._device, Watch([], [0]))
+        lane = SideStream(self._device, DivergenceMonitor([], [0]))
         calls = self._calls()
         for call in calls.values():  # communicators are made at the first call
             wait(call())

@@ -13,8 +13,8 @@ from accordion import _torch
 from accordion.bench.gpu.cases import BF16
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.gpu.streams import wait
-from accordion.engine.collectives import Link
-from accordion.engine.reduction import sum_rows
+from accordion.engine.communicator import Communicator
+from accordion.engine.reduce import sum_rows
 from accordion.pages.page import Table, spread
 from accordion.pages.stats import quartiles, ratio
 from accordion.workers.ranks import Seat, Team
@@ -32,7 +32,7 @@ class Wires:
 
     def __init__(self, seat: Seat) -> None:
         self._device = seat.device
-        self._link = Link(dist.group.WORLD, seat.device)
+        self._link = Communicator(dist.group.WORLD, seat.device)
 
     def unit(self, num_bytes: int, repeats: int) -> dict[str, list[float]]:
         """Device seconds of ours and of the flat way, for a unit of `num_bytes` in bf16: gather and reduce, interleaved.
@@ -72,7 +72,7 @@ class Wires:
 class _Unit:
     """The tensors of one unit on one rank: seven matrices in the proportions of a Llama block."""
 
-    def __init__(self, link: Link, device: torch.device, num_bytes: int) -> None:
+    def __init__(self, link: Communicator, device: torch.device, num_bytes: int) -> None:
         self._link, num = link, link.num_ranks
         weights = (4, 4, 1, 1, 14, 14, 14)
         sizes = [num_bytes // 2 * w // sum(weights) // (256 * num) * 256 for w in weights]  # of one rank

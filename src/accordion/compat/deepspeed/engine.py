@@ -19,7 +19,7 @@ from accordion import checkpoint
 from accordion.compat.deepspeed.reading import read
 from accordion.compat.deepspeed.settings import Settings
 from accordion.config import Place
-from accordion.engine.collectives import device_type_of_job
+from accordion.engine.communicator import device_type_of_job
 from accordion.errors import UsageError
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.shard.api import shard

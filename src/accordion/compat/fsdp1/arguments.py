@@ -23,7 +23,7 @@ from accordion.config import (
     Precision,
     Strategy,
 )
-from accordion.engine.collectives import device_type_of_job
+from accordion.engine.communicator import device_type_of_job
 from accordion.errors import UsageError
 
 HYBRID_SHARD_GRAD_OP = Strategy(

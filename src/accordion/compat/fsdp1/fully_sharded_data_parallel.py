@@ -190,7 +190,7 @@ class FullyShardedDataParallel(StateDicts):
         with contextlib.ExitStack() as stack:
             for top in tops:
                 engine = top._engine("summon_full_params()")
-                if offload_to_cpu and engine.wiring.device.type != "cpu":
+                if offload_to_cpu and engine.context.device.type != "cpu":
                     raise UsageError(
                         "summon_full_params(offload_to_cpu=True) is not supported: parameters are shown on the device that "
                         "computes; take a full state dict with offload_to_cpu=True."
@@ -252,5 +252,5 @@ def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> 
                 if shown.grad is None:
                     p.grad = None
                 else:
-                    rows = own_rows(shown.grad, param.cut, engine.wiring).to(_torch.local_of(p).device)
+                    rows = own_rows(shown.grad, param.cut, engine.context).to(_torch.local_of(p).device)
                     p.grad = _torch.as_dtensor(rows.contiguous(), p)

@@ -58,7 +58,7 @@ def params_of(engines: Iterable[Engine]) -> dict[int, tuple[Param, Engine]]:
 
 def full_rows(value: Tensor, param: Param, engine: Engine) -> Tensor:
     """The whole of which `value`, a DTensor as its parameter is one, holds rows. Collective."""
-    return gathered(_torch.local_of(value), param.cut, engine.wiring)
+    return gathered(_torch.local_of(value), param.cut, engine.context)
 
 
 def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
@@ -70,7 +70,7 @@ def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
         value = value.full_tensor()
     if value.dim() == 0 or value.shape != like.shape:
         return value
-    rows = own_rows(value, param.cut, engine.wiring).to(_torch.local_of(like).device)
+    rows = own_rows(value, param.cut, engine.context).to(_torch.local_of(like).device)
     return _torch.as_dtensor(rows.contiguous(), like)
 
 
@@ -160,7 +160,7 @@ def _shared(value: Any, from_first: Engine | None) -> Any:
     if from_first is None:
         return value
     held = [value]
-    for axis in (from_first.wiring.shard, from_first.wiring.replicate):  # the first row, then down each column
+    for axis in (from_first.context.shard, from_first.context.replicate):  # the first row, then down each column
         if axis.num_ranks > 1:
             dist.broadcast_object_list(held, group=axis.gather.group, group_src=0)
     return held[0]

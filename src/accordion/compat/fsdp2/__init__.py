@@ -88,7 +88,7 @@ def fully_shard(
     part = Part(modules, mesh, precision)
     part.spmd, part.policy, part.offload = spmd, policy, offload_of(offload_policy)
     part.ignored = set(ignored_params or ())
-    part.habits.keep = keep
+    part.unit_policy.keep = keep
     cut_parameters(part, partial(dim_of, shard_placement_fn))
     for m in modules:
         kind: Any = type(m)

@@ -112,7 +112,7 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
 
 
 def keep_of(reshard: Any, mesh: DeviceMesh) -> bool | None:
-    """What `Habits.keep` becomes."""
+    """What `UnitPolicy.keep` becomes."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard
     ranks = mesh.size(mesh.ndim - 1)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.engine.around import Around
+from accordion.engine.around import TensorParallelView
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
 from accordion.shard.api import device_of
@@ -29,7 +29,7 @@ class Layout:
     placements: tuple[Placement, ...]
     cut: Cut
     rank: int
-    around: Around | None = None
+    around: TensorParallelView | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def layout_of(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None
     _check_beside(name, param, mesh)
     inner, placements = param.device_mesh, param.placements
     own[-1] = _cut_on(c, placements, [inner.size(i) for i in range(inner.ndim)])
-    around = Around(inner, placements, param.shape, device_of(mesh))
+    around = TensorParallelView(inner, placements, param.shape, device_of(mesh))
     return Layout(_torch.joined_mesh(mesh, inner), (*own, *placements), c, rank, around)
 
 
@@ -115,7 +115,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
     placements = list(param.placements)
     for i in sharding:
         placements[i] = _cut_on(c, param.placements[i + 1 :], sizes[i + 1 :])
-    around = Around(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
+    around = TensorParallelView(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
     if len(sharding) < 2:
         return Layout(spmd.mesh, tuple(placements), c, rank, around)
     # Several axes that shard are one: that of the flattened mesh, with the axis that replicates before it.

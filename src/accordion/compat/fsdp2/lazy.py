@@ -17,10 +17,10 @@ from accordion.compat.fsdp2.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.fsdp2.lease import Lease, backward_ended
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.engine.engine import Engine
-from accordion.engine.group import Group, Planned, Wiring
+from accordion.engine.group import Group, GroupPlan, ShardingContext
 from accordion.engine.hooks import Hooks
-from accordion.engine.schedule import Phase
-from accordion.engine.unit import Habits, Unit
+from accordion.engine.order import Phase
+from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.safety.dtensor_calls import answer_for_dtensors
@@ -48,12 +48,12 @@ class Part:
         self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
         self.policy: Any = None  # the caller's own words on precision, for tensor subclasses
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
-        self.habits = Habits(on_convert=partial(_dissolve, weakref.ref(self)))
+        self.unit_policy = UnitPolicy(on_convert=partial(_dissolve, weakref.ref(self)))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
         self.sync = self.all_reduce = True  # what the caller said of backwards; `habits.reduces` follows from both
         self.scale: float | None = None  # of gradient sums, in place of one over the number of ranks
         self.after_reduce: Callable[[Tensor], None] | None = None
-        self.wiring: Wiring | None = None
+        self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
         self.unit: Unit | None = None
@@ -89,14 +89,14 @@ class Part:
         assert self.unit is not None, "a part lies in the tree of its outermost part"
         return self.unit
 
-    def wired(self) -> Wiring:
+    def wired(self) -> ShardingContext:
         """Streams and communicators, made once and kept from engine to engine. Collective the first time."""
         source = None if self.shares is None else self.shares()
         if source is not None and source.mesh == self.mesh:
             return source.wired()
-        if self.wiring is None:
-            self.wiring = wire(self.mesh, self.strategy, 1.0 / self.mesh.size(), late=False)
-        return self.wiring
+        if self.context is None:
+            self.context = wire(self.mesh, self.strategy, 1.0 / self.mesh.size(), late=False)
+        return self.context
 
     # -- the first use
 
@@ -129,15 +129,15 @@ class Part:
             return
         for group in self.unit.groups:
             group.after_reduce = self.after_reduce
-            group.rescale(group.wiring.scale if self.scale is None else self.scale)
+            group.rescale(group.context.scale if self.scale is None else self.scale)
         here = self.unit.engine
         for phase, parts in self.ahead.items():
             units = [part.ensure() for part in (ref() for ref in parts) if part is not None]
-            self.habits.ahead[phase] = [unit.index for unit in units if unit.engine is here]
+            self.unit_policy.ahead[phase] = [unit.index for unit in units if unit.engine is here]
 
     def hooks(self) -> Hooks:
         unit = self.ensure()
-        return unit.engine.siblings[unit.index]
+        return unit.engine.hooks_by_unit[unit.index]
 
     def reshard(self) -> None:
         """Let full parameters go that no call under way needs; a backward gathers them again."""
@@ -177,15 +177,15 @@ class Tree:
             owned = [(o, _layout_of(o, layouts)) for o in _sharded(root, index, parts, layouts)]
             names = {id(m): name for name, m in root.named_modules()}
             chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
-            wiring = top.wired()
-            same_structure([o for o, _ in owned], chosen, top.strategy, wiring)
+            context = top.wired()
+            same_structure([o for o, _ in owned], chosen, top.strategy, context)
             by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
             planned = [
                 plan_groups([(o, layout.cut) for o, layout in mine if not is_extended(o.original)], part.precision)
                 for mine, part in zip(by_unit, parts, strict=True)
             ]
-            wiring = with_tiers(wiring, [part.offload for part in parts], planned)
-            self.engine = Engine(wiring, top.strategy, top.precision, Prefetch())
+            context = with_tiers(context, [part.offload for part in parts], planned)
+            self.engine = Engine(context, top.strategy, top.precision, Prefetch())
             for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True)):
                 self._make_unit(part, by_unit[i], planned[i], (i, name))
             read = other_units_read([part.alive() for part in parts], [o for o, _ in owned])
@@ -200,23 +200,29 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def _make_unit(
-        self, part: Part, mine: list[tuple[Owned, Layout]], planned: list[Planned], place: tuple[int, str]
+        self, part: Part, mine: list[tuple[Owned, Layout]], planned: list[GroupPlan], place: tuple[int, str]
     ) -> None:
-        precision, wiring = part.precision, self.engine.wiring
+        precision, context = part.precision, self.engine.context
         by_name = {o.names[0]: (o, layout) for o, layout in mine}
         extended = [(o, layout.cut) for o, layout in mine if is_extended(o.original)]
-        groups = [Group(wiring, group, place) for group in planned]
+        groups = [Group(context, group, place) for group in planned]
         for group in groups:
             for param, local in zip(group.params, group.home.locals, strict=True):
                 param.sharded = by_name[param.name][0].original
                 local.copy_(_torch.local_of(param.sharded))
                 _torch.set_local(param.sharded, local)
-        groups += extended_groups(extended, precision, wiring, place, shard_mesh(part.mesh), part.policy)
+        groups += extended_groups(extended, precision, context, place, shard_mesh(part.mesh), part.policy)
         for param in [param for group in groups for param in group.params]:
             param.around = by_name[param.name][1].around
         modules, inputs = part.alive(), precision.params if precision.cast_inputs else None
         unit = Unit(
-            self.engine, place[1], modules[0], groups, inputs=inputs, outputs=precision.output, habits=part.habits
+            self.engine,
+            place[1],
+            modules[0],
+            groups,
+            inputs=inputs,
+            outputs=precision.output,
+            unit_policy=part.unit_policy,
         )
         hooks = Hooks(unit)
         own_parameters(unit)
@@ -243,7 +249,7 @@ class Tree:
         engine.reset()
         for part in parts:
             assert part.unit is not None, "a part of a tree has a unit"
-            engine.siblings[part.unit.index].detach(part.alive())
+            engine.hooks_by_unit[part.unit.index].detach(part.alive())
             part.detach()
         self._finalizer.detach()
         engine.dismantle()

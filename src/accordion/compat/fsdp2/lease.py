@@ -32,7 +32,7 @@ class Lease:
         assert part is not None, "a lease lives in its part"
         unit = part.ensure()
         if self.shown is None and unit.engine.depth == 0 and _torch.current_graph_task() == -1:
-            unit.engine.wiring.watch.check()
+            unit.engine.context.watch.check()
             unit.engine.recover()
             unit.drop_stale()
         with torch.inference_mode(False):
@@ -75,13 +75,13 @@ class Lease:
         part = self._part()
         if part is None:
             return
-        keep = part.habits.keep
+        keep = part.unit_policy.keep
         if not (part.outermost() is part if keep is None else keep):
             self.end()
 
     def backward_ended(self) -> None:
         part = self._part()
-        if part is not None and not part.habits.keep_on:
+        if part is not None and not part.unit_policy.keep_on:
             self.end()
 
 

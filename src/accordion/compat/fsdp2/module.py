@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accordion.compat.fsdp2.asked import say_once
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
-from accordion.engine.schedule import Phase
+from accordion.engine.order import Phase
 from accordion.errors import UsageError
 
 
@@ -79,12 +79,12 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
-            part.habits.keep = not reshard_after_forward
+            part.unit_policy.keep = not reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps full parameters from a backward to the next forward, unless the shards have changed meanwhile."""
         for part in _parts(self, recurse):
-            part.habits.keep_on = not reshard_after_backward
+            part.unit_policy.keep_on = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted: full parameters are gathered for the backward all the same."""
@@ -223,8 +223,8 @@ def _parts(module: Any, recurse: bool) -> Sequence[Part]:
 
 
 def _settle_sync(part: Part) -> None:
-    part.habits.reduces = part.sync and (part.all_reduce or not part.strategy.hybrid)
-    if part.sync and not part.habits.reduces:
+    part.unit_policy.reduces = part.sync and (part.all_reduce or not part.strategy.hybrid)
+    if part.sync and not part.unit_policy.reduces:
         say_once(
             "set_requires_all_reduce(False): gradients add up whole on each rank until the all-reduce, and are not "
             "reduce-scattered before; the sums are the same, and take the memory of full gradients."

@@ -11,26 +11,30 @@ import torch
 from torch import Tensor
 
 from accordion.config import folder_of
-from accordion.engine.streams import Lane
+from accordion.engine.streams import SideStream
 from accordion.errors import OffloadError, UsageError
-from accordion.offload.activations.stores import Berth, DiskRoom, HostRoom, Move, room_for
+from accordion.offload.activations.stores import DiskActivationStore, HostActivationStore, Move, StorageSlot, room_for
 
 log = logging.getLogger("accordion")
 
 
-class Parking:
+class ActivationOffload:
     """Owns the places in which inputs wait, made in the first forward and used again, and the order in which they came.
 
     `lanes`: on which they come back, and on which they leave.
     """
 
     def __init__(
-        self, device: torch.device, lanes: tuple[Lane, Lane], pool: Callable[[], ThreadPoolExecutor], checksums: bool
+        self,
+        device: torch.device,
+        lanes: tuple[SideStream, SideStream],
+        pool: Callable[[], ThreadPoolExecutor],
+        checksums: bool,
     ) -> None:
         self.device, self._lanes, self._pool, self._checksums = device, lanes, pool, checksums
-        self._rooms: dict[str, HostRoom | DiskRoom] = {}
+        self._rooms: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._told = (0, 0)
-        self._last: weakref.ref[Parked] | None = None
+        self._last: weakref.ref[OffloadedInput] | None = None
         self._leaving: tuple[Move, Tensor, int] | None = None  # what leaves, of what, and its version then
 
     @property
@@ -41,20 +45,20 @@ class Parking:
     def disk_bytes(self) -> int:
         return sum(room.disk_bytes for room in self._rooms.values())
 
-    def park(self, tensor: Tensor, place: str) -> Parked:
+    def park(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Begin to take an input away; what the one before still held on the device goes."""
         self.land()
-        parked = Parked(self, tensor, self._room(place).take(room_for(tensor.nbytes)), self._last)
+        parked = OffloadedInput(self, tensor, self._room(place).take(room_for(tensor.nbytes)), self._last)
         self._last, self._leaving = weakref.ref(parked), (parked.leaving, tensor, tensor._version)
         return parked
 
-    def _room(self, place: str) -> HostRoom | DiskRoom:
+    def _room(self, place: str) -> HostActivationStore | DiskActivationStore:
         if place not in self._rooms:
             folder = folder_of(place)
             self._rooms[place] = (
-                HostRoom(self.device, self._lanes)
+                HostActivationStore(self.device, self._lanes)
                 if folder is None
-                else DiskRoom(folder, self.device, self._lanes, self._pool, self._checksums)
+                else DiskActivationStore(folder, self.device, self._lanes, self._pool, self._checksums)
             )
         return self._rooms[place]
 
@@ -82,10 +86,12 @@ class Parking:
         self._lanes[0].watch.tell(f"{type(error).__name__}: {error}")
 
 
-class Parked:
+class OffloadedInput:
     """Owns the place of one input off the device, from its forward until the graph goes that may recompute with it."""
 
-    def __init__(self, parking: Parking, tensor: Tensor, berth: Berth, before: weakref.ref[Parked] | None) -> None:
+    def __init__(
+        self, parking: ActivationOffload, tensor: Tensor, berth: StorageSlot, before: weakref.ref[OffloadedInput] | None
+    ) -> None:
         self._parking, self._berth, self._before = parking, berth, before
         self._coming: tuple[Move, Tensor] | None = None
         self._live: Tensor | None = tensor  # until the block's forward has ended

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accordion.engine.collectives import Link, Pending
-from accordion.engine.streams import Flight, Lane, Steps
+from accordion.engine.communicator import Communicator, Pending
+from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.errors import OffloadError
 from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
 from accordion.offload.disk_shards import CHUNK_BYTES
@@ -25,12 +25,12 @@ STORES, FETCHES = "takes activations from the device", "brings activations back"
 
 
 class Move(Protocol):
-    """An input under way, to where it waits or back, as a `Flight` is."""
+    """An input under way, to where it waits or back, as a `Transfer` is."""
 
     def land(self) -> None: ...
 
 
-class Berth(Protocol):
+class StorageSlot(Protocol):
     """Where one input waits."""
 
     def store(self, tensor: Tensor, like: Tensor) -> Move:
@@ -46,22 +46,22 @@ class Berth(Protocol):
         ...
 
 
-class HostRoom:
+class HostActivationStore:
     """Owns host memory in pieces: as many as ever waited at once, each as large as the largest of those that were in it."""
 
     disk_bytes = 0
 
-    def __init__(self, device: torch.device, lanes: tuple[Lane, Lane]) -> None:
+    def __init__(self, device: torch.device, lanes: tuple[SideStream, SideStream]) -> None:
         self._device, self.lanes = device, lanes
         self.host_bytes = 0
         self._free: list[Arena] = []
 
-    def take(self, num_bytes: int) -> HostBerth:
+    def take(self, num_bytes: int) -> HostSlot:
         fits = [piece for piece in self._free if piece.num_bytes >= num_bytes]
         if fits:
             piece = min(fits, key=lambda piece: piece.num_bytes)
             self._free.remove(piece)
-            return HostBerth(self, piece)
+            return HostSlot(self, piece)
         if self._free:  # inputs have grown: a larger one in place of the next smaller one
             largest = max(self._free, key=lambda piece: piece.num_bytes)
             self._free.remove(largest)
@@ -71,18 +71,18 @@ class HostRoom:
             num_bytes = page_aligned(num_bytes + num_bytes // GROWTH)
         piece = Arena(num_bytes, self._device)
         self.host_bytes += num_bytes
-        return HostBerth(self, piece)
+        return HostSlot(self, piece)
 
     def give(self, piece: Arena) -> None:
         self._free.append(piece)
 
 
-class HostBerth:
+class HostSlot:
     """Owns a piece of host memory while an input waits in it."""
 
-    def __init__(self, room: HostRoom, piece: Arena) -> None:
+    def __init__(self, room: HostActivationStore, piece: Arena) -> None:
         self._room, self._piece = room, piece
-        self._coming: Flight | None = None
+        self._coming: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Move:
         return self._room.lanes[1].copy(copying(shaped(self._piece.memory, like), tensor), [tensor], STORES)
@@ -97,7 +97,7 @@ class HostBerth:
         self._room.give(self._piece)
 
 
-class DiskRoom:
+class DiskActivationStore:
     """Owns a file, and the host memory through which inputs pass on their way there and back.
 
     The file grows where no part of it is free that is large enough, in the first passes or with inputs that are larger.
@@ -107,7 +107,7 @@ class DiskRoom:
         self,
         folder: Path,
         device: torch.device,
-        lanes: tuple[Lane, Lane],
+        lanes: tuple[SideStream, SideStream],
         pool: Callable[[], ThreadPoolExecutor],
         checksums: bool,
     ) -> None:
@@ -125,7 +125,7 @@ class DiskRoom:
     def host_bytes(self) -> int:
         return sum(stage.piece.num_bytes for stage in self._stages if stage.piece is not None)
 
-    def take(self, num_bytes: int) -> DiskBerth:
+    def take(self, num_bytes: int) -> DiskSlot:
         """A part of the file, free or new. Raises `OffloadError` where the disk has no room."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
@@ -134,13 +134,13 @@ class DiskRoom:
             self._free.remove((start, stop))
             if start + num_bytes < stop:
                 self._free = joined([*self._free, (start + num_bytes, stop)])
-            return DiskBerth(self, start, num_bytes)
+            return DiskSlot(self, start, num_bytes)
         end = self.file.num_bytes
         start = self._free[-1][0] if self._free and self._free[-1][1] == end else end
         self.file.grow(start + num_bytes - end)
         if start < end:
             self._free.pop()
-        return DiskBerth(self, start, num_bytes)
+        return DiskSlot(self, start, num_bytes)
 
     def _collect(self) -> None:
         while self._given:
@@ -231,14 +231,14 @@ class Moves:
             wait(self._started.result())
 
 
-class DiskBerth:
+class DiskSlot:
     """Owns a part of the file while an input waits in it, and what is moved there."""
 
-    def __init__(self, room: DiskRoom, start: int, num_bytes: int) -> None:
+    def __init__(self, room: DiskActivationStore, start: int, num_bytes: int) -> None:
         self.room, self.start, self.num_bytes = room, start, num_bytes
         self._stage: Stage | None = None
         self._stored: Stored | None = None
-        self._coming: Flight | None = None
+        self._coming: Transfer | None = None
         self._reads: Moves | None = None
         self._is_wanted = True
 
@@ -284,7 +284,7 @@ class DiskBerth:
 class Stored:
     """An input on its way from the device to host memory and from there to the file."""
 
-    def __init__(self, room: DiskRoom, start: int, memory: Tensor, flight: Flight) -> None:
+    def __init__(self, room: DiskActivationStore, start: int, memory: Tensor, flight: Transfer) -> None:
         self._flight = flight
         self._move: Callable[[], Moves] | None = partial(room.move, room.file.write, start, memory, flight.block)
         self._writes: Moves | None = None
@@ -341,9 +341,9 @@ def once(reads: Moves | None, copy: Callable[[], None]) -> Steps:
     copy()
 
 
-def nobody() -> Link:
+def nobody() -> Communicator:
     """The ranks that take part in a read."""
-    return Link(None, torch.device("cpu"))
+    return Communicator(None, torch.device("cpu"))
 
 
 def nothing() -> None:

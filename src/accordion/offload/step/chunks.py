@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accordion.engine.home import own_storage
+from accordion.engine.shards import own_storage
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
-from accordion.offload.host_shards import Offloaded
-from accordion.offload.step.optimizer_copy import Entry, Recipe, flat_of, local_of, write_back
-from accordion.offload.swap_file import Spot, SwapFile
+from accordion.offload.host_shards import OffDeviceShards
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, local_of, write_back
+from accordion.offload.swap_file import FileRange, SwapFile
 
 PIECE_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
 LEAST_NUMEL = 2**16  # and at least: with four requests in flight disks still reach their speed with 256 KiB each
@@ -34,7 +34,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Area:
+class StateBlock:
     """A part of a store for the parameters of one unit, param group and dtype: for each state a run of `numel` elements.
 
     `keys`: the states that have an element for each of the parameter's, with their dtypes; `starts`: where each one's run
@@ -77,13 +77,13 @@ class Area:
 class Place:
     """Where the states of one parameter lie: elements [start, start + own.numel()) of each run of an area."""
 
-    area: Area
+    area: StateBlock
     start: int
     shown: dict[str, Tensor]  # each state as the outside sees it, in the shape of the shard
 
 
 @dataclass(slots=True)
-class Todo:
+class ParamStep:
     """A parameter of a step under way. `home`: of its shard, and which parameter of it; None: on the device.
 
     `made`: its states that have not the parameter's shape, as the last piece left them.
@@ -92,12 +92,12 @@ class Todo:
     entry: Entry
     place: Place
     present: frozenset[str]
-    home: tuple[Offloaded, int] | None = None
+    home: tuple[OffDeviceShards, int] | None = None
     made: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class Span:
     """A run of elements that a piece needs: in `memory`, else at `offset` of a file. `reads`: their values matter.
 
     `writes`: they change, and go back to where they lie.
@@ -121,7 +121,7 @@ class Strip:
 class Part:
     """Elements [low, high) of a parameter; `own`, `grad`, `row`: which strips of the piece have them."""
 
-    todo: Todo
+    todo: ParamStep
     low: int
     high: int
     own: int
@@ -130,14 +130,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """Elements [start, stop) of an area: what of them is stepped, and all that this takes. States come first, by key."""
 
-    area: Area
+    area: StateBlock
     start: int
     stop: int
     parts: list[Part]
-    strips: list[Strip]
+    strips: list[Span]
 
 
 def piece_numel(itemsize: int, total: int) -> int:
@@ -149,14 +149,14 @@ def piece_numel(itemsize: int, total: int) -> int:
     return max(step, min(PIECE_NUMEL, max(LEAST_NUMEL, total // NUM_PIECES)) // step * step)
 
 
-def pieces_of(todos: Sequence[Todo]) -> Iterator[Piece]:
+def pieces_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
     """Cut what is to be stepped of one unit into pieces, in the order of the store; what nobody steps is not read."""
-    by_area: dict[int, list[Todo]] = {}
+    by_area: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_area.setdefault(id(todo.place.area), []).append(todo)
     for mine in by_area.values():
         area, mine = mine[0].place.area, sorted(mine, key=lambda t: t.place.start)
-        runs: list[tuple[int, int, list[Todo]]] = []
+        runs: list[tuple[int, int, list[ParamStep]]] = []
         for todo in mine:  # neighbours join
             start = todo.place.start
             stop = start + -(-todo.entry.own.numel() // area.step) * area.step
@@ -169,7 +169,7 @@ def pieces_of(todos: Sequence[Todo]) -> Iterator[Piece]:
                 yield _piece(area, at, min(stop, at + area.most), inside)
 
 
-def _piece(area: Area, start: int, stop: int, inside: Sequence[Todo]) -> Piece:
+def _piece(area: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]) -> Chunk:
     cut = []
     for todo in inside:
         first, numel = todo.place.start, todo.entry.own.numel()
@@ -189,33 +189,42 @@ def _piece(area: Area, start: int, stop: int, inside: Sequence[Todo]) -> Piece:
         row, at = None if home is None else home.row(i), len(strips)
         strips += [own, grad]
         if row is not None:
-            spot = row if isinstance(row, Spot) else None
+            spot = row if isinstance(row, FileRange) else None
             strips.append(
-                _strip_of(spot, entry.own if isinstance(row, Spot) else row, None, low, high, writes=True, reads=False)
+                _strip_of(
+                    spot, entry.own if isinstance(row, FileRange) else row, None, low, high, writes=True, reads=False
+                )
             )
         parts.append(Part(todo, low, high, at, at + 1, None if row is None else at + 2))
-    return Piece(area, start, stop, parts, strips)
+    return Chunk(area, start, stop, parts, strips)
 
 
-def _strip(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Strip:
+def _strip(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Span:
     at = base + low * dtype.itemsize
     if isinstance(store, SwapFile):
-        return Strip(dtype, high - low, reads, True, file=store, offset=at)
-    return Strip(dtype, high - low, reads, True, memory=store.mapped(at, high - low, dtype))
+        return Span(dtype, high - low, reads, True, file=store, offset=at)
+    return Span(dtype, high - low, reads, True, memory=store.mapped(at, high - low, dtype))
 
 
 def _strip_of(
-    spot: Spot | None, tensor: Tensor, like: Tensor | None, low: int, high: int, *, writes: bool, reads: bool = True
-) -> Strip:
+    spot: FileRange | None,
+    tensor: Tensor,
+    like: Tensor | None,
+    low: int,
+    high: int,
+    *,
+    writes: bool,
+    reads: bool = True,
+) -> Span:
     """Elements [low, high) of a tensor, which is in memory unless there is a spot."""
     if spot is not None:
         at = spot.offset + low * spot.dtype.itemsize
-        return Strip(spot.dtype, high - low, reads, writes, file=spot.file, offset=at)
+        return Span(spot.dtype, high - low, reads, writes, file=spot.file, offset=at)
     flat = flat_of(tensor, tensor if like is None else like)
-    return Strip(tensor.dtype, high - low, reads, writes, memory=flat[low:high])
+    return Span(tensor.dtype, high - low, reads, writes, memory=flat[low:high])
 
 
-def step_piece(recipe: Recipe, piece: Piece, views: Sequence[Tensor]) -> None:
+def step_piece(recipe: OptimizerCopy, piece: Chunk, views: Sequence[Tensor]) -> None:
     """Step what a piece has, with its strips in `views`, which afterwards hold what they become."""
     work = []
     blocks = dict(zip(piece.area.keys, views, strict=False))
@@ -244,7 +253,7 @@ def step_piece(recipe: Recipe, piece: Piece, views: Sequence[Tensor]) -> None:
             views[part.row].copy_(own)
 
 
-def finish(todo: Todo) -> None:
+def finish(todo: ParamStep) -> None:
     """After all pieces of a parameter: show its states to the outside."""
     entry, shown = todo.entry, todo.place.shown
     show(entry.state, {k: shown.get(k, v) for k, v in todo.made.items()}, entry.param)

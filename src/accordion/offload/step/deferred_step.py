@@ -20,9 +20,9 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import Group
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-from accordion.offload.host_shards import Offloaded
-from accordion.offload.step.chunks import Todo, finish, pieces_of, step_piece
-from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, Recipe, local_of, step_here
+from accordion.offload.host_shards import OffDeviceShards
+from accordion.offload.step.chunks import ParamStep, finish, pieces_of, step_piece
+from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, OptimizerCopy, local_of, step_here
 from accordion.offload.step.state_store import States, Wanted
 from accordion.offload.step.step_in_backward import InBackward, refuse_in_backward
 from accordion.offload.tiers import Tiers
@@ -47,7 +47,7 @@ class Owner:
 
 def own_parameters(unit: Unit) -> None:
     """Let optimizers find the unit of its parameters, where these are not stepped as others are."""
-    tiers = unit.engine.wiring.home
+    tiers = unit.engine.context.home
     if not isinstance(tiers, Tiers):
         return
     tiers.follow(unit)
@@ -86,14 +86,18 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
     return list({id(u.engine): u.engine for u in units.values()}.values())
 
 
-class Job:
+class UnitStep:
     """The step of the parameters of one unit; owns their gradients until it has run.
 
     `streamed`: those of them that come piece by piece.
     """
 
     def __init__(
-        self, recipe: Recipe, entries: Sequence[Entry], homes: Sequence[Offloaded], streamed: Streamed | None
+        self,
+        recipe: OptimizerCopy,
+        entries: Sequence[Entry],
+        homes: Sequence[OffDeviceShards],
+        streamed: Streamed | None,
     ) -> None:
         self._recipe, self.entries, self.homes, self._streamed = recipe, entries, homes, streamed
 
@@ -113,11 +117,11 @@ class Job:
 class Streamed:
     """The part of a unit's step that comes piece by piece and goes back; owns its gradients until it has ended."""
 
-    def __init__(self, todos: Sequence[Todo], states: States) -> None:
+    def __init__(self, todos: Sequence[ParamStep], states: States) -> None:
         self.todos, self._states = todos, states
         self._passing: list[Future[None]] = []
 
-    def run(self, recipe: Recipe) -> None:
+    def run(self, recipe: OptimizerCopy) -> None:
         """Begin to step all pieces."""
         step = partial(step_piece, recipe)
         self._passing = [self._states.start(piece, step) for piece in pieces_of(self.todos)]
@@ -134,8 +138,8 @@ class Streamed:
 class Waiting:
     """A job that runs when it is waited for, for debug="streams": until then its parameters read as NaN."""
 
-    def __init__(self, job: Job) -> None:
-        self._job: Job | None = job
+    def __init__(self, job: UnitStep) -> None:
+        self._job: UnitStep | None = job
         self._values = [(e.own, e.own.clone()) for e in job.entries]
         for own, _ in self._values:
             if own.is_floating_point():
@@ -171,7 +175,7 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
                         Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.home_of(unit, p))
                     )
         if wanted:
-            recipe, states = recipe or Recipe(optimizer, kind), tiers.states_of(optimizer)
+            recipe, states = recipe or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
             with telling(engine):
                 states.cover(wanted, recipe)
             states.adopt(optimizer.state)
@@ -188,7 +192,7 @@ def _refuse_capturable(optimizer: Optimizer) -> None:
 
 
 def tiers_of(engine: Engine) -> Tiers:
-    tiers = engine.wiring.home
+    tiers = engine.context.home
     assert isinstance(tiers, Tiers), "who makes host homes is the maker of the engine's"
     return tiers
 
@@ -199,7 +203,7 @@ def telling(engine: Engine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        engine.wiring.watch.tell(f"{type(error).__name__}: {error}")
+        engine.context.watch.tell(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -226,7 +230,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
                 refuse_in_backward(engine, "a gradient scaler")
             in_backward.stepped()
     prepare(optimizer, kind)
-    recipe, here = Recipe(optimizer, kind), []
+    recipe, here = OptimizerCopy(optimizer, kind), []
     by_unit: dict[int, tuple[Unit, list[Entry]]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -252,7 +256,7 @@ def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
     return Entry(group, p, own, local_of(grad), optimizer.state[p])
 
 
-def step_unit(unit: Unit, optimizer: Optimizer, recipe: Recipe) -> None:
+def step_unit(unit: Unit, optimizer: Optimizer, recipe: OptimizerCopy) -> None:
     """In a backward: step the parameters of one unit, whose gradients are there and are taken."""
     if not tiers_of(unit.engine).offloads[unit.index].step_in_backward:
         return
@@ -266,19 +270,19 @@ def step_unit(unit: Unit, optimizer: Optimizer, recipe: Recipe) -> None:
         _start(unit.engine, [(unit, entries)], recipe, optimizer)
 
 
-def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe, optimizer: Optimizer) -> None:
+def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: OptimizerCopy, optimizer: Optimizer) -> None:
     """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:
         states.adopt(optimizer.state)
         states.flush()
-    on_device: list[Todo] = []
+    on_device: list[ParamStep] = []
     here: list[Entry] = []
-    jobs: list[tuple[Job, Streamed | None]] = []
+    jobs: list[tuple[UnitStep, Streamed | None]] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
         todos = [] if states is None else states.todo(entries)
-        homes = [g.home for g in unit.groups if isinstance(g.home, Offloaded) and _has_any(g, entries)]
+        homes = [g.home for g in unit.groups if isinstance(g.home, OffDeviceShards) and _has_any(g, entries)]
         if tiers.offloads[unit.index].stepped_on == DEVICE:
             on_device += todos
             streamed_ids = {id(todo.entry) for todo in todos}
@@ -287,7 +291,7 @@ def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe
                 home.defer(_nothing)
             continue
         streamed = Streamed(todos, states) if states is not None and todos else None
-        jobs.append((Job(recipe, entries, homes, streamed), streamed))
+        jobs.append((UnitStep(recipe, entries, homes, streamed), streamed))
     if here:
         with torch.no_grad():
             step_here(recipe, here)
@@ -302,7 +306,7 @@ def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Recipe
             home.defer(partial(_wait, engine, running, streamed))
 
 
-def step_on_device(recipe: Recipe, todos: Sequence[Todo], states: States) -> None:
+def step_on_device(recipe: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
     """Step what comes to the device for it, all of it now; its end is waited for, since the next gathers read what it wrote."""
     pieces = list(pieces_of(todos))
     stream = states.over_device(pieces)

@@ -29,7 +29,7 @@ class Entry:
     state: dict[str, Any]
 
 
-class Recipe:
+class OptimizerCopy:
     """What a step does to any parameters, as it was when the caller asked for it: hyperparameters change afterwards."""
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -110,7 +110,7 @@ def _frozen(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def step_here(recipe: Recipe, entries: Sequence[Entry]) -> None:
+def step_here(recipe: OptimizerCopy, entries: Sequence[Entry]) -> None:
     """Step parameters whose state is at hand, and leave what the step made of it in `state`, with DTensors in it."""
     for entry in entries:
         entry.own.grad = entry.grad

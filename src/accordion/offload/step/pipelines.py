@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.streams import Flight, Lane
-from accordion.offload.step.chunks import Piece, Strip
+from accordion.engine.streams import SideStream, Transfer
+from accordion.offload.step.chunks import Chunk, Span
 
 NUM_BUFFERS = 4  # pieces in flight: one is stepped, the others are written or read
 NUM_DEVICE_BUFFERS = 3  # one is stepped, one comes, one goes
 
 
-class Passage:
+class HostPipeline:
     """Owns the host buffers through which pieces pass by themselves, in any order: a thread reads, steps and writes one.
 
     One is stepped at a time: its kernel has threads of its own.
@@ -33,7 +33,7 @@ class Passage:
         for buffer in buffers:
             self._free.put(buffer)
 
-    def start(self, piece: Piece, step: Callable[[Piece, list[Tensor]], None]) -> Future[None]:
+    def start(self, piece: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
         """Let a piece pass, whose future ends when it is where it rests.
 
         Waits for a free buffer, so that what others ask of the threads is behind a few pieces and not behind all of a step.
@@ -48,7 +48,7 @@ class Passage:
             self._free.put(buffer)
             raise
 
-    def _pass(self, piece: Piece, buffer: Tensor, step: Callable[[Piece, list[Tensor]], None]) -> None:
+    def _pass(self, piece: Chunk, buffer: Tensor, step: Callable[[Chunk, list[Tensor]], None]) -> None:
         try:
             views = views_of(piece, buffer)
             read(piece, views)
@@ -79,17 +79,17 @@ def done_here(work: Callable[[], None]) -> Future[None]:
 class Stream:
     """Owns the host buffers through which pieces pass in their order, and what is read and written meanwhile."""
 
-    def __init__(self, pieces: Sequence[Piece], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
-        self._pieces: list[Piece | None] = list(pieces)
+    def __init__(self, pieces: Sequence[Chunk], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
+        self._pieces: list[Chunk | None] = list(pieces)
         self._pool, self._buffers = pool, buffers
         self._ready: list[Future[None]] = [
             pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(pieces)))
         ]
 
-    def _views(self, which: int, piece: Piece) -> list[Tensor]:
+    def _views(self, which: int, piece: Chunk) -> list[Tensor]:
         return views_of(piece, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
 
-    def _refill(self, going: Piece | None, after: Callable[[], None] | None, coming: int) -> None:
+    def _refill(self, going: Chunk | None, after: Callable[[], None] | None, coming: int) -> None:
         """Write what was stepped in a buffer, then read another piece into it."""
         if after is not None:
             after()
@@ -99,7 +99,7 @@ class Stream:
         if piece is not None:
             read(piece, self._views(coming, piece))
 
-    def take(self, which: int) -> tuple[Piece, list[Tensor]]:
+    def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
         """A piece, in their order, and its strips."""
         self._ready[which % NUM_BUFFERS].result()
         piece = self._pieces[which]
@@ -121,12 +121,12 @@ class Stream:
         wait(self._ready)
 
 
-def views_of(piece: Piece, buffer: Tensor | None) -> list[Tensor]:
+def views_of(piece: Chunk, buffer: Tensor | None) -> list[Tensor]:
     """The tensor of each strip: in memory as it lies, else in the buffer."""
     return views_in(buffer, piece.strips, lambda strip: strip.memory)
 
 
-def read(piece: Piece, views: Sequence[Tensor]) -> None:
+def read(piece: Chunk, views: Sequence[Tensor]) -> None:
     """Bring what of a piece rests in files."""
     for i, (strip, view) in enumerate(zip(piece.strips, views, strict=True)):
         if strip.file is not None and strip.reads:
@@ -135,25 +135,25 @@ def read(piece: Piece, views: Sequence[Tensor]) -> None:
             view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
 
 
-def write(piece: Piece, views: Sequence[Tensor]) -> None:
+def write(piece: Chunk, views: Sequence[Tensor]) -> None:
     """Take what changed of a piece back to its files."""
     for strip, view in zip(piece.strips, views, strict=True):
         if strip.file is not None and strip.writes:
             strip.file.write(strip.offset, whole_pages(view, strip))
 
 
-class DeviceStream:
+class DevicePipeline:
     """Owns the device buffers through which the pieces of a `Stream` pass, for a step on the device.
 
     All is begun by the thread that runs forward and backward: the piece after the next one comes, and the one before goes,
     on lanes of their own while one is stepped. Buffers are made before and stay.
     """
 
-    def __init__(self, inner: Stream, count: int, buffers: list[Tensor], lanes: tuple[Lane, Lane]) -> None:
+    def __init__(self, inner: Stream, count: int, buffers: list[Tensor], lanes: tuple[SideStream, SideStream]) -> None:
         self._inner, self._count, self._buffers = inner, count, buffers
         self._fetch_lane, self._store_lane = lanes
-        self._coming: dict[int, tuple[Flight, Piece, list[Tensor], list[Tensor]]] = {}
-        self._going: dict[int, Flight] = {}  # by buffer
+        self._coming: dict[int, tuple[Transfer, Chunk, list[Tensor], list[Tensor]]] = {}
+        self._going: dict[int, Transfer] = {}  # by buffer
 
     def _fetch(self, which: int) -> None:
         if which >= self._count or which in self._coming:
@@ -169,7 +169,7 @@ class DeviceStream:
         flight = self._fetch_lane.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
         self._coming[which] = (flight, piece, here, there)
 
-    def take(self, which: int) -> tuple[Piece, list[Tensor]]:
+    def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
         self._fetch(which)
         self._fetch(which + 1)
         flight, piece, here, _ = self._coming[which]
@@ -198,7 +198,7 @@ class DeviceStream:
         self._inner.abandon()
 
 
-def _is_on(strip: Strip, device: torch.device) -> bool:
+def _is_on(strip: Span, device: torch.device) -> bool:
     """Whether a strip lies on the device. On CPU everything would: there what lies in host memory is copied all the same."""
     return strip.memory is not None and strip.memory.device == device and device.type != "cpu"
 
@@ -209,7 +209,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         _torch.foreach_copy_(list(to), list(source), non_blocking=True)
 
 
-def views_in(buffer: Tensor | None, strips: Sequence[Strip], given: Callable[[Strip], Tensor | None]) -> list[Tensor]:
+def views_in(buffer: Tensor | None, strips: Sequence[Span], given: Callable[[Span], Tensor | None]) -> list[Tensor]:
     """For each strip what is `given`, else its part of `buffer`, bytes, in their order."""
     result: list[Tensor] = []
     at = 0
@@ -223,7 +223,7 @@ def views_in(buffer: Tensor | None, strips: Sequence[Strip], given: Callable[[St
     return result
 
 
-def whole_pages(view: Tensor, strip: Strip) -> Tensor:
+def whole_pages(view: Tensor, strip: Span) -> Tensor:
     """The bytes of a strip in a buffer, to the end of its last page."""
     storage: Any = view.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(

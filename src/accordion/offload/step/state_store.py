@@ -12,40 +12,40 @@ import torch
 from torch import Tensor
 
 from accordion.config import DEVICE, Offload, folder_of
-from accordion.engine.streams import Lane
+from accordion.engine.streams import SideStream
 from accordion.offload.arena import ALIGN_BYTES, Arena
-from accordion.offload.host_shards import Offloaded
-from accordion.offload.step.chunks import Area, Memory, Piece, Place, Todo, piece_numel, show
-from accordion.offload.step.optimizer_copy import Entry, Recipe, local_of
-from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DeviceStream, Passage, Stream
-from accordion.offload.swap_file import Spot, SwapFile, aligned_buffer
+from accordion.offload.host_shards import OffDeviceShards
+from accordion.offload.step.chunks import Chunk, Memory, ParamStep, Place, StateBlock, piece_numel, show
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of
+from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
+from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 
 log = logging.getLogger("accordion")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter whose step is streamed: its unit, param group, local tensor, and where it rests (see `Todo.home`)."""
+    """A parameter whose step is streamed: its unit, param group, local tensor, and where it rests (see `ParamStep.home`)."""
 
     unit: int
     offload: Offload
     group: int
     param: Tensor
     own: Tensor
-    home: tuple[Offloaded, int] | None
+    home: tuple[OffDeviceShards, int] | None
 
 
 class States:
     """Owns where the states of one optimizer lie, and the buffers of its steps: a few pieces are in memory, no more."""
 
     def __init__(
-        self, device: torch.device, pool: Callable[[], Any], lanes: tuple[Lane, Lane], checksums: bool
+        self, device: torch.device, pool: Callable[[], Any], lanes: tuple[SideStream, SideStream], checksums: bool
     ) -> None:
         self._device, self._pool, self._lanes, self._checksums = device, pool, lanes, checksums
         self._places: dict[int, tuple[Tensor, Place, Wanted]] = {}  # by id of the parameter, which is kept
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
-        self._passage = Passage(pool(), [])
+        self._passage = HostPipeline(pool(), [])
         self.host_bytes = 0  # of the states that were laid out there
         self._device_buffers: list[Tensor] = []
         self._pinned: Arena | None = None
@@ -62,7 +62,7 @@ class States:
         areas = [place.area for _, place, _ in self._places.values() if isinstance(place.area.store, SwapFile)]
         return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in areas), default=0)
 
-    def cover(self, wanted: Sequence[Wanted], recipe: Recipe) -> None:
+    def cover(self, wanted: Sequence[Wanted], recipe: OptimizerCopy) -> None:
         """Give a place to the states of each parameter that has none yet. Raises `OffloadError`, `UsageError` without room."""
         by_area: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
         for w in wanted:
@@ -110,7 +110,7 @@ class States:
             for key, dtype in keys.items():
                 bases[key] = base
                 base += numel * dtype.itemsize
-            area = Area(store, numel, keys, bases, itemsize, piece_numel(itemsize, self._total), *besides)
+            area = StateBlock(store, numel, keys, bases, itemsize, piece_numel(itemsize, self._total), *besides)
             for w, start in zip(members, starts, strict=True):
                 shown = {k: _shown(area, k, start, w.own) for k in keys}
                 self._places[id(w.param)] = (w.param, Place(area, start, shown), w)
@@ -136,7 +136,7 @@ class States:
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]
-            self._passage = Passage(self._pool(), self._buffers)
+            self._passage = HostPipeline(self._pool(), self._buffers)
         if over and (not self._device_buffers or self._device_buffers[0].numel() < over):
             self._device_buffers = [
                 torch.empty(over, dtype=torch.uint8, device=self._device) for _ in range(NUM_DEVICE_BUFFERS)
@@ -158,7 +158,7 @@ class States:
             file.flush()
         self.is_exposed = False
 
-    def todo(self, entries: Sequence[Entry]) -> list[Todo]:
+    def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
         """What is streamed of `entries`: all but those without a row on this rank, and those that are stepped as they lie."""
         found = []
         for entry in entries:
@@ -166,18 +166,18 @@ class States:
                 _, place, w = self._places[id(entry.param)]
                 if w.home is not None:
                     w.home[0].grads.settle(w.home[1])
-                found.append(Todo(entry, place, frozenset(k for k in place.shown if k in entry.state), w.home))
+                found.append(ParamStep(entry, place, frozenset(k for k in place.shown if k in entry.state), w.home))
         return found
 
-    def start(self, piece: Piece, step: Callable[[Piece, list[Tensor]], None]) -> Future[None]:
+    def start(self, piece: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
         """Let a piece that is stepped on the host pass."""
         return self._passage.start(piece, step)
 
-    def over_device(self, pieces: Sequence[Piece]) -> DeviceStream:
+    def over_device(self, pieces: Sequence[Chunk]) -> DevicePipeline:
         """A stream of pieces that are stepped on the device, once none passes on the host, which has the same buffers."""
         self._passage.rest()
         stream = Stream(pieces, self._pool(), self._buffers)
-        return DeviceStream(stream, len(pieces), self._device_buffers, self._lanes)
+        return DevicePipeline(stream, len(pieces), self._device_buffers, self._lanes)
 
 
 def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
@@ -189,14 +189,14 @@ def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
             home, i = w.home
             row = home.row(i)
             rests = [(w.own.dtype, home.own_spot(i) is not None), (w.own.dtype, home.grads.is_on_disk(i))]
-            rests += [] if row is None else [(row.dtype, isinstance(row, Spot))]
+            rests += [] if row is None else [(row.dtype, isinstance(row, FileRange))]
         smallest.append(min(dtype.itemsize for dtype, _ in rests))
         on_disk.append(sum(dtype.itemsize for dtype, is_on_disk in rests if is_on_disk))
         in_all.append(sum(dtype.itemsize for dtype, _ in rests))
     return min(smallest), max(on_disk), max(in_all)
 
 
-def _shown(area: Area, key: str, start: int, own: Tensor) -> Tensor:
+def _shown(area: StateBlock, key: str, start: int, own: Tensor) -> Tensor:
     dtype = area.keys[key]
     flat = area.store.mapped(area.starts[key] + start * dtype.itemsize, own.numel(), dtype)
     return flat.as_strided(own.shape, own.stride())

@@ -12,9 +12,9 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-from accordion.offload.step.optimizer_copy import Recipe
+from accordion.offload.step.optimizer_copy import OptimizerCopy
 
-StepUnit = Callable[[Unit, Optimizer, Recipe], None]
+StepUnit = Callable[[Unit, Optimizer, OptimizerCopy], None]
 PROMISE = "Offload(step_in_backward=True) promised one backward a step, no clipping and no scaler"
 
 
@@ -27,7 +27,7 @@ class InBackward:
     def __init__(self, step_unit: StepUnit) -> None:
         self._step_unit = step_unit
         self._optimizers: list[tuple[weakref.ref[Optimizer], type[Optimizer]]] = []
-        self._recipes: dict[int, Recipe] = {}  # of this backward, by place of the optimizer
+        self._recipes: dict[int, OptimizerCopy] = {}  # of this backward, by place of the optimizer
         self._waiting: Unit | None = None
         self._is_stepped = False
         self._task, self._seen = -1, set[int]()  # the backward under way, and the units that came in it
@@ -82,7 +82,7 @@ class InBackward:
             optimizer = reference()
             if optimizer is not None:
                 if i not in self._recipes:
-                    self._recipes[i] = Recipe(optimizer, kind)
+                    self._recipes[i] = OptimizerCopy(optimizer, kind)
                 self._step_unit(unit, optimizer, self._recipes[i])
 
     def end(self, engine: Engine) -> None:
@@ -108,6 +108,6 @@ def _end(steps: InBackward, reference: weakref.ref[Engine]) -> None:
 
 def refuse_in_backward(engine: Engine, what: str) -> None:
     """Raise `UsageError` where units are stepped in the backward, and `what` was asked for all the same."""
-    steps: object = getattr(engine.wiring.home, "in_backward", None)
+    steps: object = getattr(engine.context.home, "in_backward", None)
     if steps is not None:
         raise UsageError(f"{PROMISE}; {what} comes too late or too early for that: leave out one of them.")

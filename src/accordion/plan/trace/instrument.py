@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
-from accordion.engine.streams import Flight, Lane, Steps
+from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
 from accordion.plan.events import FETCH, REPLICATE, STORE, Category, Land, Launch, Phase, Wait
@@ -20,13 +20,13 @@ from accordion.plan.trace.tracker import Tracker, storages_of
 
 def watch(engine: Engine, tracker: Tracker) -> None:
     """Let the engine tell the tracker where it is. All by attributes of these objects, which nobody else has."""
-    wiring = engine.wiring
-    tracker.axes = {id(wiring.replicate.gather): "replicate", id(wiring.replicate.reduce): "replicate"}
-    lanes = {"gather": wiring.gather_lane, "reduce": wiring.reduce_lane, FETCH: wiring.fetch_lane}
-    if wiring.replicate_lane is not wiring.reduce_lane:
-        lanes[REPLICATE] = wiring.replicate_lane
-    if isinstance(wiring.home, Tiers):
-        lanes[STORE] = wiring.home._store_lane
+    context = engine.context
+    tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
+    lanes = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
+    if context.replicate_stream is not context.reduce_stream:
+        lanes[REPLICATE] = context.replicate_stream
+    if isinstance(context.home, Tiers):
+        lanes[STORE] = context.home._store_lane
     for name, lane in lanes.items():
         vars(lane)["start"] = partial(_start, lane, name, tracker)
     for name, phase in (("enters", Phase.FORWARD), ("comes_back", Phase.BACKWARD)):
@@ -56,7 +56,7 @@ def _taking(method: Callable[..., Any], tracker: Tracker, category: Category) ->
     return taking
 
 
-class _Traced(Flight):
+class _Traced(Transfer):
     """A flight whose landing, and the stream of what it does, are written down. `number`: of its launch."""
 
     __slots__ = ("name", "number", "tracker")
@@ -72,15 +72,21 @@ class _Traced(Flight):
         self.tracker.events.append(Land(self.number))
         super().land()
 
-    def join(self, lane: Lane) -> None:
+    def join(self, lane: SideStream) -> None:
         if self.name == "reduce":
             self.tracker.events.append(Wait(self.number, REPLICATE))
         super().join(lane)
 
 
 def _start(
-    lane: Lane, name: str, tracker: Tracker, steps: Steps, held: list[Any], what: str, after: Flight | None = None
-) -> Flight:
+    lane: SideStream,
+    name: str,
+    tracker: Tracker,
+    steps: Steps,
+    held: list[Any],
+    what: str,
+    after: Transfer | None = None,
+) -> Transfer:
     flight = _Traced.__new__(_Traced)
     flight.name, flight.number, flight.tracker = name, tracker.next_flight(), tracker
     tracker.events.append(Launch(flight.number, name))

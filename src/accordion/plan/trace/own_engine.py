@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accordion.engine.autograd import engine_of
-from accordion.engine.collectives import SENDING_RANKS, Link, Pending
+from accordion.engine.communicator import SENDING_RANKS, Communicator, Pending
 from accordion.offload.arena import Arena
 from accordion.offload.gradient_slots import Slot
-from accordion.offload.host_shards import Offloaded
+from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import COMPUTE, HOST
@@ -34,15 +34,15 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
-        engine.wiring.shard.one_node = run.shards <= run.node
-        engine.wiring.replicate.one_node = run.ranks <= run.node
+        engine.context.shard.one_node = run.shards <= run.node
+        engine.context.replicate.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.get("offload") is not None:
         tiers = tiers_of(engine)
         vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
         vars(tiers)["pool"] = AtOnce(tracker.paused)
         for group in [group for unit in engine.units for group in unit.groups]:
-            if isinstance(group.home, Offloaded):
+            if isinstance(group.home, OffDeviceShards):
                 group.home.grads.comes_from_device = run.device == "cuda"
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     return Rig(
@@ -69,16 +69,16 @@ class AtOnce:
         return future
 
 
-_make = Link.__init__
+_make = Communicator.__init__
 
 
-def _made_to_send(link: Link, group: Any, device: torch.device) -> None:
+def _made_to_send(link: Communicator, group: Any, device: torch.device) -> None:
     _make(link, group, device)
     link.is_gloo = True
     link.sends = 2 <= link.num_ranks <= SENDING_RANKS
 
 
-def _sends(link: Link, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
+def _sends(link: Communicator, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
     return [_Done() for _ in messages]
 
 
@@ -99,7 +99,7 @@ def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
     works = () if stream_ordered else (_Done(),)
 
     def said(kind: str, which: Callable[..., Sequence[Tensor]]) -> Callable[..., Pending]:
-        def say(link: Link, *args: Any) -> Pending:
+        def say(link: Communicator, *args: Any) -> Pending:
             tensors = which(*args)
             if link.num_ranks > 1 and tensors:
                 tracker.collective(kind, sum(t.numel() * t.itemsize for t in tensors), axis_of(link))
@@ -108,7 +108,7 @@ def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
 
         return say
 
-    def axis_of(link: Link) -> str:
+    def axis_of(link: Communicator) -> str:
         return tracker.axes.get(id(link), "shard")
 
     stand_ins: dict[str, Callable[..., Any]] = {
@@ -121,7 +121,7 @@ def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
         stand_ins |= {"__init__": _made_to_send, "send_each": _sends}
     with ExitStack() as stack:
         arena = {"__init__": _on(_rests_on(run), Arena.__init__, tracker)}
-        for owner, named in ((Link, stand_ins), (Arena, arena), (Slot, {"take": _slot_itself})):
+        for owner, named in ((Communicator, stand_ins), (Arena, arena), (Slot, {"take": _slot_itself})):
             for name, stand_in in named.items():
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, stand_in)

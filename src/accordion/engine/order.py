@@ -19,7 +19,7 @@ HISTORY = 32  # passes: what follows depends on them where gradients accumulate,
 MANY = 1024
 
 
-class Expected:
+class PassHistory:
     """Owns what came in the last pass of each kind (a forward, a backward), event by event, and which kind followed which.
 
     `begin`, `comes` and `end` say whether what comes was expected. After a surprise a pass is followed from where it fits.
@@ -93,7 +93,7 @@ class Expected:
         return known
 
 
-class Order:
+class UnitOrder:
     """Owns, for each unit and phase, the unit that followed it the last time.
 
     One surprise costs one wrong guess, not the whole trace (DeepSpeed drops it at the first mismatch). The answers

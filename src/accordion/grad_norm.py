@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link, reduced
+from accordion.engine.communicator import Communicator, reduced
 
 
 @dataclass(slots=True)
 class Part:
     """Tensors of which each rank of `links` has other rows; without links every rank has them whole."""
 
-    links: Sequence[Link]
+    links: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
 
 
@@ -30,7 +30,7 @@ def total_norm(parts: Sequence[Part], norm_type: float, device: torch.device) ->
     """
     zero = torch.zeros((), dtype=torch.float32, device=device)
     is_max = math.isinf(norm_type)
-    found: dict[tuple[int, ...], tuple[Sequence[Link], Tensor]] = {}
+    found: dict[tuple[int, ...], tuple[Sequence[Communicator], Tensor]] = {}
     for part in parts:
         key = tuple(id(link.group) for link in part.links)
         norms = _norms(part.tensors, norm_type, device) if part.tensors else [zero.view(1)]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.axis import Axis
-from accordion.engine.collectives import Pending
-from accordion.engine.home import local_view
+from accordion.engine.communicator import Pending
+from accordion.engine.gather import Axis
 from accordion.engine.layout import KIB, PACK_LIMIT_BYTES, Cut, aligned, columns, message
+from accordion.engine.shards import local_view
 from accordion.engine.streams import Steps
 
 PIECE_BYTES = 32 * 1024 * KIB  # received at once, at least: a hundred microseconds, several times what a launch costs
@@ -20,7 +20,7 @@ PIECE_BYTES = 32 * 1024 * KIB  # received at once, at least: a hundred microseco
 CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 
-class Plan:
+class ReducePlan:
     """How the gradients of some tensors are reduced over an axis: what is the same in every step.
 
     `sent`: the dtype of the gradients; `dtype`: of their sum. `taken`: large ones that, alone on the axis, are their own
@@ -85,14 +85,14 @@ class Plan:
         return sum(aligned(self.axis.num_ranks * (stop - start), self.dtype.itemsize) for _, start, stop in piece)
 
 
-class Reduction:
+class AxisReduce:
     """One reduce of a group over an axis: full gradients to this rank's rows of their sum, as `plan` says.
 
     All buffers are allocated when it is made; `load` fills them, `steps` communicates. Then `results` has the local rows of
     each tensor, `flag_sums` (num_flags,) the sums of the flags, and `out` is the one buffer behind all of them.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: ReducePlan, device: torch.device) -> None:
         self._plan, self._axis, self._msg = plan, plan.axis, plan.msg
         num, wire, msg = plan.axis.num_ranks, plan.wire, plan.msg
         self.out = out = torch.empty(msg.shard_numel, dtype=plan.dtype, device=device)

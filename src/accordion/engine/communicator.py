@@ -44,12 +44,12 @@ class Pending(NamedTuple):
     `sends`: begun by every rank before `works` end, and waited for then: a time-out would close gloo's connections.
     """
 
-    link: Link
+    link: Communicator
     works: Sequence[Any] = ()
     sends: Sequence[Any] = ()
 
 
-class Link:
+class Communicator:
     """One process group; every method returns what to wait for.
 
     On a stream-ordered backend calls run on the current stream with `asyncOp=False`: the default, True, moves them to a stream
@@ -153,12 +153,12 @@ class Link:
         return self._pending()
 
 
-def alone(device: torch.device) -> Link:
+def alone(device: torch.device) -> Communicator:
     """A link of one rank: nothing is ever said on it."""
-    return Link(None, device)
+    return Communicator(None, device)
 
 
-def own_communicator(link: Link, device: torch.device) -> Link:
+def own_communicator(link: Communicator, device: torch.device) -> Communicator:
     """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link.
 
     All models over one group share it, as they share the first: a program that shards many would run out of them, and of
@@ -171,7 +171,7 @@ def own_communicator(link: Link, device: torch.device) -> Link:
         name, (timeout, options) = f"accordion/{common_name([link])}", _torch.options_of(link.group, device)
         second = _torch.named_group(name, link.ranks, device, timeout, options)
         _torch.keep_companion(link.group, second)
-    return Link(second, device)
+    return Communicator(second, device)
 
 
 def carried(tensor: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def carried(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
-def gathered_rows(row: Tensor, link: Link) -> Tensor:
+def gathered_rows(row: Tensor, link: Communicator) -> Tensor:
     """(num_ranks, n): the 1-D `row` of every rank of a link of several; waits."""
     out = row.new_empty(link.num_ranks * row.numel())
     for work in link.gather([carried(out)], [carried(row)]).works:
@@ -187,7 +187,7 @@ def gathered_rows(row: Tensor, link: Link) -> Tensor:
     return out.view(link.num_ranks, -1)
 
 
-def reduced(value: Tensor, links: Sequence[Link], op: Any = dist.ReduceOp.SUM) -> Tensor:
+def reduced(value: Tensor, links: Sequence[Communicator], op: Any = dist.ReduceOp.SUM) -> Tensor:
     """`value` reduced over every link in place; waits."""
     for link in links:
         if link.num_ranks > 1:
@@ -195,12 +195,12 @@ def reduced(value: Tensor, links: Sequence[Link], op: Any = dist.ReduceOp.SUM) -
     return value
 
 
-def extremes(value: Tensor, links: Sequence[Link]) -> tuple[Tensor, Tensor]:
+def extremes(value: Tensor, links: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
     """The smallest and the largest of each element over all ranks; equal where all ranks hold the same."""
     return reduced(value.clone(), links, dist.ReduceOp.MIN), reduced(value.clone(), links, dist.ReduceOp.MAX)
 
 
-def broadcast(tensors: Sequence[Tensor], links: Sequence[Link]) -> None:
+def broadcast(tensors: Sequence[Tensor], links: Sequence[Communicator]) -> None:
     """Every tensor takes the value of the first rank of each link; waits. As bytes: gloo knows few dtypes."""
     for link in links:
         if link.num_ranks > 1:
@@ -211,7 +211,7 @@ def broadcast(tensors: Sequence[Tensor], links: Sequence[Link]) -> None:
                     tensor.detach().copy_(whole)
 
 
-def common_name(links: Sequence[Link]) -> str:
+def common_name(links: Sequence[Communicator]) -> str:
     """A name that nothing else of this job has, the same on all ranks; a collective."""
     if not links:
         return ""

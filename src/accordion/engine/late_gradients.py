@@ -10,7 +10,7 @@ from torch import Tensor
 MOST_PUT_OFF = 2  # calls whose gradients may travel on while the backward does
 
 
-class PutOff:
+class DelayedWrites:
     """Owns what writes the gradients of calls that still travel between the nodes of a hybrid, the oldest first."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class PutOff:
         self._writes.clear()
 
 
-class Undecided:
+class UndecidedGradients:
     """Owns, for each parameter without a gradient of this rank's own, what stands for one, and where it is counted who has one.
 
     A rank whose experts got no token learns from the reduce whether others' did. To ask at each unit would let the host

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.reduction import Reduction, dense
-from accordion.engine.streams import Flight, Steps
+from accordion.engine.reduce import AxisReduce, dense
+from accordion.engine.streams import Steps, Transfer
 from accordion.engine.watch import ADVICE
 
 if TYPE_CHECKING:
     from accordion.engine.group import Group
 
 
-class Reduced:
+class PendingReduce:
     """The gradients of a group on their way; `finish` gives this rank's rows of the sum, None where no rank had any."""
 
     def __init__(
@@ -28,13 +28,13 @@ class Reduced:
         sent: torch.dtype,
         ours: Sequence[bool],
     ) -> None:
-        self._group, self._chosen, wiring = group, chosen, group.wiring
+        self._group, self._chosen, context = group, chosen, group.context
         self._absent = [k for k, g in enumerate(grads) if g is None]
-        self._flight: Flight | None = None
-        self._outer: Flight | None = None  # in a hybrid the second one, over `replicate`
-        self.goes_on = wiring.shard.num_ranks > 1 and wiring.replicate.num_ranks > 1
+        self._flight: Transfer | None = None
+        self._outer: Transfer | None = None  # in a hybrid the second one, over `replicate`
+        self.goes_on = context.shard.num_ranks > 1 and context.replicate.num_ranks > 1
         self._results: Sequence[Tensor | None]
-        if wiring.num_ranks == 1:
+        if context.num_ranks == 1:
             self._results = [
                 None if g is None else dense(g, g.dtype, copy=not mine) for g, mine in zip(grads, ours, strict=True)
             ]
@@ -45,15 +45,15 @@ class Reduced:
             pairs = zip(chosen, grads, strict=True)
             present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
             ours = [mine or g is None for g, mine in zip(grads, ours, strict=True)]
-        reductions = [Reduction(plan, wiring.device) for plan in group.plans(chosen, sent)]
-        if wiring.reduce_lane.late:
+        reductions = [AxisReduce(plan, context.device) for plan in group.plans(chosen, sent)]
+        if context.reduce_stream.late:
             for r in reductions:
                 r.poison()
-        flags = group.flags(self._absent, len(chosen), wiring.shard.num_ranks, sent)
+        flags = group.flags(self._absent, len(chosen), context.shard.num_ranks, sent)
         reductions[0].load(present, flags, ours)
         self._first, self._last = reductions[0], reductions[-1]
         steps = self._first.steps() if self.goes_on else self._steps()
-        self._flight = wiring.reduce_lane.start(steps, self._first.held, group.reduces)
+        self._flight = context.reduce_stream.start(steps, self._first.held, group.reduces)
         self._results = self._last.results
         if self.goes_on and self._flight.ended:
             self._go_on()
@@ -65,7 +65,7 @@ class Reduced:
 
     def _outer_steps(self) -> Steps:
         """Over `replicate`, whose ranks hold sums of the same rows."""
-        first, last, replicate = self._first, self._last, self._group.wiring.replicate
+        first, last, replicate = self._first, self._last, self._group.context.replicate
         if last is not first:
             last.load(first.results, first.flag_sums.expand(replicate.num_ranks, -1), [True] * len(first.results))
             yield from last.steps()
@@ -76,7 +76,7 @@ class Reduced:
     def _go_on(self) -> None:
         """Begin what follows the first axis, on a lane of its own: the next unit's gradients need not wait for that."""
         assert self._flight is not None, "it has begun on the first axis"
-        lane, held = self._group.wiring.replicate_lane, self._first.buffers
+        lane, held = self._group.context.replicate_stream, self._first.buffers
         if self._last is not self._first:
             held = [*held, *self._last.held]
         self._flight.join(lane)
@@ -107,13 +107,15 @@ class Reduced:
 
     def _check(self) -> None:
         """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
-        group, watch = self._group, self._group.wiring.watch
-        if watch.looks(group.wiring.device) and group.reduce_dtype.itemsize >= 4:
+        group, watch = self._group, self._group.context.watch
+        if watch.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
             text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
             watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
 
-    def bring_home(self, adding: Sequence[bool], decide: bool = True) -> tuple[Sequence[Tensor | None], Flight | None]:
-        """`finish`, with rows where gradients rest, and the copy to there that is under way; see `Home.put`."""
+    def bring_home(
+        self, adding: Sequence[bool], decide: bool = True
+    ) -> tuple[Sequence[Tensor | None], Transfer | None]:
+        """`finish`, with rows where gradients rest, and the copy to there that is under way; see `ShardBuffer.put`."""
         rows, group = self.finish(decide), self._group
         made_by = (
             (self._outer or self._flight) if group.sums_are_shards else None
@@ -121,7 +123,7 @@ class Reduced:
         return group.home.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """For each chosen parameter without a gradient of this rank's, where it is counted how many have one; see `Undecided`."""
+        """For each chosen parameter without a gradient of this rank's, the place of the count of ranks that have one."""
         if not self._absent or self._flight is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self._absent)

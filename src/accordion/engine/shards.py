@@ -11,13 +11,13 @@ from torch import Tensor
 from accordion.engine.layout import Cut, Message, message
 
 if TYPE_CHECKING:
-    from accordion.engine.streams import Flight
+    from accordion.engine.streams import Transfer
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """(numel, dtype) -> a 1-D tensor of zeros."""
 
 
-class Home:
+class ShardBuffer:
     """Owns the shards of one group of parameters on one device, each in its own dtype.
 
     Shards of one dtype lie in one buffer in the order of `message`, so that packed shards are already the row that travels.
@@ -54,11 +54,11 @@ class Home:
     def num_bytes(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
-    def refresh(self, version: int) -> Flight | None:
+    def refresh(self, version: int) -> Transfer | None:
         """Bring what gathers read up to shards of `version`, which grows with each write; None where no copy is under way."""
         return None
 
-    def read_by(self, flight: Flight) -> None:
+    def read_by(self, flight: Transfer) -> None:
         """A copy that reads this home is under way: writes must wait for it."""
 
     def ready(self) -> None:
@@ -75,8 +75,8 @@ class Home:
         chosen: Sequence[int],
         rows: Sequence[Tensor | None],
         adding: Sequence[bool],
-        after: Flight | None = None,
-    ) -> tuple[Sequence[Tensor | None], Flight | None]:
+        after: Transfer | None = None,
+    ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Take reduced gradients of the parameters `chosen` to where those rest: local rows there, and the copy under way.
 
         `adding`: which of them the caller only adds to others, and then drops. `after`: the flight that makes the rows; None if
@@ -85,19 +85,19 @@ class Home:
         return rows, None
 
 
-class HomeMaker(Protocol):
+class ShardBufferMaker(Protocol):
     """What makes the home of a group: `unit` is the index of its unit, `gathered` the dtype in which it is gathered."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
-    ) -> Home: ...
+    ) -> ShardBuffer: ...
 
 
-def on_device(device: torch.device) -> HomeMaker:
+def on_device(device: torch.device) -> ShardBufferMaker:
     """Homes whose shards lie where the model computes."""
 
-    def make(unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> Home:
-        return Home(msg, rank, dtypes, zeros_on(device))
+    def make(unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> ShardBuffer:
+        return ShardBuffer(msg, rank, dtypes, zeros_on(device))
 
     return make
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
 
 
-class Window:
+class ModuleParams:
     """Owns the stack of full parameters that are shown in place of shards, one entry a call under way."""
 
     def __init__(self, module: nn.Module, params: Sequence[Param]) -> None:
@@ -165,13 +165,13 @@ class Window:
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:
-    """Put `Window.convert` before what torch does to the parameters of a module in `to`, `half`, `to_empty` and the like."""
+    """Put `ModuleParams.convert` before what torch does to the parameters of a module in `to`, `half` and `to_empty`."""
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, unit = of(), by()
         assert module is not None, "a module's method runs while the module lives"
-        if unit is not None and unit.habits.on_convert is not None and unit.engine.depth == 0:
-            unit.habits.on_convert()
+        if unit is not None and unit.unit_policy.on_convert is not None and unit.engine.depth == 0:
+            unit.unit_policy.on_convert()
             changed: nn.Module = module._apply(function, recurse)
             return changed
         if unit is None or unit.engine.suspended:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.collectives import Link, carried
-from accordion.engine.home import Home
+from accordion.engine.communicator import Communicator, carried
 from accordion.engine.layout import KIB, Cut, Message
+from accordion.engine.shards import ShardBuffer
 from accordion.engine.streams import Steps
 
 EXCHANGE_BYTES_PER_PEER = 256 * KIB  # below it latency rules and one reduce-scatter is a single launch
@@ -22,7 +22,12 @@ class Axis:
     """The ranks of one mesh axis: a link to gather, another to reduce, and how to reduce."""
 
     def __init__(
-        self, gather: Link, reduce: Link, *, one_node: bool, algorithm: Literal["auto", "exchange", "reduce_scatter"]
+        self,
+        gather: Communicator,
+        reduce: Communicator,
+        *,
+        one_node: bool,
+        algorithm: Literal["auto", "exchange", "reduce_scatter"],
     ) -> None:
         self.gather, self.reduce = gather, reduce
         self.num_ranks, self.rank = gather.num_ranks, gather.rank
@@ -38,7 +43,7 @@ class Axis:
         return self.one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
 
 
-class Room:
+class FullBuffer:
     """Owns the storage in which full tensors of one dtype stand, each parameter-major and padded to chunk * num_ranks rows.
 
     Writes of a gather go through `raw`, whose version counter is not the views': autograd may have saved a view,
@@ -92,13 +97,13 @@ class Room:
             self._is_open = False
 
 
-class Gathering:
+class AxisGather:
     """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time.
 
     Owns the packed message, one row a rank: it has memory from `open` to `close`, and views that are cut once.
     """
 
-    def __init__(self, axis: Axis, msg: Message, home: Home, room: Room) -> None:
+    def __init__(self, axis: Axis, msg: Message, home: ShardBuffer, room: FullBuffer) -> None:
         num = axis.num_ranks
         self._axis, self._msg, self._room = axis, msg, room
         cast = home.dtype != room.flat.dtype or num == 1 or home.away
@@ -119,7 +124,7 @@ class Gathering:
         # Made at the first run: torch cuts no storage of no bytes.
         self._sent: list[tuple[Sequence[Tensor], list[Tensor]]] = []
 
-    def _pack(self, packed: Tensor, home: Home, cast: bool) -> None:
+    def _pack(self, packed: Tensor, home: ShardBuffer, cast: bool) -> None:
         """Cut what travels packed into the rows of ranks and the parts of tensors."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
