@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
-from accordion.train.sources import PIECE_CHARS, Chunk, find, split_of
+from accordion.train.sources import PIECE_CHARS, Piece, find, split_of
 
 TEXTS = [f"document {i}\nwith two lines\n" for i in range(5)]
 
@@ -94,7 +94,7 @@ def test_the_standard_library_is_always_there() -> None:
     assert source.name == "stdlib"
     assert "argparse.py" in keys
     assert not any("test" in Path(key).parts for key in keys)
-    held = [key for key in keys if split_of(Chunk(key, "")) == "validation"]
+    held = [key for key in keys if split_of(Piece(key, "")) == "validation"]
     assert 0.02 < len(held) / len(keys) < 0.1
 
 

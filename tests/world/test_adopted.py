@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from accordion import dtensors
+from accordion.safety import dtensor_calls
 from tests.world.checks import assert_at_rest, assert_close, logged, run_all
 from tests.world.test_compat_fsdp2_parallel import Levels, Packed
 
@@ -156,7 +156,7 @@ def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(world):
 
 def one_asks(mesh) -> None:
     model = acc.shard(nn.Linear(8, 8), mesh=mesh, sync=True)
-    dtensors.WAIT_S = 0.2
+    dtensor_calls.WAIT_S = 0.2
     try:
         with logged() as messages:
             if mesh.get_rank():
@@ -164,7 +164,7 @@ def one_asks(mesh) -> None:
             model.weight.sum().item()
         assert any("waits for the other ranks' parts" in text for text in messages) == (mesh.get_rank() == 0)
     finally:
-        dtensors.WAIT_S = 10.0
+        dtensor_calls.WAIT_S = 10.0
 
 
 def test_a_rank_that_asks_alone_says_what_it_waits_for(world):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.offload.step.deferred_step import Job
+from accordion.offload.step.deferred_step import UnitStep
 from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss
@@ -76,9 +76,9 @@ def each_waits_for_its_own(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     begun, order = threading.Event(), []
-    real = Job.run
+    real = UnitStep.run
 
-    def run(job: Job) -> Any:
+    def run(job: UnitStep) -> Any:
         names = [name for name, p in model.named_parameters() if any(e.param is p for e in job.entries)]
         order.append(".".join(names[0].split(".")[:2]))
         if names[0].startswith("blocks.2"):
@@ -87,7 +87,7 @@ def each_waits_for_its_own(mesh) -> None:
 
     for step in range(2):
         one_loss(model, step).backward()
-        with mock.patch.object(Job, "run", run):
+        with mock.patch.object(UnitStep, "run", run):
             optimizer.step()
             if step == 1:
                 model.blocks[0].register_forward_hook(lambda *_: begun.set())

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion import pretrained
 from accordion.config import STRATEGIES
+from accordion.weights import pretrained
 from accordion.weights.pretrained import load_pretrained
 from tests import pool
 from tests.world import models

@@ -47,7 +47,7 @@ class Tiers:
     def __init__(
         self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], context: ShardingContext
     ) -> None:
-        self.offloads, self._wiring = offloads, context
+        self.offloads, self._context = offloads, context
         self.late = context.gather_stream.late
         self._store_lane = SideStream(context.device, context.watch, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
@@ -86,8 +86,8 @@ class Tiers:
     def states_of(self, optimizer: Optimizer) -> States:
         """Where an optimizer's states rest whose step is streamed, made at the first use."""
         if optimizer not in self.states:
-            lanes = self._wiring.fetch_stream, self._store_lane
-            self.states[optimizer] = States(self._wiring.device, self._threads, lanes, self._checksums)
+            lanes = self._context.fetch_stream, self._store_lane
+            self.states[optimizer] = States(self._context.device, self._threads, lanes, self._checksums)
         return self.states[optimizer]
 
     def _threads(self) -> ThreadPoolExecutor:
@@ -96,8 +96,8 @@ class Tiers:
     @cached_property
     def parking(self) -> ActivationOffload:
         """Where inputs of recomputed units wait off the device."""
-        lanes = self._wiring.fetch_stream, self._store_lane
-        return ActivationOffload(self._wiring.device, lanes, self._threads, self._checksums)
+        lanes = self._context.fetch_stream, self._store_lane
+        return ActivationOffload(self._context.device, lanes, self._threads, self._checksums)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -111,7 +111,7 @@ class Tiers:
 
     def _made(self, num_threads: int, name: str) -> ThreadPoolExecutor:
         """Threads that wait for events of this rank's device."""
-        return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._wiring.device))
+        return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._context.device))
 
     def guard(self, before_step: Callable[[Optimizer, Any, Any], None]) -> None:
         """Have torch call this before the step of any optimizer, once for all models and for good.
@@ -155,15 +155,15 @@ class Tiers:
     ) -> ShardBuffer:
         offload = self.offloads[unit]
         if not offload.offloads:
-            return on_device(self._wiring.device)(unit, msg, rank, dtypes, gathered)
+            return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)
         start = self._landed.get(unit, 0)
         self._landed[unit] = stop = start + paged_bytes(msg, dtypes)
         means = Means(
             allocate=self.arena.take,
             landing=self._landing[start:stop],
             grads=self._shelf(offload.rest_of_grads),
-            device=self._wiring.device,
-            fetch_stream=self._wiring.fetch_stream,
+            device=self._context.device,
+            fetch_stream=self._context.fetch_stream,
             store_lane=self._store_lane,
             pool=self._threads,
         )

@@ -302,7 +302,7 @@ def with_tiers(
     planned: Sequence[Sequence[GroupPlan]],
     policy: Offload | None = None,
 ) -> ShardingContext:
-    """The wiring whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
+    """The context whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
 
     `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
     `UsageError` on every rank where one has not enough.

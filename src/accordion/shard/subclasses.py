@@ -127,7 +127,7 @@ class Extended:
     def __init__(
         self, param: Param, dtype: torch.dtype, context: ShardingContext, mesh: DeviceMesh, policy: Any
     ) -> None:
-        self.param, self._dtype, self._wiring, self._mesh, self._policy = param, dtype, context, mesh, policy
+        self.param, self._dtype, self._context, self._mesh, self._policy = param, dtype, context, mesh, policy
         self._sizes: list[torch.Size] = []
         self.gathered: list[Tensor] = []
         self.inner: tuple[Tensor, ...] = ()
@@ -148,7 +148,7 @@ class Extended:
             stride = torch.empty(c.shape, device="meta").stride()
             tensors, metadata = pre(self._mesh, torch.Size(c.shape), stride, self._module(), self._policy)
         tensors = [_padded(t, c) for t in tensors]
-        self._sizes, num = [t.size() for t in tensors], self._wiring.shard.num_ranks
+        self._sizes, num = [t.size() for t in tensors], self._context.shard.num_ranks
         if not self.gathered:
             self.gathered = [t.new_empty(t.numel() * num) for t in tensors]
         for full in (*self.gathered, *self.inner):

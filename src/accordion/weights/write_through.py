@@ -68,7 +68,7 @@ class Fulls(_torch.DispatchMode):
 
     def __init__(self, context: ShardingContext) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wiring = context
+        self._context = context
         self._fulls: list[Full] = []
         self._by_storage: dict[int, Full] = {}
         self._places: dict[int, list[tuple[nn.Module, str, Full]]] = {}
@@ -77,7 +77,7 @@ class Fulls(_torch.DispatchMode):
 
     def stand_in(self, param: Param, places: Iterable[tuple[nn.Module, str]], kept: bool) -> None:
         """Register a full tensor in place of the shard of `param` at these places."""
-        full = Full(param, self._wiring.device, kept)
+        full = Full(param, self._context.device, kept)
         self._fulls.append(full)
         self._by_storage[id(full.storage)] = full
         for module, attr in places:
@@ -102,14 +102,14 @@ class Fulls(_torch.DispatchMode):
             if full.filled or func in VIEWS:
                 continue
             if func not in OVERWRITES or len(used) > 1 or first.untyped_storage() is not full.storage:
-                gather_into(full.data, full.param, self._wiring)
+                gather_into(full.data, full.param, self._context)
             full.filled = True
 
     def close(self, but: Iterable[Full] = ()) -> None:
         """Cut what stands open into rows and let its memory go, except where numpy shares it."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
-                full.take(full.data, self._wiring)
+                full.take(full.data, self._context)
             if full.storage.resizable():
                 full.storage.resize_(0)
                 full.filled = False
@@ -128,7 +128,7 @@ class Fulls(_torch.DispatchMode):
                     f"init put {'nothing' if given is None else f'another parameter of shape {tuple(given.shape)}'} in place "
                     f"of {full.param.name!r} of shape {tuple(full.data.shape)}; fill it in place, and tie or drop before shard()."
                 )
-            full.take(given.detach(), self._wiring)
+            full.take(given.detach(), self._context)
             self.written.add(id(full.storage))
             full.reset()
             module._parameters[attr] = full.tensor

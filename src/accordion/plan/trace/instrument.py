@@ -121,5 +121,5 @@ def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
             yield from _tensors_below(item, depth)
     elif depth and type(value).__module__.startswith("accordion.engine.") and hasattr(value, "__dict__"):
         for item in vars(value).values():
-            if type(item).__name__ not in ("Wiring", "Engine", "Unit"):
+            if type(item).__name__ not in ("ShardingContext", "Engine", "Unit"):
                 yield from _tensors_below(item, depth - 1)
