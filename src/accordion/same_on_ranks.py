@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -183,6 +183,21 @@ def on_every_rank(make: Callable[[], Made], context: ShardingContext) -> Made:
 
 
 # -- values
+
+
+def same_given(
+    given: Mapping[str, Any], watch: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
+) -> str:
+    """Empty where all ranks were given tensors of the same forms and values, and `also` the same; else what differs.
+
+    A collective. `given`: by a name that messages show; of what is no tensor its type is compared. `what` it is given to.
+    """
+    if not watch.listens:
+        return ""
+    sums = checksums({key: t for key, t in given.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)})
+    facts = {key: f"{form_of(value)} {sums.get(key, '')}".rstrip() for key, value in given.items()}
+    return differences({**facts, **(also or {})}, watch, f"compares what {what} is given")
+
 
 ValueOf = Callable[[Owned], Tensor | None]
 

@@ -14,10 +14,11 @@ from accordion import _torch
 from accordion.engine.autograd import engine_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
+from accordion.engine.watch import DivergenceMonitor
 from accordion.errors import DivergenceError, UsageError
 from accordion.offload.step.deferred_step import unit_of
 from accordion.offload.step.step_in_backward import refuse_in_backward
-from accordion.same_on_ranks import checksums, differences, form_of
+from accordion.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
@@ -201,11 +202,11 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
     wanted = {
         prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)
     }
-    if not all(_is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
+    if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
         _agree_on(engine, {key: given for key, given in state.items() if key.startswith(prefix)})
     for key, sharded in wanted.items():
         given, param = state.get(key), params[id(sharded)]
-        if not isinstance(given, Tensor) or given.shape != sharded.shape or _is_sharded_alike(given, sharded):
+        if not isinstance(given, Tensor) or given.shape != sharded.shape or is_sharded_alike(given, sharded):
             continue  # torch's own message names missing and misshapen tensors
         if isinstance(given, DTensor):
             given = given.full_tensor()
@@ -214,7 +215,7 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
         state[key] = _torch.as_dtensor(rows.contiguous(), sharded)
 
 
-def _is_sharded_alike(given: object, sharded: DTensor) -> bool:
+def is_sharded_alike(given: object, sharded: DTensor) -> bool:
     """Whether it is a tensor of which this rank's rows are those of a sharded parameter."""
     return (
         isinstance(given, DTensor)
@@ -225,12 +226,13 @@ def _is_sharded_alike(given: object, sharded: DTensor) -> bool:
 
 
 def _agree_on(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Raise `DivergenceError` on every rank where ranks load other tensors: each would cut its rows of another model."""
     settle(engine, "loads full tensors (load_state_dict)")
-    local = {k: t for k, t in state.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
-    sums = checksums(local)
-    facts = {f"{key!r}": f"{form_of(given)} {sums.get(key, '')}".rstrip() for key, given in state.items()}
-    unlike = differences(facts, engine.context.watch, "compares what load_state_dict is given")
+    refuse_others(state, engine.context.watch)
+
+
+def refuse_others(state: Mapping[str, Any], watch: DivergenceMonitor) -> None:
+    """Raise `DivergenceError` on every rank where ranks load other tensors: each would cut its rows of another model."""
+    unlike = same_given({f"{key!r}": given for key, given in state.items()}, watch, "load_state_dict")
     if unlike:
         raise DivergenceError(
             f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "

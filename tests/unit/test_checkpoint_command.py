@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import accordion.checkpoint.convert
 from accordion import cli
 from accordion.checkpoint import load, save
 from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.inspect import diff, verify
+from accordion.checkpoint.reading import Files
 from accordion.errors import CheckpointError, UsageError
 from tests.unit.test_checkpoint import Tied, trained
 
@@ -310,3 +312,70 @@ def test_diff_names_what_differs(tmp_path):
     assert found["only_second"] == ["model/2.weight", "model/2.bias"]
     assert found["kinds"]["model/0.weight"] == "F32 (3, 4) -> BF16 (3, 4)"
     assert found["values"] == {}
+
+
+# -- a writer beside the reader
+
+
+def replacing(monkeypatch, module, name, act):
+    """The first call of `module.name` comes after `act`."""
+    original, done = getattr(module, name), []
+
+    def first(*args, **kwargs):
+        if not done:
+            done.append(True)
+            act()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, first)
+
+
+def of_rows(rows):
+    return nn.Linear(4, rows, bias=False)
+
+
+@pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
+def test_what_is_replaced_while_it_goes_out_is_read_again(tmp_path, monkeypatch, kind):
+    save(tmp_path / "c", of_rows(3))
+    newer = of_rows(5)
+    replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / "c", newer))
+    export(tmp_path / "c", tmp_path / "out", kind)
+    convert(tmp_path / "out", tmp_path / "back")
+    found = of_rows(5)
+    load(tmp_path / "back", found)
+    assert torch.equal(found.weight, newer.weight)
+    assert sorted(os.listdir(tmp_path)) == ["back", "c", "out"]
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_what_is_replaced_while_it_is_compared_is_read_again(tmp_path, monkeypatch, which):
+    newer = of_rows(5)
+    for name in "ab":
+        save(tmp_path / name, of_rows(3) if name == which else newer)
+    replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / which, newer))
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert not any(found.values())
+
+
+@pytest.mark.parametrize("how", ["replaced", "written into"])
+def test_a_source_that_is_written_while_it_comes_in_is_refused(tmp_path, monkeypatch, how):
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        save_file({name[:7]: torch.ones(64)}, tmp_path / name)
+    index = {"weight_map": {"model-1": "model-1.safetensors", "model-2": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def write():
+        at = tmp_path / "model-2.safetensors"
+        if how == "replaced":
+            save_file({"model-2": torch.zeros(64)}, tmp_path / "new")
+            os.replace(tmp_path / "new", at)
+        else:
+            with open(at, "r+b") as file:
+                file.seek(-8, os.SEEK_END)
+                file.write(b"01234567")
+
+    replacing(monkeypatch, accordion.checkpoint.convert, "write", write)
+    with pytest.raises(CheckpointError, match=r"was written while it was read.*when its writer has ended"):
+        convert(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path, tmp_path / "out")

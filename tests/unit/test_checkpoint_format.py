@@ -1,6 +1,8 @@
 """Boxes against torch's own chunks, the manifest's text, and the values that JSON has no word for."""
 
+import contextlib
 import functools
+import gc
 import json
 import math
 import os
@@ -367,3 +369,29 @@ def test_pickles_are_for_other_formats_alone():
     found = {path.name: set(words.findall(path.read_text())) for path in files}
     assert {name for name, held in found.items() if held} == {"convert.py"}
     assert found["convert.py"] == {"torch.save("}
+
+
+def test_a_large_manifest_is_read_without_collections_of_garbage():
+    """They took more than half of the time: what is made is kept, and looked at again and again."""
+    chunk = {"file": "rank-00000.safetensors", "offset": [0], "shape": [1], "sums": ["0" * 8]}
+    tensors = {
+        f"t{i}": {"dtype": "U8", "shape": [1], "placements": None, "chunks": [{**chunk, "at": 8 + i}]}
+        for i in range(3000)
+    }
+    files = {"rank-00000.safetensors": {"bytes": 3008, "header_bytes": 8, "header_sum": "0" * 8}}
+    words = {"schema": fmt.SCHEMA, "checksum": "crc32", "piece_bytes": 64, "saved_by": {}, "aliases": {}, "extra": None}
+    words |= {"optimizer": None, "files": files, "tensors": tensors}
+    seen = []
+    gc.callbacks.append(lambda phase, about: seen.append(phase))
+    try:
+        for wrong in (0, 1):
+            files["rank-00000.safetensors"]["bytes"] += wrong
+            body = json.dumps(words, separators=(",", ":")).removesuffix("}").encode()
+            text = body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
+            seen.clear()
+            with pytest.raises(CheckpointError, match="its chunks end") if wrong else contextlib.nullcontext():
+                assert len(fmt.parse(text).tensors) == 3000
+            assert len(seen) <= 2, seen
+            assert gc.isenabled()
+    finally:
+        gc.callbacks.pop()

@@ -50,6 +50,10 @@ def web_of_schema(folder):
     (folder / "manifest.json").write_text('{"schema": 2, "name": "a page"}')
 
 
+def pipe(folder):
+    os.mkfifo(folder / "manifest.json")
+
+
 def with_notes(folder):
     save(folder, filled(1))
     (folder / "notes.txt").write_text("the best one")
@@ -65,6 +69,7 @@ def with_folder(folder):
     [
         (web, r"c holds index\.html beside a checkpoint, .*move it away or pass another path"),
         (web_of_schema, r"c exists and is no checkpoint, its manifest\.json is another program's"),
+        (pipe, r"c exists and is no checkpoint, its manifest\.json is another program's"),
         (with_notes, r"c holds notes\.txt beside a checkpoint"),
         (with_folder, r"c holds plots beside a checkpoint"),
     ],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +37,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return tmp_path / "work"
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """What opens a pipe waits for its writer for good: the test fails after a minute."""
+
+    def end(*_: object) -> None:
+        raise AssertionError("it waits for a pipe")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -151,6 +166,24 @@ def fifo(place: Path) -> list[str]:
     return ["--config", "run.yaml"]
 
 
+def pipe(name: str, *words: str, make: Callable[[Path], list[str]] = nothing) -> Callable[[Path], list[str]]:
+    """A file of a run that is a pipe, which nobody ever writes into."""
+
+    def made(place: Path) -> list[str]:
+        given = make(place)
+        (place / name).unlink(missing_ok=True)
+        os.mkfifo(place / name)
+        return [*given, *words]
+
+    return made
+
+
+def dataset(place: Path) -> list[str]:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a b c"] * 200}).save_to_disk(place / "set")
+    return []
+
+
 def no_cache(place: Path) -> list[str]:
     (place.parent / "cache").touch()
     return []
@@ -186,6 +219,35 @@ CASES = {
     "half a pair in bytes": (rows('{"text": "\\udfff"}\n'), "(\\udfff at character 0)"),
     "link to nothing": (dangling, "data.path 'text' is a link to 'nowhere', which does not exist."),
     "run file that is a pipe": (fifo, "run file 'run.yaml' is no regular file"),
+    "DeepSpeed file that is a pipe": (
+        pipe("ds.json", "--train.deepspeed", "ds.json"),
+        "DeepSpeed configuration 'ds.json' cannot be read: no regular file",
+    ),
+    "config that is a pipe": (
+        pipe("model/config.json", make=folder_with()),
+        "its config.json cannot be read: [Errno 22] no regular file",
+    ),
+    "tokenizer that is a pipe": (
+        pipe("model/tokenizer.json", make=folder_with(config__json=described())),
+        "model/tokenizer.json' is no tokenizer: no regular file",
+    ),
+    "weights that are a pipe": (
+        pipe("model/model.safetensors", make=pretrained),
+        "model.safetensors is no regular file",
+    ),
+    "index that is a pipe": (
+        pipe("model/model.safetensors.index.json", make=pretrained),
+        "model.safetensors.index.json is no regular file",
+    ),
+    "data that is a pipe": (pipe("lines.txt", "--data.path", "lines.txt"), "is neither a file nor a folder"),
+    "arrow file that is a pipe": (
+        pipe("set/data-00000-of-00001.arrow", "--data.path", "set", make=dataset),
+        "data-00000-of-00001.arrow' is no regular file",
+    ),
+    "manifest that is a pipe": (
+        pipe("ckpts/step-000005/manifest.json", make=resumed("ckpts/step-000005", checkpoint("llama-tiny"))),
+        "is no checkpoint: it has no manifest.json",
+    ),
     "cache that cannot be made": (
         no_cache,
         "which keeps tokenizers and tokens, cannot be used: Not a directory",
@@ -233,6 +295,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture[str], case: str) -> None:
     make, expected = CASES[case]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +12,9 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
 from accordion.errors import UsageError
+from accordion.train import tokens
 from accordion.train.config import DataConfig
-from accordion.train.sources import Source, find
+from accordion.train.sources import Chunk, Source, find
 from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
@@ -91,7 +95,7 @@ def test_nothing_is_written_before_it_is_kept(tmp_path: Path) -> None:
 
 def test_two_processes_may_write_the_same_cache(tmp_path: Path) -> None:
     source, cache = corpus(tmp_path), tmp_path / "cache"
-    vocabulary = train_vocabulary(source, 300)
+    vocabulary = train_vocabulary(source, 300, quiet)
     inner: list[TokenFiles] = []
 
     def meanwhile(*_: object) -> None:
@@ -123,7 +127,7 @@ def test_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folders_tokenizer(tmp_path: Path) -> None:
-    vocabulary = train_vocabulary(corpus(tmp_path), 300)
+    vocabulary = train_vocabulary(corpus(tmp_path), 300, quiet)
     assert folder_vocabulary(tmp_path, 5) is None
     (tmp_path / "tokenizer.json").write_text(vocabulary.spec)
     for end_id, expected in ((5, 5), ([7, 8], 7), (None, 0)):
@@ -140,7 +144,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 
 def test_training_is_deterministic(tmp_path: Path) -> None:
     source = corpus(tmp_path)
-    assert train_vocabulary(source, 400) == train_vocabulary(source, 400)
+    assert train_vocabulary(source, 400, quiet) == train_vocabulary(source, 400, quiet)
 
 
 @pytest.mark.parametrize("run", ["a", "1", "-", "_", " ", "\n", "é", "語", "\u0301"])
@@ -154,7 +158,7 @@ def test_the_trainer_meets_no_long_word(tmp_path: Path, monkeypatch: pytest.Monk
     text = "it is, " + run * 20000 + " and so on " * 500
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(Tokenizer, "train_from_iterator", train)
-    train_vocabulary(find(DataConfig(path=str(tmp_path / "a.txt"))), 300)
+    train_vocabulary(find(DataConfig(path=str(tmp_path / "a.txt"))), 300, quiet)
     words = [
         word for part in met for word, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
     ]
@@ -166,3 +170,33 @@ def test_text_without_long_runs_is_trained_on_as_it_is() -> None:
     text = "".join("a,é 1_"[i % 6] * (1 + i % LONGEST_WORD) for i in range(3000))
     assert list(_parted(text)) == [text]
     assert list(_parted("")) == [""]
+
+
+def test_what_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, said = corpus(tmp_path, 40), list[str]()
+    pieces = Source.pieces
+
+    def slow(self: Source) -> Iterator[Chunk]:
+        for piece in pieces(self):
+            time.sleep(0.01)
+            yield piece
+
+    monkeypatch.setattr(Source, "pieces", slow)
+    monkeypatch.setattr(tokens, "EVERY_S", 0.05)
+    vocabulary, _ = cached_vocabulary(source, 300, tmp_path / "cache", said.append)
+    assert re.fullmatch(r"training the tokenizer: 0\.0 million characters read, \d+ s", said[1])
+    said.clear()
+    cached_tokens(source, vocabulary, tmp_path / "cache", quiet, said.append)
+    assert re.fullmatch(r"tokenizing: 0\.0 million characters read, \d+ s", said[1])
+    said.clear()
+    cached_tokens(source, vocabulary, tmp_path / "cache", quiet, said.append)
+    assert said == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "accordion-told"]
+
+
+def test_characters_are_counted_as_they_are_read() -> None:
+    said = list[str]()
+    with tokens.Told("reading", said.append) as told:
+        read = list(told.counted(iter([Chunk("a", "x" * 1_500_000), Chunk("b", "y" * 1_000_000)])))
+        assert (told.chars, len(read)) == (2_500_000, 2)
+    assert said == []

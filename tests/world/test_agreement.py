@@ -6,15 +6,19 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
+from accordion import _torch
 from accordion.config import STRATEGIES
 from accordion.same_on_ranks import checksum
+from accordion.shard import same_mesh as meshes
 from tests.world import models
 from tests.world.checks import logged, mesh_of, one_loss
 from tests.world.reference import local_of, params_of
@@ -117,6 +121,82 @@ def test_models_that_differ_are_named_by_parameter_with_both_forms(world):
     assert first == second
     for name, (_, words) in BUILDS.items():
         assert words in first[name], first[name]
+
+
+# -- meshes
+
+
+def meshed(mesh: Any) -> list[str]:
+    """Ranks give meshes of other groups; what each is told. Then all give the same one, and train."""
+    rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
+    rows, columns = mesh["shard"], mesh["replicate"]
+    texts = []
+    for given in (
+        flat if rank == 0 else mesh,  # of all ranks, cut otherwise
+        (rows, columns, columns, rows)[rank],  # 0 waits for 1, that for 3, that for 2, that for 0
+        flat if rank else rows,  # 0 waits for 1, which waits for 0 in another
+    ):
+        strategy = acc.HYBRID_SHARD if given.ndim == 2 else acc.FULL_SHARD
+        time.sleep(4.0 if rank == 3 and given is flat else 0.0)  # the others have found out by then
+        began = time.monotonic()
+        with pytest.raises(acc.DivergenceError, match="gave other meshes and wait for each other") as caught:
+            acc.shard(models.plain(), mesh=given, strategy=strategy)
+        assert time.monotonic() - began < 30.0
+        texts.append(str(caught.value))
+        dist.barrier()
+    for given in (flat, rows, columns, rows):
+        model = acc.shard(models.plain(), mesh=given)
+        one_loss(model).backward()
+    return texts
+
+
+def test_meshes_of_other_groups_are_named_on_every_rank(world):
+    found = world.run_mesh((2, 2), ("replicate", "shard"), meshed, timeout_s=100)
+    for texts in zip(*found, strict=True):
+        assert len(set(texts)) == 1, texts
+    first, second, third = found[0]
+    assert "rank 0 gave (4,) of ranks [0, 1, 2, 3], rank 1 gave (2, 2) of ranks [0, 1, 2, 3]" in first
+    assert (
+        "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (2,) of ranks [1, 3], rank 2 gave (2,) of ranks [0, 2]" in second
+    )
+    assert "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (4,) of ranks [0, 1, 2, 3]" in third
+
+
+def some_first(mesh: Any) -> None:
+    """Ranks come to a mesh that they share from meshes that they do not: some wait for long, nobody is stuck."""
+    rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
+    if rank == 3:
+        time.sleep(5.0)
+    for given in (mesh["replicate"], flat) if rank in (1, 3) else (flat,):
+        model = acc.shard(models.plain(), mesh=given)
+        one_loss(model).backward()
+
+
+def test_ranks_that_come_late_from_another_mesh_are_waited_for(world):
+    world.run_mesh((2, 2), ("replicate", "shard"), some_first)
+
+
+def alone_on_it(mesh: Any) -> str:
+    """Rank 1 takes a mesh of its own; nobody comes to the one that rank 0 gives, and that says so within the job's time-out."""
+    text, both = "", mesh["replicate"].get_group()
+    if dist.get_rank():
+        acc.shard(models.plain(), mesh=mesh["shard"])
+    else:
+        with (
+            mock.patch.object(_torch, "timeout_s_of_job", return_value=2.0),
+            mock.patch.object(meshes, "MARGIN_S", 0.0),
+            pytest.raises(acc.DivergenceError) as caught,
+        ):
+            acc.shard(models.plain(), mesh=mesh, strategy=acc.HYBRID_SHARD)
+        text = str(caught.value)
+    dist.barrier(both)
+    return text
+
+
+def test_a_rank_with_a_mesh_of_its_own_is_named(world):
+    text = world.run_mesh((2, 1), ("replicate", "shard"), alone_on_it, timeout_s=40)[0]
+    assert "this rank gave a mesh of (2, 1) of ranks [0, 1] and waits for rank 1 (gave (1,) of ranks [1] last)" in text
+    assert "None of them came in 2 s" in text
 
 
 def valued(mesh: Any) -> str:

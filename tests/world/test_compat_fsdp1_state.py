@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -92,6 +93,47 @@ def test_full_state_dicts_on_the_first_rank(world):
     weights, state = world.run(2, full_state_dicts)[0]
     for num_ranks in (2, 4):
         world.run(num_ranks, loads_full, weights, state)
+
+
+def loads_apart(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any]) -> None:
+    """Rank 1 is given other values than rank 0, of weights or of the optimizer's state."""
+    model = FSDP(seeded(seed=7), auto_wrap_policy=POLICIES["module"], device_mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rank, name = dist.get_rank(), "last.bias"
+    before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+    with pytest.raises(acc.DivergenceError, match=rf"nothing was loaded|rank 1 has '{name}'"):
+        model.load_state_dict({**weights, name: weights[name] + rank})
+    assert all(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters())
+    of_it = state["state"][name]
+    grown = {**state, "state": {**state["state"], name: {**of_it, "exp_avg": of_it["exp_avg"] + rank}}}
+    later = {**state, "state": {**state["state"], name: {**of_it, "step": of_it["step"] + rank}}}
+    faster = {**state, "param_groups": [{**group, "lr": 0.1 * (rank + 1)} for group in state["param_groups"]]}
+    fewer = {**state, "state": {n: entry for n, entry in state["state"].items() if n != name or not rank}}
+    for given, told in (
+        (grown, rf"rank 1 has 'exp_avg' of '{name}' float32 \(\d+,\) with checksum \S+ \(rank 0: float32"),
+        (later, rf"rank 1 has 'step' of '{name}' float32 \(\) with checksum"),
+        (faster, r"rank 1 has 'lr' of group 0 0\.2 \(rank 0: 0\.1\)"),
+        (fewer, rf"rank 1 has 'step' of '{name}' not at all"),
+        ({} if rank else state, r"rank 1 has .* not at all"),
+    ):
+        for load in (
+            lambda given=given: FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True),
+            lambda given=given: FSDP.shard_full_optim_state_dict(given, model, optim=optimizer),
+        ):
+            with pytest.raises(acc.DivergenceError, match=r"optimizer's state .* nothing was loaded") as caught:
+                load()
+            assert re.search(told, str(caught.value)), str(caught.value)
+            assert not optimizer.state
+    FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+    assert optimizer.state
+    rows = FSDP.sharded_optim_state_dict(model, optimizer)
+    if rank == 0:  # rows are each rank's own affair
+        FSDP.flatten_sharded_optim_state_dict(rows, model, optimizer)
+
+
+def test_full_state_dicts_that_differ_are_refused_on_every_rank(world):
+    weights, state = world.run(2, full_state_dicts)[0]
+    world.run(2, loads_apart, weights, state)
 
 
 def sharded_and_ours(mesh: DeviceMesh, folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accordion.compat.fsdp2 as ours
 from accordion.compat.fsdp2.asked import say_once
+from accordion.errors import DivergenceError
 from tests.world import models
 from tests.world.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import (
@@ -279,6 +281,42 @@ def state_dicts(mesh) -> None:
 
 def test_state_dicts_of_every_kind(world):
     world.run(4, state_dicts)  # torch's own functions ask the whole job
+
+
+def loaded_apart(mesh, assign: bool, used: bool) -> None:
+    """Full tensors that are not the same on all ranks, of the whole model or of a block, before its first use or after it."""
+    rank, right = dist.get_rank(), models.seeded(9).state_dict()
+    model = sharded(ours, mesh)
+    if used:
+        one_loss(model).backward()
+    before = {n: t.to_local().clone() for n, t in model.state_dict().items()}
+    other = {**right, "blocks.1.up.weight": right["blocks.1.up.weight"] + rank}
+    block = {n.removeprefix("blocks.1."): t for n, t in other.items() if n.startswith("blocks.1.")}
+    whole = {n.removeprefix("blocks.1."): t for n, t in right.items() if n.startswith("blocks.1.")}
+    wrong = [
+        (
+            model,
+            other,
+            right,
+            r"rank 1 has 'blocks.1.up.weight' float32 \(\d+, \d+\) with checksum .* \(rank 0: float32",
+        ),
+        (model.blocks[1], block, whole, "rank 1 has 'up.weight' float32"),
+        (model, {}, right, "rank 1 has 'embed.weight' not at all .rank 0: float32"),
+    ]
+    for module, mine, others, message in wrong:
+        with pytest.raises(DivergenceError, match="nothing was loaded") as caught:
+            module.load_state_dict(mine if rank == 1 else others, assign=assign)
+        assert re.search(message, str(caught.value)), str(caught.value)
+        assert_equal({n: t.to_local() for n, t in model.state_dict().items()}, before)
+    model.load_state_dict(right, assign=assign)
+    assert_equal(params_of(model), right)
+    one_loss(model).backward()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_full_tensors_that_differ_are_refused_before_anything_changes(world, assign, used):
+    world.run(2, loaded_apart, assign, used)
 
 
 def exchanged(mesh, folder: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from accordion.checkpoint.format import MANIFEST, parse
 from accordion.errors import CheckpointError, UsageError
+from accordion.files import NOT_REGULAR, open_regular
 
 LOCK = ".lock"  # in a folder that is being written; a crash leaves the file behind, and not the lock
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -129,12 +130,17 @@ def foreign_in(path: Path) -> list[str]:
 def _is_ours(path: Path, held: list[str]) -> bool:
     """Whether the manifest is one of ours, be it damaged or of another version."""
     try:
-        text = (path / MANIFEST).read_bytes()
+        with open_regular(path / MANIFEST) as file:
+            text = file.read()
         parse(text)
     except FileNotFoundError:
         return True  # another job has removed it, or is replacing it
     except CheckpointError:
         return BEGINS.match(text) is not None and any(map(RANK_FILE.fullmatch, held))
+    except OSError as error:
+        if error.strerror == NOT_REGULAR:
+            return False
+        raise
     return True
 
 

@@ -21,12 +21,13 @@ from accordion.checkpoint.foreign import Foreign, open_foreign
 from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
 from accordion.checkpoint.load import whole
 from accordion.checkpoint.manifest_of_files import described
-from accordion.checkpoint.reading import Files, Read, opened
+from accordion.checkpoint.reading import DCP_METADATA, Files, Read, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
 from accordion.checkpoint.writing import layout, write
 from accordion.errors import CheckpointError, UsageError
 
+READ_SUFFIXES, READ_NAMES = (".safetensors", ".distcp"), (HF_INDEX, DCP_METADATA)
 FORMATS = ("hf", "dcp", "torch")
 SHARD_BYTES = 4 * 2**30  # of one safetensors file that is exported
 LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # what stands beside weights in a folder of transformers
@@ -56,15 +57,28 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
 
 def _converted(source: Path, target: str | os.PathLike[str]) -> Foreign:
+    before = _stamp(source)
     found, folder = open_foreign(source), folder_at(target)
     begun = folder.begin(secrets.token_hex(4))
     try:
         _write(found, begun)
+        if _stamp(source) != before:
+            raise CheckpointError(
+                f"{source} was written while it was read, and may have been mixed; convert it when its writer has ended."
+            )
         folder.commit(begun)
     except BaseException:
         begun.discard()
         raise
     return found
+
+
+def _stamp(source: Path) -> dict[str, tuple[int, ...]]:
+    """Another one once a file that may be read has been written or replaced."""
+    inside = sorted(source.iterdir()) if source.is_dir() else [source]
+    read = [path for path in inside if path == source or path.suffix in READ_SUFFIXES or path.name in READ_NAMES]
+    stats = {path.name: path.stat() for path in read if path.exists()}
+    return {name: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats.items()}
 
 
 def _write(found: Foreign, begun: Folder) -> None:
@@ -120,7 +134,12 @@ def export(
     at = to.path
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
-    folder = checkpoint_at(source)
+    return steady(lambda: checkpoint_at(source), lambda folder: _export(folder, at, kind, like, dtype))
+
+
+def _export(
+    folder: Folder, at: Path, kind: str, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
+) -> list[str]:
     with closing(opened(folder)) as files:
         _check_model(files)
         begun = at.with_name(f".{at.name}.tmp")

@@ -21,6 +21,7 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import DIGITS, LONGEST_PIECE
 from accordion.checkpoint.json_values import DEEPEST, Json
 from accordion.errors import CheckpointError
+from accordion.garbage import without_collections
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -187,19 +188,24 @@ def parse(text: bytes) -> Manifest:
     Raises `CheckpointError` saying what is wrong; the caller adds where.
     """
     try:
-        words = json.loads(text, object_pairs_hook=without_twins)
-        if words["schema"] != SCHEMA:
-            raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}.")
-        tail = TAIL.fullmatch(text[-TAIL_BYTES:])
-        if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
-            raise CheckpointError("it is damaged: its own checksum does not fit.")
-        return _manifest(words)
+        with without_collections():
+            return _parsed(text)
     except CheckpointError as error:
         if len(str(error)) <= LONGEST_QUOTE:
             raise
         raise CheckpointError(f"{str(error)[:LONGEST_QUOTE]}...") from None
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"it is damaged: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _parsed(text: bytes) -> Manifest:
+    words = json.loads(text, object_pairs_hook=without_twins)
+    if words["schema"] != SCHEMA:
+        raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}.")
+    tail = TAIL.fullmatch(text[-TAIL_BYTES:])
+    if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
+        raise CheckpointError("it is damaged: its own checksum does not fit.")
+    return _manifest(words)
 
 
 def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
@@ -271,8 +277,10 @@ def _file(name: str, words: Json, kind: str) -> File:
 
 
 def _check_sums(name: str, sums: Sequence[str], kind: str) -> None:
-    if not all(isinstance(text, str) and len(text) == DIGITS[kind] for text in sums):
-        raise CheckpointError(f"the checksums of {name} are not of the kind {kind}.")
+    digits = DIGITS[kind]
+    for text in sums:
+        if not isinstance(text, str) or len(text) != digits:
+            raise CheckpointError(f"the checksums of {name} are not of the kind {kind}.")
 
 
 def _check_bytes(manifest: Manifest) -> None:
@@ -300,10 +308,10 @@ def _entry(name: str, words: Json) -> Entry:
     dtype, shape, placements = words["dtype"], _sizes(words["shape"]), words["placements"]
     if dtype not in DTYPES:
         raise CheckpointError(f"{name} has the unknown dtype {str(dtype)[:100]!r}.")
-    if math.prod(max(1, rows) for rows in shape) > MOST_ELEMENTS:
+    if math.prod(shape if all(shape) else [max(1, rows) for rows in shape]) > MOST_ELEMENTS:
         raise CheckpointError(f"{name} of shape {str(shape)[:100]} is absurd.")
-    chunks = tuple(_chunk(name, shape, chunk) for chunk in words["chunks"])
-    held, numel = sum(chunk.box.numel for chunk in chunks), math.prod(shape)
+    chunks = tuple([_chunk(name, shape, chunk) for chunk in words["chunks"]])
+    held, numel = sum([chunk.box.numel for chunk in chunks]), math.prod(shape)
     if held != numel:
         raise CheckpointError(f"{name} has {numel} elements and its chunks have {held}.")
     if len(chunks) > 1 and not _apart([chunk.box for chunk in chunks]):
@@ -342,8 +350,9 @@ def _chunk(name: str, shape: tuple[int, ...], words: Json) -> Chunk:
     file, box = words["file"], Box(_sizes(words["offset"]), _sizes(words["shape"]))
     if not _is_plain(file):
         raise CheckpointError(f"a chunk of {name} names {file!r}, which is not the plain name of a safetensors file.")
-    if any(start + size > rows for start, size, rows in zip(box.offset, box.shape, shape, strict=True)):
-        raise CheckpointError(f"a chunk of {name} at {box.offset} of size {box.shape} leaves its shape {shape}.")
+    for start, size, rows in zip(box.offset, box.shape, shape, strict=True):
+        if start + size > rows:
+            raise CheckpointError(f"a chunk of {name} at {box.offset} of size {box.shape} leaves its shape {shape}.")
     if not box.numel:
         raise CheckpointError(f"a chunk of {name} is empty.")
     return Chunk(file, box, _size(words["at"]), tuple(words["sums"]))
@@ -364,4 +373,7 @@ def _size(word: Json) -> int:
 def _sizes(words: Json) -> tuple[int, ...]:
     if len(words) > MOST_DIMS:
         raise CheckpointError(f"a tensor of {len(words)} dims is absurd.")
-    return tuple(_size(word) for word in words)
+    for word in words:  # a manifest has hundreds of thousands: no call for each
+        if type(word) is not int or word < 0:
+            _size(word)
+    return tuple(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from accordion.checkpoint.format import Entry, Manifest
 from accordion.checkpoint.load import whole
 from accordion.checkpoint.manifest_of_files import OF_RANKS
 from accordion.checkpoint.reading import Files, Read, faults_in, opened, read_manifest, steady
-from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.checkpoint.storage.folders import Folder, checkpoint_at
 from accordion.errors import CheckpointError
 
 BLOCK = 2**22  # elements that are compared at once
@@ -61,11 +62,12 @@ def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> dict[str
     most. What ranks keep of `state` is not compared; what they keep of the optimizer is. Host memory: twice the largest tensor.
     Every byte is checked first. Raises `CheckpointError` where one of them is damaged.
     """
-    folders = [checkpoint_at(path) for path in (one, other)]
-    with (
-        closing(opened(folders[0])) as a,
-        closing(opened(folders[1])) as b,
-    ):
+    first, second = partial(checkpoint_at, one), partial(checkpoint_at, other)
+    return steady(first, lambda a: steady(second, lambda b: _diff(a, b)))
+
+
+def _diff(first: Folder, second: Folder) -> dict[str, Any]:
+    with closing(opened(first)) as a, closing(opened(second)) as b:
         for files in (a, b):
             files.check_sizes()
             faults = files.faults(_all_of(files.manifest))

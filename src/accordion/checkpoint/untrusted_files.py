@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +16,7 @@ from torch import Tensor
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
 from accordion.checkpoint.manifest_of_files import LENGTH_BYTES, Stored
 from accordion.errors import CheckpointError
+from accordion.files import NOT_REGULAR, open_regular
 
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
@@ -27,13 +27,10 @@ BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowE
 def opened(path: Path) -> BinaryIO:
     """A regular file. Raises `CheckpointError` for every other: a pipe would wait for its writer, a device has no end."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}.") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise CheckpointError(f"{path} is no regular file; only those are read.")
-    return os.fdopen(handle, "rb")
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} {'is' if why == NOT_REGULAR else 'cannot be opened:'} {why}.") from error
 
 
 def size_of(file: BinaryIO) -> int:

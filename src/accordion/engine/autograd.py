@@ -37,7 +37,7 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "gather", "inputs", "kept", "number", "reached", "reads_back", "root", "shown"),
+        *("__weakref__", "gather", "inputs", "kept", "number", "reached", "needs_full_in_backward", "root", "shown"),
         *("staged", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
     )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from accordion.errors import UsageError
+from accordion.garbage import without_collections
 
 
 def language_model(config: Any, where: str) -> nn.Module:
@@ -29,18 +28,6 @@ def language_model(config: Any, where: str) -> nn.Module:
     except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
         raise UsageError(f"{where} is no causal language model that transformers can build: {brief(error)}") from None
     return model.train()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """No garbage collection meanwhile: in the import of transformers it takes a quarter of the time."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def end_at_once() -> None:

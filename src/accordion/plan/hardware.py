@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from accordion.errors import UsageError
+from accordion.files import read_text
 
 GIB, GB = 2**30, 10**9
 OUTSIDE_BYTES = 2 * GIB  # of the card: context, NCCL's buffers, kernels; what torch does not count
@@ -200,7 +201,7 @@ class Cluster:
 def gpu_from(path: Path) -> Gpu:
     """The card in a file of `accordion plan --measure`. Raises `UsageError`."""
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))["card"]
+        card = json.loads(read_text(path))["card"]
         made = Gpu(**card)
     except FileNotFoundError:
         raise UsageError(f"no measured card at {path}; `accordion plan --measure` writes one.") from None

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from accordion import _torch
 from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
-from accordion.models.language import brief, language_model, without_collections
+from accordion.garbage import without_collections
+from accordion.models.language import brief, language_model
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
 

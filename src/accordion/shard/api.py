@@ -51,6 +51,7 @@ from accordion.shard.activations import checkpoint_forward
 from accordion.shard.entry_points import check_entry_point
 from accordion.shard.keep_freed_memory import keep_what_is_freed
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
+from accordion.shard.same_mesh import same_mesh
 from accordion.shard.subclasses import check_extended, extended_groups, extended_rows, is_extended, rows_mesh
 from accordion.state import attach_state_dict_hooks
 from accordion.units import (
@@ -247,8 +248,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> ShardingContext:
-    """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective."""
+    """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective.
+
+    Raises `DivergenceError` on every rank where ranks give meshes that do not fit each other.
+    """
     device = device_of(mesh)
+    same_mesh(mesh)
     if device.type == "cpu":
         keep_what_is_freed()
     links = [Communicator(mesh.get_group(i), device) for i in range(mesh.ndim)]

@@ -1,4 +1,4 @@
-"""The heap of the C library, which is all that stands between torch and the system on a CPU."""
+"""The heap of the C library: all that stands between torch and the system on a CPU."""
 
 import contextlib
 import ctypes

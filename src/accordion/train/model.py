@@ -11,6 +11,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.errors import UsageError
+from accordion.files import read_text
 from accordion.models.language import brief
 from accordion.train.config import PRESETS, DataConfig, ModelConfig
 
@@ -24,7 +25,7 @@ def check_folder(path: str) -> dict[str, Any]:
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = json.loads(read_text(folder / "config.json"))
     except FileNotFoundError:
         raise UsageError(f"model.path {path!r} is no model: it has no config.json.") from None
     except (OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from zlib import crc32
 
 from accordion.config import nearest
 from accordion.errors import UsageError
+from accordion.files import NOT_REGULAR
 from accordion.train.config import DataConfig
 
 Split = Literal["train", "validation"]
@@ -81,6 +82,9 @@ def find(config: DataConfig) -> Source:
     if path.is_dir():
         if any((path / mark).is_file() for mark in DATASET_MARKS):
             files = [(path.name, path, _datasets)]
+            odd = [p for p in sorted(path.rglob("*")) if p.exists() and not (p.is_file() or p.is_dir())]
+            if odd:
+                raise UsageError(f"data file {str(odd[0])!r} is {NOT_REGULAR}.")
         else:
             files = [(str(p.relative_to(path)), p, _reader_in_folder(p)) for p in _walk(path)]
         if not files:

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accordion.errors import UsageError
+from accordion.files import NOT_REGULAR
 from accordion.train.sources import Piece, Source, Split, split_of
 
 FORMAT = 2  # of the cache; a change of the code below that changes tokens takes the next number
@@ -27,6 +30,7 @@ TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
 LONGEST_WORD = 1024  # letters, or blanks, or signs without any other between them; longer ones are data, not words
 ONE_KIND = re.compile(r"[^\W_]*|(?:[^\w\s]|_)*|\s*")  # what the tokenizer never parts: letters, signs, blanks
 BATCH_CHARS = 4 << 20  # encoded at once, by the threads of the tokenizers library
+EVERY_S = 10.0  # between lines about how far it is
 SPOOL_BYTES = 256 << 20  # held in memory until the data is known to be usable
 TAIL_SHARE = 20  # where no document falls to validation, the last 1/20 of the tokens does
 Files = dict[Split, IO[bytes]]
@@ -74,7 +78,35 @@ class TokenFiles:
         return Tokenizer.from_file(str(Path(self.folder, "tokenizer.json")))
 
 
-def train_vocabulary(source: Source, size: int) -> Vocabulary:
+class Told:
+    """Says now and then how far something is that takes long: a thread of its own does, as libraries hold the caller's."""
+
+    def __init__(self, what: str, say: Say) -> None:
+        """`what` goes on, for the line. Whoever reads text counts its characters in `chars`."""
+        self.what, self.chars, self._say = what, 0, say
+        self._ended, self._began = threading.Event(), time.monotonic()
+        self._thread = threading.Thread(target=self._tell, daemon=True, name="accordion-told")
+
+    def __enter__(self) -> Told:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _tell(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            seconds = time.monotonic() - self._began
+            self._say(f"{self.what}: {self.chars / 1e6:,.1f} million characters read, {seconds:.0f} s")
+
+    def counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            self.chars += len(piece.text)
+            yield piece
+
+
+def train_vocabulary(source: Source, size: int, say: Say) -> Vocabulary:
     """A byte-level BPE tokenizer trained on the training split. Raises `UsageError` where there is no text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,14 +117,16 @@ def train_vocabulary(source: Source, size: int) -> Vocabulary:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((part for text in _training_text(source) for part in _parted(text)), trainer)
+    with Told("training the tokenizer", say) as told:
+        texts = _training_text(told.counted(source.pieces()))
+        tokenizer.train_from_iterator((part for text in texts for part in _parted(text)), trainer)
     return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=0)
 
 
-def _training_text(source: Source) -> Iterator[str]:
+def _training_text(pieces: Iterator[Piece]) -> Iterator[str]:
     """The training split up to a limit; all of a small source that has only validation by its hash."""
     chars, spare = 0, []
-    for piece in source.pieces():
+    for piece in pieces:
         if split_of(piece) == "train":
             yield piece.text
             chars += len(piece.text)
@@ -120,8 +154,10 @@ def _parted(text: str) -> Iterator[str]:
 def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabulary | None:
     """The tokenizer of a model's folder, None where it has none. `end_id`: what its config.json says."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         return None
+    if not path.is_file():
+        raise UsageError(f"{str(path)!r} is no tokenizer: {NOT_REGULAR}.")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -143,7 +179,7 @@ def cached_vocabulary(source: Source, size: int, cache: Path, say: Say) -> tuple
         held.tokenizer()
     except Exception:  # absent, damaged or of another version: trained again
         say(f"training a tokenizer on {source.label} (once; kept in {path.parent})")
-        vocabulary = train_vocabulary(source, size)
+        vocabulary = train_vocabulary(source, size, say)
         return vocabulary, lambda: write_whole(path, json.dumps(asdict(vocabulary)))
     return held, lambda: None
 
@@ -163,7 +199,8 @@ def cached_tokens(
             raise ValueError(f"token files in {folder} do not have {sizes} tokens")
     except (OSError, ValueError, TypeError):  # absent or damaged: made again
         say(f"tokenizing {source.label} (once; kept in {folder.parent})")
-        return _tokenize(source, vocabulary, folder, accept)
+        with Told("tokenizing", say) as told:
+            return _tokenize(source, told.counted(source.pieces()), vocabulary, folder, accept)
     accept(held.num_train, held.num_validation)
     return held
 
@@ -172,14 +209,20 @@ def _key(*parts: str) -> str:
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
 
 
-def _tokenize(source: Source, vocabulary: Vocabulary, folder: Path, accept: Callable[[int, int], None]) -> TokenFiles:
+def _tokenize(
+    source: Source,
+    pieces: Iterator[Piece],
+    vocabulary: Vocabulary,
+    folder: Path,
+    accept: Callable[[int, int], None],
+) -> TokenFiles:
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
     near = str(_place_for(folder))
     tokenizer, num_documents = vocabulary.tokenizer(), 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
-        for split, ids, ends in _encoded(source, tokenizer, vocabulary.end_id):
+        for split, ids, ends in _encoded(pieces, tokenizer, vocabulary.end_id):
             files[split].write(np.asarray(ids, dtype).tobytes())
             num_documents += ends
         if num_documents == 0:
@@ -210,8 +253,8 @@ def _place_for(folder: Path) -> Path:
     return near
 
 
-def _encoded(source: Source, tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:
-    for batch in _batches(source.pieces()):
+def _encoded(pieces: Iterator[Piece], tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:
+    for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
             yield split_of(piece), encoding.ids + [end_id] * piece.ends, piece.ends

@@ -354,7 +354,7 @@ def open_folder(folder: Path, stack: ExitStack) -> dict[str, Rows]:
 
 def _places(folder: Path) -> dict[str, str] | None:
     """The file of each tensor as the index says; None where one file holds all. Only files of the folder itself count."""
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).exists() and not (folder / SINGLE).is_dir():
         return None
     if not (folder / INDEX).exists():
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; other formats are not read.")

@@ -32,6 +32,7 @@ from accordion.config import (
     nearest,
 )
 from accordion.errors import UsageError
+from accordion.files import read_text
 
 log = logging.getLogger("accordion")
 STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
@@ -103,7 +104,7 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(source, (str, Path)):
         raise UsageError(f"read() takes the path of a ds_config.json or a dict, not {type(source).__name__}.")
     try:
-        content = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        content = json.loads(read_text(source), object_pairs_hook=_once)
     except OSError as error:
         raise UsageError(f"DeepSpeed configuration {str(source)!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

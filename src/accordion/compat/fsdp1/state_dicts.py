@@ -135,7 +135,8 @@ class StateDicts(Wrapper):
         settings = StateDicts.get_state_dict_type(model)
         engines = engines_of(model, OPTIM)
         from_first = engines[0] if getattr(settings.optim_state_dict_config, "rank0_only", False) else None
-        result = states.state_by_id(model, optim, optim_state_dict, engines, from_first)
+        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        result = states.state_by_id(model, optim, optim_state_dict, engines, full=full, from_first=from_first)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -161,14 +162,14 @@ class StateDicts(Wrapper):
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a full one that every rank has."""
-        return states.state_by_id(model, _given(optim), full_optim_state_dict, engines_of(model, OPTIM), None)
+        return states.state_by_id(model, _given(optim), full_optim_state_dict, engines_of(model, OPTIM), full=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a sharded one."""
-        return states.state_by_id(model, optim, sharded_optim_state_dict, engines_of(model, OPTIM), None)
+        return states.state_by_id(model, optim, sharded_optim_state_dict, engines_of(model, OPTIM), full=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -180,7 +181,9 @@ class StateDicts(Wrapper):
     ) -> dict[str, Any]:
         """The older name of `optim_state_dict_to_load` for a full one that the first rank has."""
         engines = engines_of(model, OPTIM)
-        return states.state_by_id(model, _given(optim), full_optim_state_dict or {}, engines, engines[0])
+        return states.state_by_id(
+            model, _given(optim), full_optim_state_dict or {}, engines, full=True, from_first=engines[0]
+        )
 
     @staticmethod
     def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch.optim import Optimizer
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
-from accordion.errors import UsageError
-from accordion.state import is_first_rank
+from accordion.errors import DivergenceError, UsageError
+from accordion.same_on_ranks import same_given
+from accordion.state import is_first_rank, settle
 
 CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -120,12 +122,21 @@ def named_state(
 
 
 def state_by_id(
-    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], engines: list[Engine], from_first: Engine | None
+    model: nn.Module,
+    optim: Optimizer,
+    state: Mapping[str, Any],
+    engines: list[Engine],
+    *,
+    full: bool,
+    from_first: Engine | None = None,
 ) -> dict[str, Any]:
     """What `optim.load_state_dict` takes, from a state dict by qualified name, full or sharded.
 
-    `from_first`: the engine whose first rank alone has it; collective then. Raises `UsageError` where parameter groups differ.
+    `full`: collective then; raises `DivergenceError` on every rank where ranks were given other states. `from_first`: the
+    engine whose first rank alone has it; collective then. Raises `UsageError` where parameter groups differ.
     """
+    if full and from_first is None:
+        _agree_on(state, engines[0])
     params = params_of(engines)
     groups = _shared(state["param_groups"] if state else None, from_first)
     if groups is None:
@@ -153,6 +164,34 @@ def state_by_id(
                 }
         numbered.append({**{k: v for k, v in saved.items() if k != "params"}, "params": ids})
     return {"state": entries, "param_groups": numbered}
+
+
+def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
+    """Raise `DivergenceError` on every rank where ranks load other states: each would cut its rows of another optimizer's."""
+    settle(engine, "loads a full state dict of an optimizer")
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, str] = {}
+    for name, entry in state.get("state", {}).items():
+        for word, value in entry.items():
+            if isinstance(value, Tensor):
+                tensors[f"{word!r} of {name!r}"] = value
+            else:
+                others[f"{word!r} of {name!r}"] = str(value)
+    for i, group in enumerate(state.get("param_groups", ())):
+        others |= {f"{word!r} of group {i}": _brief(value) for word, value in group.items()}
+    unlike = same_given(tensors, engine.context.watch, "an optimizer", others)
+    if unlike:
+        raise DivergenceError(
+            f"the optimizer's state differs between ranks: {unlike}; nothing was loaded. Load the same file on every rank, or "
+            "set the state_dict_type with FullOptimStateDictConfig(rank0_only=True), which gives all the first rank's."
+        )
+
+
+def _brief(value: Any) -> str:
+    """A list, which names parameters, by its digest."""
+    if not isinstance(value, list):
+        return str(value)
+    return f"{len(value)} names with checksum {zlib.crc32(repr(value).encode()):08x}"
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:

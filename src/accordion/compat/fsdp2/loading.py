@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.compat.fsdp2.cutting import rows_of
 from accordion.compat.fsdp2.layouts import Layout
-from accordion.compat.fsdp2.lazy import Part
+from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.compat.fsdp2.module import fsdp_part
 from accordion.engine.tree import map_tensors
 from accordion.shard.api import device_of
 from accordion.shard.subclasses import is_extended
+from accordion.state import is_sharded_alike, refuse_others, settle
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -41,12 +42,23 @@ def _settle(part: Part) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Take plain full tensors too, of which each rank keeps its rows; what is assigned becomes the shard itself."""
+    """Take plain full tensors too, of which each rank keeps its rows; what is assigned becomes the shard itself.
+
+    It is called for the outermost module first, and cuts what those below it are given too: ranks agree on all of it before
+    anything changes, as `state.attach_state_dict_hooks` says, and what is cut needs no word any more.
+    """
     part = fsdp_part(module)
-    _settle(part)
+    for each in parts_below([module]):
+        _settle(each)
+    wanted = list(_cut_parameters(module, prefix))
+    if not all(is_sharded_alike(state.get(name), param) for name, param, _ in wanted):
+        if part.unit is not None:
+            settle(part.unit.engine, "loads full tensors (load_state_dict)")
+        watch = part.outermost().wired().watch
+        refuse_others({name: given for name, given in state.items() if name.startswith(prefix)}, watch)
     if metadata.get("assign_to_params_buffers") and part.tree is not None:
         part.tree.dissolve()
-    for name, param, layout in _own_parameters(module, prefix):
+    for name, param, layout in wanted:
         given = state.get(name)
         if (
             isinstance(given, Tensor)
@@ -61,8 +73,9 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             state[name] = _torch.as_dtensor(rows.contiguous(), param)
 
 
-def _own_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor, Layout]]:
-    layouts = fsdp_part(module).layouts
+def _cut_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, DTensor, Layout]]:
+    """Those in `module` and in what was sharded below it."""
+    layouts = {place: layout for part in parts_below([module]) for place, layout in part.layouts.items()}
     for path, child in module.named_modules(prefix=prefix.rstrip("."), remove_duplicate=False):
         for attr, param in child._parameters.items():
             layout = layouts.get((id(child), attr))

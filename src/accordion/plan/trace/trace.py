@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accordion import _torch
 from accordion.config import Place as Lies
 from accordion.errors import UsageError
-from accordion.models.language import without_collections
+from accordion.garbage import without_collections
 from accordion.plan.events import Category, Log, Phase, without_host
 from accordion.plan.trace import fsdp2, own_engine
 from accordion.plan.trace.cuda_operators import CUDA_WORKSPACES, Substitutes

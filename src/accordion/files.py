@@ -1,0 +1,26 @@
+"""Files that somebody names: regular ones alone are read, for a pipe waits for its writer and a device has no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+NOT_REGULAR = "no regular file, and only those are read"
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file, open for reading. Raises `OSError` where it cannot be opened, or is a pipe, a device or a folder."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, NOT_REGULAR, os.fspath(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """What a regular file of UTF-8 holds. Raises `OSError` as `open_regular` does, `UnicodeDecodeError` for other bytes."""
+    with open_regular(Path(path)) as file:
+        return file.read().decode("utf-8")
