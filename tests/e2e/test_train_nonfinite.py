@@ -57,11 +57,11 @@ class Fault:
 
     def __init__(self, where: str, steps: list[int]) -> None:
         self.where, self.steps, self.now = where, steps, 0
-        self.real_step, self.real_model, self.real_losses = loop._step, loop.language_model, loop.token_losses
+        self.real_take, self.real_model, self.real_losses = loop.Steps.take, loop.language_model, loop.token_losses
 
-    def step(self, run: Any, batches: Any, step: int, screen: Any) -> Any:
+    def take(self, steps: loop.Steps, step: int) -> None:
         self.now = step
-        return self.real_step(run, batches, step, screen)
+        self.real_take(steps, step)
 
     def model(self, *args: Any) -> nn.Module:
         model = self.real_model(*args)
@@ -94,7 +94,7 @@ def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
 
     scaler = torch.amp.GradScaler
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_step", fault.step)
+        patch.setattr(loop.Steps, "take", lambda steps, step: fault.take(steps, step))
         patch.setattr(loop, "language_model", fault.model)
         patch.setattr(loop, "token_losses", fault.losses)
         patch.setattr(loop, "_finish", lambda *_: None)

@@ -51,7 +51,8 @@ class Beside(nn.Module):
         main.wait_stream(self.aside)
         y.record_stream(main)
         x.record_stream(self.aside)
-        return self.head(z + y)
+        # Times one: of `z + y` both would have one gradient, to which torch adds in place on one stream while the other reads.
+        return self.head(z + 1.0 * y)
 
     def through(self, blocks: nn.ModuleList, x: Tensor) -> Tensor:
         for block in blocks:
@@ -76,6 +77,10 @@ def trains_as_without_sharding(mesh, num_in_tower: int, strategy: str, frozen: b
             given = x.to(device) if m is model else x
             m(given).square().mean().backward()
             optimizer.step()
+            if (
+                m is model
+            ):  # else strict mode fills the tower's gradients, which are of its stream, while the step reads them
+                model.aside.wait_stream(torch.accelerator.current_stream())
             optimizer.zero_grad()
         with torch.no_grad():
             model(x.to(device))

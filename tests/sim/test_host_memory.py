@@ -1,5 +1,9 @@
 """What lies on the host lies there whatever the default device is, and what a scaler does to gradients there is right."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -77,3 +81,24 @@ def test_a_scaler_reads_its_scale_after_it_has_come(world, tmp_path, place):
         for grads in found:
             for grad, expected in zip(grads, on_device, strict=True):
                 assert torch.equal(grad, expected)
+
+
+BACKGROUND = """
+from types import SimpleNamespace
+import torch
+from accordion.checkpoint.writing import HostBuffer
+
+data = torch.arange(5 << 20, dtype=torch.uint8, device="sim")
+part = SimpleNamespace(data=data, num_bytes=data.nbytes)
+copy = HostBuffer().copy(SimpleNamespace(parts=[part], num_bytes=data.nbytes))
+assert bytes(copy) == bytes(data.cpu().numpy())
+"""
+
+
+def test_a_save_in_the_background_pins_what_it_copies_and_no_more():
+    """Torch's own pinned memory comes in powers of two: 5 MiB would pin 8, and the machine gives 6."""
+    environ = {**os.environ, "SIM_PIN_LIMIT": str(6 << 20), "SIM_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", BACKGROUND], capture_output=True, text=True, check=False, timeout=300, env=environ
+    )
+    assert done.returncode == 0, done.stderr

@@ -20,28 +20,35 @@ TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "32", "--train.micro_batch", "2"]
 
 
-# What a rank runs: the waits of its host in each step, and NaN in the loss of rank 1 in the second one.
+# What a rank runs: the waits of its host in each step, whether the device still had the step's own work before it when the
+# host was through, and NaN in the loss of rank 1 for the data of the second step.
 WATCHED = """
 import os, sys, torch
 from accordion import cli
 from accordion.train import loop
 
-real_step, real_losses, now = loop._step, loop.token_losses, 0
+real_take, real_losses, now, spoilt = loop.Steps.take, loop.token_losses, 0, []
 
-def step(run, batches, number, screen):
+def take(steps, number):
     global now
     now, told = number, []
     torch.sim.tell_waits(lambda why, stream: told.append(why))
-    metrics = real_step(run, batches, number, screen)
+    if number > 3:
+        torch.sim._sleep(1_000_000_000)  # a second
+        behind = torch.Event("sim")
+        behind.record()
+    real_take(steps, number)
     torch.sim.tell_waits(None)
-    print(f"waits of step {number}: {', '.join(told)}", flush=True)
-    return metrics
+    ahead = number > 3 and not behind.query()
+    print(f"step {number}: {'ahead' if ahead else 'behind'}, waits: {', '.join(told)};", flush=True)
 
 def losses(model, batch):
     found = real_losses(model, batch)
-    return found * float("nan") if now == 2 and os.environ["RANK"] == "1" else found
+    if now == 2 and os.environ["RANK"] == "1":
+        spoilt.append(batch)
+    return found * float("nan") if any(batch is one for one in spoilt) else found
 
-loop._step, loop.token_losses = step, losses
+loop.Steps.take, loop.token_losses = take, losses
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
@@ -79,21 +86,42 @@ def test_a_run_saves_and_goes_on_with_the_same_curve(tmp_path, flags):
     assert all(0 < line["peak_bytes"] < 4e9 for line in found)
 
 
-def test_a_step_waits_once_and_changes_nothing_where_it_is_not_finite(tmp_path):
-    """The wait is for figures that were copied ahead of the optimizer's step."""
+WATCHED_RUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "watched.py"]
+WATCHED_RUN += ["--launch.device", "sim", "--train.steps", "6", "--train.on_nonfinite", "skip"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_host_gives_a_step_to_the_device_before_the_last_one_is_done(tmp_path, precision):
+    """It waits for the figures of the step before, where those have not come, with a forward and a backward in the queue."""
     (tmp_path / "watched.py").write_text(WATCHED)
-    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "watched.py"]
-    options = ["--train.on_nonfinite", "skip", "--checkpoint.every", "1", "--checkpoint.background", "false"]
-    flags = ["--launch.device", "sim", "--shard.precision", "bf16", "--train.steps", "6", "--checkpoint.keep", "6"]
-    found, said = run(tmp_path, *ranks, *flags, *options)
-    waits = re.findall(r"waits of step (\d): (.*)", said)
-    assert len(waits) == 12
-    # The first is the model's own: transformers looks for packed sequences as a forward begins.
-    assert {told for step, told in waits if step in "456"} == {"item, event.synchronize"}
-    assert [line["skipped"] for line in found] == [False, True, False, False, False, False]
+    found, said = run(tmp_path, *WATCHED_RUN, "--shard.precision", precision)
+    steps = re.findall(r"step (\d): (\w+), waits: ([^;]*);", said)
+    assert len(steps) == 12
+    assert {told for step, _, told in steps if step in "456"} <= {"", "event.synchronize"}
+    assert {where for step, where, _ in steps if step in "456"} == {"ahead"}
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    assert [line["skipped"] for line in found][1:3] == [True, False]
     assert "outputs are finite and the loss is nan on rank 1" in said
-    assert found[2]["lr"] == found[1]["lr"]
-    saved = tmp_path / "run" / "checkpoints"
+
+
+def test_a_step_that_is_not_finite_is_left_out_alike_whenever_that_is_read(tmp_path):
+    """One run saves behind each step, so that each is read at once; the other reads it behind the next one's backward."""
+    options = ["--shard.precision", "bf16", "--checkpoint.background", "false"]
+    runs = {}
+    for name, every in (("at once", 1), ("later", 6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "watched.py").write_text(WATCHED)
+        more = ["--checkpoint.every", str(every), "--checkpoint.keep", "6"]
+        runs[name], said = run(folder, *WATCHED_RUN, *options, *more)
+        assert [line["skipped"] for line in runs[name]] == [False, True, False, False, False, False]
+        assert "outputs are finite and the loss is nan on rank 1" in said
+        assert runs[name][2]["lr"] == runs[name][1]["lr"]
+    for key in ("loss", "grad_norm", "lr"):
+        assert [line[key] for line in runs["at once"]] == [line[key] for line in runs["later"]], key
+    saved = tmp_path / "at once" / "run" / "checkpoints"
     same = diff(saved / "step-000001", saved / "step-000002")
     assert (same["values"], same["kinds"]) == ({}, {})
     assert diff(saved / "step-000002", saved / "step-000003")["values"]
+    same = diff(saved / "step-000006", tmp_path / "later" / "run" / "checkpoints" / "step-000006")
+    assert (same["values"], same["kinds"]) == ({}, {})

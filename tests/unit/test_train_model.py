@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, masking_utils
 
 import accordion as acc
 from accordion.models.language import language_model
@@ -89,3 +89,30 @@ def test_the_loss_is_that_of_the_next_token(tiny: nn.Module) -> None:
             logits = tiny(input_ids=row[None, :-1]).logits[0]
             expected += functional.cross_entropy(logits, row[1:], reduction="sum").item()
         assert token_losses(tiny, batch).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_nobody_looks_for_several_sequences_in_a_row(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of an accelerator would wait for the answer; the attention is what it is after that look."""
+    asked = []
+    real = masking_utils.find_packed_sequence_indices
+
+    def asks(position_ids: Tensor) -> Tensor | None:
+        asked.append(position_ids)
+        return real(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asks)
+    windowed = AutoModelForCausalLM.from_config(
+        MistralConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, sliding_window=3,
+        )
+    )  # fmt: skip
+    for model, vocab in ((tiny, 1024), (windowed, 64)):
+        batch = torch.randint(0, vocab, (2, 9))
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1)
+        assert len(asked) == 1
+        expected = functional.cross_entropy(logits.float(), batch[:, 1:].flatten(), reduction="sum")
+        assert torch.equal(token_losses(model, batch), expected)
+        assert len(asked) == 1
+        asked.clear()
+    assert masking_utils.find_packed_sequence_indices is asks

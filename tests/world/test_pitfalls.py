@@ -85,15 +85,26 @@ class TiedStack(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def load_tied(mesh, folder: str) -> tuple[int, int]:
-    """Bytes that a rank took at most to shard and load, and its shard."""
+def load_tied(mesh, folder: str) -> tuple[int, int, int]:
+    """Bytes that a rank took at most to shard and load, on the host and on a device, and its shard.
+
+    A simulated device's memory is the host's, and counts as the device's.
+    """
+    memory, on_device = torch.accelerator.memory, device().type != "cpu"
+    torch.zeros(1, device=device()).add_(1)  # what the first kernel takes
+    if on_device:
+        memory.reset_peak_memory_stats()
+        before = memory.memory_allocated(), memory.memory_reserved()
     watch = Anonymous()
     watch.start()
     with torch.device("meta"):
         model = TiedStack()
     model = acc.shard(model, mesh)
     acc.load_pretrained(model, folder)
-    taken = watch.finish()
+    taken, device_bytes = watch.finish(), 0
+    if on_device:
+        taken -= memory.memory_reserved() - before[1]
+        device_bytes = memory.max_memory_allocated() - before[0]
     assert model.head.weight is model.embed.weight
     rows = TiedStack.ROWS // mesh.size()
     for value, p in enumerate(model.parameters()):
@@ -101,20 +112,26 @@ def load_tied(mesh, folder: str) -> tuple[int, int]:
         assert torch.equal(
             local_of(p)[:, 1], mesh.get_local_rank() * rows + torch.arange(rows, device=device()).float()
         )
-    return taken, sum(local_of(p).nbytes for p in model.parameters())
+    return taken, device_bytes, sum(local_of(p).nbytes for p in model.parameters())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted where Linux tells it")
 def test_03_04_05_loading_takes_the_full_model_on_every_rank(world, tmp_path):
-    """Tied weights, no efficient loading, twice the memory: a rank takes its shard, and less than one tensor beside it."""
+    """Tied weights, no efficient loading, twice the memory: a rank takes its shard, and less than one tensor beside it.
+
+    On a device the places of full parameters are laid out as well, those of the largest unit at once as a forward has them;
+    here that is the whole model. Memory that nobody writes to is none on a host.
+    """
     tensors = {}
     for i, name in enumerate(["embed.weight", *(f"layers.{i}.weight" for i in range(6))]):
         tensors[name] = torch.zeros(TiedStack.ROWS, TiedStack.COLUMNS)
         tensors[name][:, 0], tensors[name][:, 1] = i, torch.arange(TiedStack.ROWS)
     folder = write(tmp_path, tensors)
-    for taken, shard in world.run(4, load_tied, folder):
-        assert shard == sum(t.nbytes for t in tensors.values()) // 4
-        assert taken <= shard + tensors["embed.weight"].nbytes
+    whole, one = sum(t.nbytes for t in tensors.values()), tensors["embed.weight"].nbytes
+    for taken, on_device, shard in world.run(4, load_tied, folder):
+        assert shard == whole // 4
+        assert taken <= shard + one
+        assert on_device <= shard + whole + 4096
 
 
 # -- kinds of parameters

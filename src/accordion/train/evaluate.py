@@ -13,6 +13,7 @@ from torch.nn import functional
 from accordion.describe import describe
 from accordion.state import full_params
 from accordion.train.data import IGNORED, inputs_and_labels
+from accordion.train.model import rows_are_sequences
 
 SMALL_BYTES = 4 << 30  # below it a sample is drawn from full parameters, above it from the sharded model, unit by unit
 TEMPERATURE = 0.8
@@ -21,7 +22,8 @@ TEMPERATURE = 0.8
 def token_losses(model: nn.Module, batch: Tensor) -> Tensor:
     """The sum of the losses of all labels of `batch` (b, seq_len + 1), 0-d float32."""
     inputs, labels = inputs_and_labels(batch)
-    logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
+    with rows_are_sequences():
+        logits = model(input_ids=inputs, use_cache=False).logits  # (b, seq_len, vocab)
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )

@@ -62,19 +62,24 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
         screen.start(done, config.train.steps)
-        batches = iter(run.loader)
         seen: list[StepMetrics] = []
-        lost: acc.CheckpointError | None = None  # why the last step's weights were not kept
-        for step in range(done + 1, config.train.steps + 1):
-            metrics = _step(run, batches, step, screen)
+
+        def tell(metrics: StepMetrics) -> None:
             seen.append(metrics)
             screen.step(metrics)
             if log is not None:
                 log.step(metrics)
+
+        steps = stack.enter_context(Steps(run, screen, tell))
+        lost: acc.CheckpointError | None = None  # why the last step's weights were not kept
+        for step in range(done + 1, config.train.steps + 1):
+            steps.take(step)
             last = step == config.train.steps
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                steps.settle()
                 lost = _save(run, step, screen, last=last)
             if not last and config.train.eval_every and step % config.train.eval_every == 0:
+                steps.settle()
                 _validate(run, step, screen, log)
         screen.stop()
         _finish(run, screen, log, lost)
@@ -243,47 +248,114 @@ def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> 
     return options.lr * (LAST_LR + (1 - LAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, left))))
 
 
-def _step(run: Run, batches: Iterator[Tensor], step: int, screen: Screen) -> StepMetrics:
-    """Forward and backward of each micro-batch, one optimizer step where all is finite, and its figures averaged over ranks."""
-    options, began = run.config.train, time.perf_counter()
-    lr = run.rate(step - run.skips.total)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    drawn, seen = RandomState().state_dict(), list[Tensor]()
-    loss = _backward(run, batches, seen, run.scaler.scale)
-    run.scaler.unscale_(run.optimizer)
-    norm = acc.clip_grad_norm_(run.model, options.clip or math.inf)
-    most = torch.full((), peak_bytes(run.device), dtype=torch.int64, device=run.device)
-    # The sum of the norms too, so that ranks decide alike whatever one of them has.
-    sums = torch.stack([loss, norm])
-    dist.all_reduce(sums)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    figures = Figures([sums, most])
-    if run.decides_on_device:
-        _optimize(run, partial(_step_if_finite, run.optimizer, sums), screen)
-    # The one wait for the device in a step; the optimizer's work is in its queue by then.
-    (loss_sum, norm_sum), peak = figures.read()
-    mean_loss, mean_norm = loss_sum / run.place.world, norm_sum / run.place.world
-    finite = math.isfinite(mean_loss) and math.isfinite(mean_norm)
-    if finite:
-        run.skips.passed()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step that the device was given: what it will tell of it, and what doing it again takes."""
+
+    step: int
+    lr: float
+    began_s: float  # by `time.perf_counter`
+    seen: list[Tensor]  # its micro-batches
+    drawn: dict[str, Any]  # the random numbers' state before it
+    figures: Figures
+
+
+class Steps:
+    """Owns the step whose figures the host has not read yet, and says when they are read: at once, or one step later.
+
+    Where the device decides by itself whether a step changes anything, the host reads a step's figures behind the next one's
+    backward: the device has that to do meanwhile. What was not finite is then looked into one step later, with the weights that
+    it had, which the device left alone; the gradients of the step under way are made anew behind that. `settle` before
+    whatever asks how far training has come: a save, a validation, the end.
+    """
+
+    def __init__(self, run: Run, screen: Screen, tell: Callable[[StepMetrics], None]) -> None:
+        """`tell` is called with each step's figures, in order."""
+        self._run, self._screen, self._tell = run, screen, tell
+        self._batches = iter(run.loader)
+        self._unread: Taken | None = None
+        self._told_s = 0.0
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """After an error the record has the last step that was done all the same, if that can be read without waiting."""
+        taken = self._unread
+        with suppress(RuntimeError):  # of a device that answers nobody any more; there is worse to tell
+            if taken is not None and taken.figures.have_come():
+                metrics = self._metrics(taken)
+                if not metrics.skipped:
+                    self._tell(metrics)
+
+    def take(self, step: int) -> None:
+        """Forward and backward of each micro-batch, and one optimizer step where all is finite on all ranks."""
+        run, began_s = self._run, time.perf_counter()
+        drawn, seen = RandomState().state_dict(), list[Tensor]()
+        loss = _backward(run, self._batches, seen, run.scaler.scale)
+        if not self.settle():  # the gradients went when the step before was done again
+            RandomState().load_state_dict(drawn)
+            loss = _backward(run, iter(seen), [], run.scaler.scale)
+        lr = run.rate(step - run.skips.total)
+        for group in run.optimizer.param_groups:
+            group["lr"] = lr
+        run.scaler.unscale_(run.optimizer)
+        norm = acc.clip_grad_norm_(run.model, run.config.train.clip or math.inf)
+        most = torch.full((), peak_bytes(run.device), dtype=torch.int64, device=run.device)
+        # The sum of the norms too, so that ranks decide alike whatever one of them has.
+        sums = torch.stack([loss, norm])
+        dist.all_reduce(sums)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        scale = run.scaler.scale(torch.ones((), device=run.device))
+        figures = Figures([sums, most, scale])
+        self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
+        if run.decides_on_device:
+            _optimize(run, partial(_step_if_finite, run.optimizer, sums), self._screen)
+            _end(run)
+        else:
+            self.settle()
+
+    def settle(self) -> bool:
+        """Read and tell what was not read yet. Whether that was finite; raises `NonFiniteError` where the run ends by it."""
+        taken, self._unread = self._unread, None
+        if taken is None:
+            return True
+        run, metrics = self._run, self._metrics(taken)
+        if metrics.skipped:
+            _leave_out(run, taken, metrics, self._screen)
+            run.optimizer.zero_grad()
+        else:
+            run.skips.passed()
         if not run.decides_on_device:
-            _optimize(run, partial(run.scaler.step, run.optimizer), screen)
-    else:
-        _leave_out(run, seen, drawn, step, f"loss {mean_loss}, gradient norm {mean_norm}", screen)
+            if not metrics.skipped:
+                _optimize(run, partial(run.scaler.step, run.optimizer), self._screen)
+            _end(run)
+        now_s = time.perf_counter()
+        step_s, self._told_s = now_s - max(taken.began_s, self._told_s), now_s
+        tokens = run.share.global_batch * run.config.data.seq_len
+        self._tell(replace(metrics, step_s=step_s, tokens_per_s=tokens / step_s))
+        return not metrics.skipped
+
+    def _metrics(self, taken: Taken) -> StepMetrics:
+        """Waits for the device where it has not come so far; without the time, which goes on."""
+        (loss_sum, norm_sum), peak, _ = taken.figures.read()
+        loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
+        return StepMetrics(
+            step=taken.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=taken.lr,
+            tokens_per_s=0.0,
+            step_s=0.0,
+            peak_bytes=peak,
+            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+        )
+
+
+def _end(run: Run) -> None:
+    """What a step ends with, whether it was left out or not."""
     run.scaler.update()
     run.optimizer.zero_grad()
-    step_s = time.perf_counter() - began
-    return StepMetrics(
-        step=step,
-        loss=mean_loss,
-        grad_norm=mean_norm,
-        lr=lr,
-        tokens_per_s=run.share.global_batch * run.config.data.seq_len / step_s,
-        step_s=step_s,
-        peak_bytes=peak,
-        skipped=not finite,
-    )
 
 
 class Figures:
@@ -301,9 +373,12 @@ class Figures:
             self._event = torch.Event(device)
             self._event.record()
 
+    def have_come(self) -> bool:
+        return self._event is None or self._event.query()
+
     def read(self) -> list[Any]:
         """Wait for them, and for nothing that the device was given since."""
-        if self._event is not None:
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         return [held.tolist() for held in self._held]
 
@@ -343,13 +418,13 @@ def _backward(run: Run, batches: Iterator[Tensor], seen: list[Tensor], scale: Ca
     return loss
 
 
-def _leave_out(run: Run, seen: list[Tensor], drawn: dict[str, Any], step: int, found: str, screen: Screen) -> None:
+def _leave_out(run: Run, taken: Taken, metrics: StepMetrics, screen: Screen) -> None:
     """Do the step again at scale 1 to find where NaN or inf came up, and do what `train.on_nonfinite` says."""
-    after = RandomState().state_dict()
+    after, found = RandomState().state_dict(), f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
 
     def again(scale: Callable[[Tensor], Tensor]) -> None:
-        RandomState().load_state_dict(drawn)
-        _backward(run, iter(seen), [], scale)
+        RandomState().load_state_dict(taken.drawn)
+        _backward(run, iter(taken.seen), [], scale)
         norm = acc.clip_grad_norm_(run.model, math.inf)
         dist.all_reduce(norm)
         if not math.isfinite(float(norm)):
@@ -360,12 +435,11 @@ def _leave_out(run: Run, seen: list[Tensor], drawn: dict[str, Any], step: int, f
     RandomState().load_state_dict(after)
     if where is None and run.scaler.is_enabled():
         run.skips.overflowed()
-        screen.note(
-            f"step {step} is left out: gradients overflowed at scale {run.scaler.get_scale():g}, which is lowered"
-        )
+        *_, scale = taken.figures.read()
+        screen.note(f"step {taken.step} is left out: gradients overflowed at scale {scale:g}, which is lowered")
         return
     try:
-        screen.note(run.skips.found(step, where or f"{found}; {FLEETING}."))
+        screen.note(run.skips.found(taken.step, where or f"{found}; {FLEETING}."))
     except acc.NonFiniteError:
         with suppress(acc.CheckpointError):  # there is worse to tell
             saver_of(run.model).wait()

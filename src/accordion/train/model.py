@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +76,24 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
     else:
         assert choice.path is not None, "pretrained weights come from a folder"
         acc.load_pretrained(model, choice.path)
+
+
+@contextmanager
+def rows_are_sequences() -> Iterator[None]:
+    """Inside, transformers takes each row of a batch for one sequence, and does not look at the device to find out.
+
+    Else a forward begins with the question whether position ids tell of several sequences in a row, and the host waits for the
+    answer. No argument spares it that alone: a mask is read too or keeps flash attention away, and a cache keeps all keys.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    asks = getattr(masking_utils, name, None)
+    if asks is None:
+        yield
+        return
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, asks)

@@ -64,7 +64,7 @@ PARTS: dict[str, Part] = {
         run=lambda sizes, device, out: compiled(sizes.one_rank, sizes.compiler, device, sizes.rounds, sizes.steps, out),
         seconds=100,
     ),
-    "f": Part(run=lambda sizes, device, out: planned(sizes.planned, device, sizes.steps, out), seconds=75),
+    "f": Part(run=lambda sizes, device, out: planned(sizes.planned, sizes.card, device, sizes.steps, out), seconds=75),
     "g": Part(  # pins most of the host's memory first
         run=lambda sizes, device, out: offloaded(sizes.offload, sizes.link_bytes, sizes.steps, device, out),
         seconds=400,
@@ -186,6 +186,8 @@ def one_part(
         out.fail("the part", error)
     keep()
     print("\n\n".join(map(as_text, out.tables)), end="\n\n", flush=True)
+    if out.untold:
+        print(f"({letter}) not told here: {'; '.join(out.untold)}", flush=True)
     if out.failures:
         print(f"({letter}) failed: {'; '.join(out.failures)}", flush=True)
     return not out.failures

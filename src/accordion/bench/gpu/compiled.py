@@ -16,6 +16,10 @@ def compiled(case: Case, compiler: str, device: str, rounds: int, steps: int, ou
     case = replace(case, preset=replace(case.preset, layers=max(1, case.preset.layers // 4)))
     cases = dict.fromkeys(NAMES, case) | {f"{n} compiled": replace(case, compiled=compiler) for n in NAMES}
     found = turns_of(cases, device, rounds, steps, out)
+    if compiler != "inductor":
+        out.tell_not(
+            f"time of compiled kernels: --tiny compiles with {compiler}, which makes none; without it Inductor does"
+        )
     columns = ["", "step ms", "over plain", "start and 3 steps, s", "third loss"]
     rows = [
         not_run(name, f, columns)

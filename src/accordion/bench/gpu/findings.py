@@ -29,6 +29,7 @@ class Findings:
         self.data: dict[str, Any] = {}
         self.tables: list[Table] = []
         self.failures: list[str] = []
+        self.untold: list[str] = []
         self._write, self._end, self._patience_s = write, end, patience_s
 
     def keep(self, *tables: Table) -> None:
@@ -44,6 +45,10 @@ class Findings:
         self.failures.append(f"{name}: {said}")
         return {"failed": said}
 
+    def tell_not(self, line: str) -> None:
+        """Note in one line what this device cannot tell, and which one can."""
+        self.untold.append(line)
+
     def has(self, seconds: float) -> bool:
         """Whether so much time is left."""
         return time.monotonic() + seconds <= self._end
@@ -57,6 +62,8 @@ class Findings:
     def plain(self, **more: Any) -> dict[str, Any]:
         """As JSON takes it."""
         found = {"data": plain_data(self.data), "tables": plain_data(self.tables), **more}
+        if self.untold:
+            found["not told here"] = "; ".join(self.untold)
         return found | ({"failed": "; ".join(self.failures)} if self.failures else {})
 
 

@@ -22,11 +22,13 @@ def one_rank(case: Case, device: str, rounds: int, steps: int, out: Findings) ->
     """(a) Step time, MFU and memory of one rank."""
     # Masters take twice the memory, and three contenders are alive at once: half the layers.
     halved = replace(case.preset, layers=max(1, case.preset.layers // 2))
+    peak = known_peak_flops(describe(device)["device"], bf16=True)
+    if not peak:
+        out.tell_not("MFU: nobody knows this device's peak rate; that of NVIDIA's cards of a datacentre is known")
     for name, one in {"bf16": case, "fp32 masters": replace(case, preset=halved, masters=True)}.items():
         found = out.data[name] = turns_of(dict.fromkeys(NAMES, one), device, rounds, steps, out)
         title = f"(a) one rank, {name}, {params_of(one.preset) / 1e9:.2f} B, batch {one.batch} x {one.seq}"
         columns = ["", "step ms", "MFU %", "over plain", "of what FSDP2 adds", "host ms", "peak GiB", "third loss"]
-        peak = known_peak_flops(describe(device)["device"], bf16=True)
         out.keep(Table(title=title, columns=columns, rows=_rows(found, one, peak, columns)))
 
 

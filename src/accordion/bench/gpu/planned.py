@@ -24,8 +24,6 @@ from accordion.plan.trace.setup import Run, Subject
 from accordion.plan.trace.trace import trace
 from accordion.workers.ranks import BenchError, Team
 
-TINY = Sizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02)
-
 
 def subject_of(case: Case) -> Subject:
     """What `shape_trainer` trains, without memory."""
@@ -41,21 +39,24 @@ def subject_of(case: Case) -> Subject:
     )
 
 
-def card_of(device: str) -> Gpu:
-    """The card of this machine as the planner's table has it; one that it has not, and a CPU, is measured."""
+def card_of(device: str, sizes: Sizes | None = None) -> Gpu:
+    """The card of this machine as the planner's table has it; one that it has not, and a CPU, is measured, with `sizes`."""
     if device != "cpu":
         name = describe(device)["device"].lower().replace(" ", "")
         memory_gib = torch.accelerator.get_memory_info()[1] / GIB
         known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name]
         if known:
             return replace(min(known, key=lambda gpu: abs(gpu.memory_gib - memory_gib)), memory_gib=memory_gib)
-    return Gpu(**measured(device, 1, TINY if device == "cpu" else None)["card"])
+    return Gpu(**measured(device, 1, sizes)["card"])
 
 
-def planned(cases: Sequence[Case], device: str, steps: int, out: Findings) -> None:
-    """Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others."""
+def planned(cases: Sequence[Case], card: Sizes | None, device: str, steps: int, out: Findings) -> None:
+    """Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others.
+
+    `card`: with which sizes a card is measured that the planner does not know; None for those of `accordion bench machine`.
+    """
     run = Run(ranks=1, node=1, sharding={"precision": acc.Precision(params=BF16)}, device=device)  # type: ignore[arg-type]
-    cluster, rows = Cluster(gpu=card_of(device), node=1), list[list[str]]()
+    cluster, rows = Cluster(gpu=card_of(device, card), node=1), list[list[str]]()
     columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
     title = f"(f) planned and measured, one rank, {cluster.gpu.name} ({cluster.gpu.source})"
     found: list[dict[str, Any]] = []

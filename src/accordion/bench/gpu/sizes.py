@@ -9,6 +9,7 @@ from functools import partial
 from accordion.bench.gpu.cases import Case
 from accordion.bench.gpu.offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, OffloadCase
 from accordion.bench.gpu.simulated import Row
+from accordion.bench.measure import Sizes as CardSizes
 from accordion.train.config import PRESETS, Preset
 
 GIB = 2**30
@@ -33,6 +34,7 @@ class Sizes:
     unit_bytes: tuple[int, ...]
     compiler: str
     planned: tuple[Case, ...]
+    card: CardSizes | None  # of what is measured of a card that the planner does not know; None for the usual
     offload: dict[str, tuple[OffloadCase, tuple[str, ...]]]
     link_bytes: int
 
@@ -63,6 +65,7 @@ def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
             Case(preset=replace(llama, layers=layers), batch=batch, seq=2048, masters=True)
             for layers, batch in ((4, 4), (8, 4), (16, 2))
         ),
+        card=None,
         offload={
             "6.7B": (OffloadCase(preset=LLAMA_7B, batch=4, seq=2048), (STEPPED_ON_HOST, STEPPED_HERE, PEER)),
             "13B": (OffloadCase(preset=LLAMA_13B, batch=1, seq=1024, host_bytes=90 * GIB), (STEPPED_HERE,)),
@@ -89,6 +92,7 @@ def tiny_sizes() -> Sizes:
         unit_bytes=(10**5,),
         compiler="aot_eager",
         planned=tuple(Case(preset=replace(preset, layers=n), batch=1, seq=16, masters=True) for n in (1, 2, 3)),
+        card=CardSizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02),
         offload={
             "tiny": (OffloadCase(preset=preset, batch=1, seq=16), (STEPPED_ON_HOST, PEER)),
             "tiny, less host": (OffloadCase(preset=preset, batch=1, seq=16, host_bytes=300_000), (STEPPED_HERE,)),

@@ -158,6 +158,8 @@ def safety(preset: Preset, device: str, out: Findings) -> None:
         out.keep(Table(title='(c) debug="streams", ranks sharing the device', columns=columns, rows=list(rows)))
     with Team("collectives", out.world(device, threads=1), Collectives) as team:
         out.data["streams"] = found = team.ask("streams")[0]
+    if all(f["on_lane"] is None for f in found.values()):
+        out.tell_not("on which stream a collective runs: torch.profiler tells it of CUDA")
     rows = [[n, ", ".join(f["work"])[:90] or "none", ON_LANE[f["on_lane"]]] for n, f in found.items()]
     columns = ["", "work", "on our stream"]
     out.keep(Table(title="(c) work of each collective, world size 1", columns=columns, rows=rows))
