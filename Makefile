@@ -8,12 +8,14 @@ UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-# What has been made to run on any device; the rest of tests/world makes its tensors on the CPU or asks for what lies there.
-WORLD := grid programs kinds calls steps streams precision activations some_ranks resume checkpoint checkpoint_exact \
-  checkpoint_uses offload offload_step offload_places offload_uses offload_disk compat_deepspeed compat_fsdp1 \
-  compat_fsdp1_state compat_fsdp2 compat_fsdp2_modules compat_fsdp2_parallel
+# Of a simulated accelerator is not asked what is of the pool, and what tests/world/test_grid.py asks there already.
+NOT_SIMULATED := tests/world/test_pool.py tests/world/test_heap.py
+GRID_AGAIN := test_ranks_that_share_a_device test_no_option_changes_the_training
 STRICT := tests/world/test_grid.py tests/world/test_offload.py  # memory is filled when it is let go
-SIMULATED := tests/sim tests/gpu $(WORLD:%=tests/world/test_%.py)
+SIMULATED := tests/gpu $(GRID_AGAIN:%=--deselect tests/gpu/test_grid.py::%) \
+  $(filter-out $(NOT_SIMULATED),$(wildcard tests/world/test_*.py))
+SEEDS := 0:100 1:0 2:30 3:300 4:1000  # SIM_SEED:SIM_DELAY_US, each of them with the tests of the simulator
+SEED := $(shell echo $$$$)  # with all the rest; make prints it
 
 .PHONY: train test test-all test-sim lint format clean
 
@@ -34,7 +36,11 @@ test-all: $(STAMP)
 
 test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/sim/README.md
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS) tests/happens_before
-	$(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED)
+	for pair in $(SEEDS); do \
+	  echo "SIM_SEED=$${pair%:*} SIM_DELAY_US=$${pair#*:}"; \
+	  SIM_SEED=$${pair%:*} SIM_DELAY_US=$${pair#*:} $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) tests/sim || exit 1; \
+	done
+	$(if $(strip $(SIMULATED)),SIM_SEED=$(SEED) $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED))
 	SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT)
 
 lint: $(STAMP)

@@ -33,6 +33,7 @@ RANKS = 4
 TIMEOUT_S = 60.0
 GRACE_S = 5.0  # how long the others may still run once one rank has failed: they mostly wait for it in a collective
 START_S = 60.0
+GROUPS = 32  # each that a rank has costs a thread or two which wake a hundred times a second, for its whole life
 PRELOADED = [  # none of it starts a thread
     "torch.testing._internal.distributed.fake_pg",
     "accordion.bench.trainer",
@@ -63,7 +64,8 @@ class Job:
 class Pool:
     """Owns `num_ranks` rank processes of one process group; started at the first run, and anew after a failure.
 
-    Tests call `run` and `run_mesh` only. A failed test costs its own time and a restart; the next test finds new ranks.
+    Tests call `run` and `run_mesh` only. A failed test costs its own time and a restart; the next test finds new ranks,
+    and so does one that comes when a rank has more than `GROUPS` process groups.
     """
 
     def __init__(self, num_ranks: int = RANKS, device_type: str = "cpu", backend: str = "gloo") -> None:
@@ -98,6 +100,8 @@ class Pool:
         if count > self.num_ranks:
             raise ValueError(f"a mesh of shape {shape} needs {count} ranks and the pool has {self.num_ranks}")
         try:
+            if any(rank.num_groups > GROUPS for rank in self._ranks):
+                self.close()
             if not self._ranks:
                 self._start()
             if key not in self._meshes:  # groups are made by all ranks together, members or not
@@ -166,11 +170,14 @@ def fork_context() -> Any:
 
 
 class _Rank:
-    """The parent's end of one rank process: owns the process, the pipe to it and the file of its stack dumps."""
+    """The parent's end of one rank process: owns the process, the pipe to it and the file of its stack dumps.
+
+    `num_groups`: process groups that it had when it answered last.
+    """
 
     def __init__(self, rank: int, serve: Callable[..., None], group: tuple[Any, ...]) -> None:
         context = fork_context()
-        self.rank = rank
+        self.rank, self.num_groups = rank, 0
         self.dump = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".stack")  # noqa: SIM115
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(rank, theirs, self.dump.name, *group), daemon=True)
@@ -212,7 +219,7 @@ def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
         for conn in wait(list(open_ranks), timeout=left):
             rank = open_ranks.pop(conn)  # type: ignore[index]
             try:
-                good, answer = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
+                good, answer, rank.num_groups = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, ConnectionError):
                 rank.process.join(GRACE_S)
                 good, answer = False, f"the process ended with exit code {rank.process.exitcode}\n{rank.stack()}"
@@ -254,7 +261,7 @@ def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: st
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=300)
     )
-    conn.send_bytes(pickle.dumps((True, None)))
+    conn.send_bytes(pickle.dumps((True, None, 0)))
     meshes: dict[MeshKey, DeviceMesh] = {}
     num_modules = 0
     with contextlib.suppress(EOFError):
@@ -273,7 +280,7 @@ def _serve_fake(rank: int, conn: Connection, dump: str) -> None:
 
 
 def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str) -> bytes:
-    """Do one job; returns the pickled (True, result) or (False, traceback)."""
+    """Do one job; returns the pickled (True, result, number of process groups), or (False, traceback, 0)."""
     try:
         job: Job = pickle.loads(message)
         shape, names = job.mesh
@@ -281,9 +288,10 @@ def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str)
         with fake_world(size, job.fake_rank) if job.fake_rank is not None else contextlib.nullcontext():
             if job.mesh not in meshes:
                 meshes[job.mesh] = DeviceMesh(device_type, torch.arange(size).view(shape), mesh_dim_names=names)
-            return pickle.dumps((True, None if job.call is None else _call(job, meshes[job.mesh])))
+            result = None if job.call is None else _call(job, meshes[job.mesh])
+            return pickle.dumps((True, result, len(dist.distributed_c10d._world.pg_map)))
     except BaseException as error:  # pytest.fail raises outside of Exception
-        return pickle.dumps((False, "".join(traceback.format_exception(error))))
+        return pickle.dumps((False, "".join(traceback.format_exception(error)), 0))
 
 
 def _call(job: Job, mesh: DeviceMesh) -> Any:

@@ -227,6 +227,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
         (SHARD, "own_communicator", lambda link, device: Communicator(link.group, device) if link.num_ranks > 1 else link),
         (SHARD, "_one_node", lambda link, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
+        (SHARD, "same_mesh", lambda mesh: None),
         (SHARD, "same_values", lambda *args: lambda owned: owned.original.detach()),
     ]  # fmt: skip
     dist.init_process_group("ordered", store=_torch.fake_store(), rank=0, world_size=num_ranks)

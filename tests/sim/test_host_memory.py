@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import accordion as acc
+from accordion import _torch
 from tests.devices import device
+from tests.world import models
+from tests.world.checks import one_loss
+from tests.world.reference import grads_of
 
 pytestmark = pytest.mark.sim
 
@@ -102,3 +107,24 @@ def test_a_save_in_the_background_pins_what_it_copies_and_no_more():
         [sys.executable, "-c", BACKGROUND], capture_output=True, text=True, check=False, timeout=300, env=environ
     )
     assert done.returncode == 0, done.stderr
+
+
+def sleeps():
+    torch.sim._sleep(20_000_000)
+
+
+def parked(mesh, offload):
+    """Gradients of a forward that was followed by another one, to which nobody goes back; what leaves, leaves late."""
+    model = models.seeded(num_blocks=6)
+    model = acc.shard(model, mesh, offload=offload, checkpoint_activations="full", debug="streams")
+    with mock.patch.object(_torch, "sleep_on_device", sleeps):
+        loss = one_loss(model)
+        one_loss(model, 1)
+        loss.backward()
+    return {name: grad.cpu() for name, grad in grads_of(model).items()}
+
+
+def test_memory_of_inputs_that_nobody_wants_is_used_again_when_they_have_come(world, tmp_path):
+    wanted, *_ = world.run(1, parked, acc.Offload())
+    found, *_ = world.run(1, parked, acc.Offload(activations=f"disk:{tmp_path}"))
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

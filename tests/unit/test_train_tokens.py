@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from accordion.errors import UsageError
 from accordion.train import tokens
 from accordion.train.config import DataConfig
-from accordion.train.sources import Chunk, Source, find
+from accordion.train.sources import Piece, Source, find
 from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
@@ -176,7 +176,7 @@ def test_what_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.
     source, said = corpus(tmp_path, 40), list[str]()
     pieces = Source.pieces
 
-    def slow(self: Source) -> Iterator[Chunk]:
+    def slow(self: Source) -> Iterator[Piece]:
         for piece in pieces(self):
             time.sleep(0.01)
             yield piece
@@ -197,6 +197,6 @@ def test_what_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.
 def test_characters_are_counted_as_they_are_read() -> None:
     said = list[str]()
     with tokens.Told("reading", said.append) as told:
-        read = list(told.counted(iter([Chunk("a", "x" * 1_500_000), Chunk("b", "y" * 1_000_000)])))
+        read = list(told.counted(iter([Piece("a", "x" * 1_500_000), Piece("b", "y" * 1_000_000)])))
         assert (told.chars, len(read)) == (2_500_000, 2)
     assert said == []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.devices import here
+from tests.devices import device, here
 from tests.world.family_inputs import (
     VOCAB,
     Inputs,
@@ -58,7 +58,8 @@ class Family:
             return here(self.make())
 
     def batch(self, step: int, rank: int) -> Inputs:
-        return self.inputs(torch.Generator().manual_seed(100 * step + rank))
+        made = self.inputs(torch.Generator().manual_seed(100 * step + rank))
+        return {name: value.to(device()) if isinstance(value, torch.Tensor) else value for name, value in made.items()}
 
 
 IDS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

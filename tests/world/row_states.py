@@ -14,6 +14,10 @@ BLOCK = 16  # elements that share a scale
 SMALLEST = 32  # elements of a shard whose moment is quantised
 
 
+def placed(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
 class InBlocks(torch.optim.Optimizer):
     """A moment of 8 bits: `codes` (uint8, of the parameter's shape), `absmax` of each block of it, `table`, and a count.
 
@@ -44,8 +48,8 @@ class InBlocks(torch.optim.Optimizer):
             state["wide"] = torch.zeros_like(p)
             return
         state["codes"] = torch.full_like(p, 128, dtype=torch.uint8)
-        state["absmax"] = torch.zeros(-(-p.numel() // BLOCK))
-        state["table"] = self.table  # one for all
+        state["absmax"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
+        self.table = state["table"] = self.table.to(p.device)  # one for all
 
     def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
         if "wide" in state:
@@ -69,7 +73,7 @@ class InBlocks(torch.optim.Optimizer):
             for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=True)
         ]
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        state = {params[i]: value for i, value in state_dict["state"].items()}
+        state = {params[i]: placed(value, params[i].device) for i, value in state_dict["state"].items()}
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
 
 
@@ -77,7 +81,7 @@ class Packed(InBlocks):
     """Two elements in a byte: nothing has the parameter's shape."""
 
     def begin(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["packed"] = torch.full(((p.numel() + 1) // 2,), 0x88, dtype=torch.uint8)
+        state["packed"] = torch.full(((p.numel() + 1) // 2,), 0x88, dtype=torch.uint8, device=p.device)
         state["largest"] = 0.0
 
     def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
@@ -95,7 +99,7 @@ class Factored(InBlocks):
     """A vector for the rows and one for the columns of each matrix."""
 
     def begin(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["rows"], state["cols"] = torch.zeros(p.shape[0]), torch.zeros(p.shape[-1])
+        state["rows"], state["cols"] = p.new_zeros(p.shape[0]), p.new_zeros(p.shape[-1])
         state["last"] = torch.zeros_like(p)
 
     def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:

@@ -64,6 +64,43 @@ class Writer(nn.Module):
         return self.after(torch.tanh(y if isinstance(y, Tensor) else y[0]))
 
 
+class Drops(nn.Module):
+    """A unit that is called by keyword alone, as transformers call their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return F.dropout(self.lin(x), 0.5)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Drops() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x=x)
+        return x
+
+
+def dropped(mesh, how: str) -> None:
+    x, found = torch.randn(5, WIDTH, device=device()), []
+    for options in ({}, {"checkpoint_activations": how}):
+        torch.manual_seed(1)
+        model = acc.shard(here(Named()), mesh, units={Drops}, **options)
+        model(x).square().sum().backward()
+        found.append(grads_of(model))
+    assert_close(found[1], found[0], 1e-6)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_dropout_of_units_that_are_called_by_keyword_is_recomputed_as_it_was(world, how):
+    world.run(2, dropped, how)
+
+
 def writing(mesh, kind: str) -> None:
     torch.manual_seed(0)
     x, found = torch.randn(5, WIDTH, device=device()), []

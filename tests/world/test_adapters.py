@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.devices import device, here
 from tests.world import families
 
 WIDTH, RANK = 24, 4
@@ -197,8 +198,8 @@ def loaded(mesh: Any, path: Path, kind: str) -> None:
     assert not torch.equal(firsts[0], firsts[2])
     if kind == "plain":
         torch.manual_seed(8)
-        x = torch.randn(3, WIDTH)
-        plain = plain_model()
+        x = torch.randn(3, WIDTH).to(device())
+        plain = here(plain_model())
         plain.load_state_dict({n.replace("base_layer.", ""): t for n, t in found.items() if "lora" not in n})
         torch.testing.assert_close(model(x), plain(x))
     else:

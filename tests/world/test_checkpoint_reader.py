@@ -130,7 +130,7 @@ def saved(mesh, path):
 
 
 def bytes_of(tensor):
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

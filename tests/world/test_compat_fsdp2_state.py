@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import accordion.compat.fsdp2 as ours
 from accordion.compat.fsdp2.asked import say_once
 from accordion.errors import DivergenceError
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import (
@@ -348,7 +349,7 @@ def from_meta(mesh) -> None:
         models_ = [sharded(api, mesh) for api in SIDES]
     for model in models_:
         assert all(p.is_meta for p in model.parameters())
-        model.to_empty(device="cpu")
+        model.to_empty(device=device())
         for i, p in enumerate(model.parameters()):
             nn.init.constant_(p, 0.01 * i)
         one_loss(model).backward()

@@ -20,6 +20,9 @@ from tests.world import models
 from tests.world.checks import mesh_of, one_loss
 
 SOON_S = 20.0
+IN_STREAMS = pytest.mark.cpu(
+    "ranks that wait in streams cannot be asked: debug='order' tells, and `DivergenceMonitor` says so in the log"
+)
 
 
 @contextlib.contextmanager
@@ -92,12 +95,14 @@ def test_in_the_first_step_every_rank_names_the_units(alone, how, num_ranks):
     assert named(texts, how), texts
 
 
+@IN_STREAMS
 @pytest.mark.parametrize("how", ELSEWHERE)
 def test_in_a_later_step(alone, how):
     texts = alone.run(2, apart, acc.FULL_SHARD, how, 2)
     assert named(texts, how), texts
 
 
+@IN_STREAMS
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_in_a_later_step_of_every_strategy(alone, strategy):
     strategy = STRATEGIES[strategy]
@@ -183,7 +188,9 @@ def as_it_comes(mesh, how: str) -> tuple[float, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["raises", "calls_a_block", "trains_less"])
+@pytest.mark.parametrize(
+    "how", ["raises", *(pytest.param(how, marks=IN_STREAMS) for how in ("calls_a_block", "trains_less"))]
+)
 def test_every_rank_has_its_error_within_30_s(alone, how):
     for took_s, text in alone.run(2, as_it_comes, how):
         assert took_s < 30, text

@@ -243,7 +243,8 @@ def old_graph(mesh, strategy: acc.Strategy) -> None:
     plain = seeded(Chain)
     model = acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
     for m in (plain, model):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        # Torch counts no write of its multi-tensor kernels to DTensors, which on accelerators are the default.
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, foreach=False)
         torch.manual_seed(seed_of(0))
         loss = m(numbers()).square().mean()
         plain_run(m, 0)
@@ -318,7 +319,7 @@ def two_dtypes() -> nn.Module:
 
 def smaller_batch_after_a_refusal(mesh) -> None:
     """As a loop does that catches the error and goes on with what fits."""
-    x, found = torch.randn(4, 16), []
+    x, found = torch.randn(4, 16).to(device()), []
     for at in (-1, *range(8)):
         torch.manual_seed(0)
         options = {"strategy": acc.HYBRID_SHARD_OPTIM, "precision": acc.Precision(params=torch.bfloat16)}

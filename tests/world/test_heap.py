@@ -26,6 +26,7 @@ def bytes_first_touched(mesh, num_steps):
     return found
 
 
+@pytest.mark.cpu("it counts pages of the process")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it likes")
 def test_a_step_is_done_in_memory_of_the_step_before(world):
     for found in world.run(2, bytes_first_touched, 6):

@@ -105,7 +105,7 @@ def tied_anew(copy: nn.Module, meta: nn.Module) -> None:
 def one_device(name: str | nn.Module, init: Init | None = None) -> nn.Module:
     """Meta, `to_empty`, the same seed and init: what `initialise` promises to equal."""
     meta = on_meta(name) if isinstance(name, str) else name
-    model = copy.deepcopy(meta).to_empty(device="cpu")
+    model = copy.deepcopy(meta).to_empty(device=device())
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.fill_(float("nan") if tensor.is_floating_point() else 77)
     torch.manual_seed(3)
@@ -127,9 +127,9 @@ def own_reset(module: nn.Module) -> None:
 def unlike(model: nn.Module, wanted: nn.Module) -> list[str]:
     """Names of parameters and buffers that are not bitwise those of `wanted`; all of them on the first rank only."""
     found = acc.full_state_dict(model)
-    other = [n for n, t in wanted.state_dict().items() if found and not torch.equal(t, found[n])]
+    other = [n for n, t in wanted.state_dict().items() if found and not torch.equal(t.cpu(), found[n].cpu())]
     own = dict(model.named_buffers())
-    return other + [n for n, t in wanted.named_buffers() if not torch.equal(t, own[n])]
+    return other + [n for n, t in wanted.named_buffers() if not torch.equal(t.cpu(), own[n].cpu())]
 
 
 def differences(mesh: Any, strategy: str, names: tuple[str, ...]) -> dict[str, list[str]]:
@@ -191,14 +191,14 @@ INITS: dict[str, Callable[[Tensor], object]] = {
     "kaiming_normal": nn.init.kaiming_normal_,
     "orthogonal": lambda t: nn.init.orthogonal_(t, 2.0),
     "sparse": lambda t: nn.init.sparse_(t, 0.4) if t.dim() == 2 else t.log_normal_(),
-    "own generator": lambda t: t.normal_(generator=torch.Generator().manual_seed(5)),
+    "own generator": lambda t: t.normal_(generator=torch.Generator(t.device).manual_seed(5)),
     "data": lambda t: t.data.normal_().clamp_(-1, 1),
     "view": lambda t: t.view(-1)[3:9].uniform_(5, 6),
     "transposed": lambda t: t.transpose(0, 1)[0].fill_(2.0),
     "operators": lambda t: t.normal_().add_(1).mul_(t),
     "copied": lambda t: t.copy_(torch.randn(t.shape)),
     "from numpy": lambda t: t.data.copy_(torch.from_numpy(torch.randn(t.shape).numpy())),
-    "into numpy": lambda t: t.detach().numpy().fill(4.0),
+    "into numpy": lambda t: t.detach().cpu().numpy().fill(4.0),  # of an accelerator, a copy
     "list": lambda t: [row.fill_(i) for i, row in enumerate(t.unbind(0))],
     "itself": lambda t: t.normal_().copy_(t.flip(0)),
 }
@@ -277,7 +277,7 @@ def trained(mesh: Any, emptied: bool) -> tuple[float, float, list[str]]:
     wanted = one_device(meta)
     model = acc.shard(meta, mesh)
     if emptied:
-        model.to_empty(device="cpu")
+        model.to_empty(device=device())
     torch.manual_seed(3)
     initialise(model)
     losses = [models.loss_of(m(tokens), targets) for m in (model, wanted)]
@@ -379,7 +379,8 @@ def buffers(mesh: Any) -> list[Any]:
     torch.empty(6, 6, device=device()).normal_()
     same = torch.equal(after, torch.get_rng_state())
     bias = acc.full_state_dict(second, rank0_only=False)["0.linear.bias"]
-    return [first[0].table, first[1].running_var, second[0].table, second[1].running_var, bias, same]
+    tables = (first[0].table, first[1].running_var, second[0].table, second[1].running_var, bias)
+    return [*(table.cpu() for table in tables), same]
 
 
 def test_buffers_are_computed_by_the_code_of_their_modules(world):

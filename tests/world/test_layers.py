@@ -16,9 +16,10 @@ from accordion import _torch
 from accordion.config import STRATEGIES
 from accordion.engine.unit import Unit
 from accordion.units import choose_units
-from tests.devices import device
+from tests.devices import device, here
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, unit_names, units_of
+from tests.world.test_divergence import IN_STREAMS
 
 WIDTH, VOCAB = 16, 96
 WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
@@ -74,7 +75,7 @@ def both(mesh, way: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(Language(way))
+        made.append(here(Language(way)))
     return acc.shard(made[0], mesh=mesh, **options), made[1]
 
 
@@ -160,6 +161,7 @@ class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(8, WIDTH)
+        here(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=device()))
@@ -170,7 +172,7 @@ def check_recomputed_embeddings(mesh) -> None:
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(Language("module"))
+        made.append(here(Language("module")))
         made[-1].tokens = Sum()
     acc.shard(made[0], mesh=mesh, units={Sum, models.Block}, checkpoint_activations="full")
     for step in range(2):
@@ -197,6 +199,7 @@ def check_apart(mesh) -> list[str]:
     return [message for message in messages if "different ways" in message]
 
 
+@IN_STREAMS
 def test_ranks_may_differ_in_what_they_read(world) -> None:
     assert all(len(said) == 1 for said in world.run(2, check_apart))
 

@@ -128,7 +128,7 @@ def waits(mesh, path: Path) -> None:
             assert not [name for name in missed if way in FOR_ALL or name.startswith(PART)], (way.__name__, offload)
             acc.synchronize(model)
             found.append([*said, *params_of(model).values()])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), way.__name__
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True)), way.__name__
 
 
 def test_whoever_needs_what_a_step_makes_waits_for_it(world, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
+from tests.devices import device
 from tests.world import models
 from tests.world.checks import assert_equal, one_loss
 from tests.world.row_states import InBlocks
@@ -157,7 +158,7 @@ def generators(mesh):
     for name in ("stream", "later", "streams_later", "without_grad"):
         with pytest.raises(acc.UsageError, match=rf"Streams.{name} .*after the call.*return"):
             acc.entry_point(model, name)
-    assert model(torch.ones(1, 4)).shape == (1, 4)
+    assert model(torch.ones(1, 4, device=device())).shape == (1, 4)
 
 
 def test_a_generator_is_no_entry_point(world):

@@ -22,6 +22,7 @@ from accordion.engine.together import CatchUp, UnitCall, choose
 from tests.devices import device, here
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
+from tests.world.test_divergence import IN_STREAMS
 
 WIDTH = 16
 # A call: the number of a block, or of a tower with the calls inside of it.
@@ -124,6 +125,7 @@ def test_from_the_first_step_on(world, how):
         assert all(len(lines) == 1 for lines in said), said
 
 
+@IN_STREAMS
 @pytest.mark.parametrize("how", APART)
 def test_from_a_later_step_on(world, how):
     """Others wait in a collective by then, where they notice."""

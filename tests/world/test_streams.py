@@ -132,7 +132,18 @@ def step(mesh, strategy: acc.Strategy, fault: str, debug: tuple[str, ...] = ("st
     return bool(loss.isfinite()), all(bool(local_of(p.grad).isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("fault", [name for name, (_, strategies) in FAULTS.items() if strategies])
+BY_CHANCE = pytest.mark.cpu(
+    "in streams it comes in time by chance, and a device that has asserted runs nothing any more"
+)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "released_too_early",
+        *(pytest.param(f, marks=BY_CHANCE) for f in ("backward_without_a_lease", "gather_without_wait")),
+    ],
+)
 def test_a_planted_fault_gives_nan_and_not_plausible_numbers(world, fault):
     for name in FAULTS[fault][1]:
         for loss, grads in world.run_mesh(*mesh_of(STRATEGIES[name]), step, STRATEGIES[name], fault):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 from accordion.engine.unit import Unit
+from tests.devices import device, here
 from tests.world.checks import units_of
 
 WIDTH = 32
@@ -90,7 +91,7 @@ WAYS = [
 
 def backwards(mesh, how: str, trained: str) -> None:
     torch.manual_seed(0)
-    alone = Net(how)
+    alone = here(Net(how))
     for name, p in alone.named_parameters():
         p.requires_grad_(TRAINED[trained](name))
     options = {"checkpoint_activations": how} if how in ("full", "selective") else {}
@@ -99,7 +100,7 @@ def backwards(mesh, how: str, trained: str) -> None:
         model = acc.shard(copy.deepcopy(alone), mesh, units={Block}, debug="streams", **options)
         assert any(unit.views_inputs and unit.trained.indices for unit in units_of(model))
         for step in range(3):
-            tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
+            tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step)).to(device())
             for m in (alone, model):
                 m.zero_grad()
                 nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten()).backward()

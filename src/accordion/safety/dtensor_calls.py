@@ -107,6 +107,11 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_lost_write(args[0])
+    base = _torch.base_of(args[0])
+    if base is not None and operator is aten.copy_.default and not isinstance(args[1], DTensor):
+        raise _part_written(
+            base
+        )  # on some accelerators `weight[:, i] = 0` is a copy, which torch refuses in other words
     return _torch.unanswered(operator, args, kwargs)
 
 

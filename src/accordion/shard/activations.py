@@ -165,11 +165,25 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, park: Pa
             return function(*args, **kwargs)
         options = {"use_reentrant": False, **contexts}
         kwargs = _without_caches(kwargs)
-        if park is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return checkpoint(function, *args, **options, **kwargs)
+        if park is None:
+            return _checkpoint(function, args, kwargs, options)
         return _checkpoint_parked(function, park, args, kwargs, options)
 
     module.__dict__["forward"] = forward
+
+
+def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
+    """`checkpoint`, which keeps the state of the random generator of devices on which it sees tensors given by position."""
+    seen = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
+    if seen is None:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    def run(_: Tensor, /, *rest: Any, **named: Any) -> Any:
+        return function(*rest, **named)
+
+    return checkpoint(run, seen.new_empty(0), *args, **options, **kwargs)
 
 
 def _checkpoint_parked(function: Callable[..., Any], park: Park, args: Any, kwargs: Any, options: Any) -> Any:
@@ -177,7 +191,7 @@ def _checkpoint_parked(function: Callable[..., Any], park: Park, args: Any, kwar
     given = [*args, *kwargs.values()]
     which = next((i for i, v in enumerate(given) if isinstance(v, Tensor) and v.grad_fn is not None), None)
     if which is None:
-        return checkpoint(function, *args, **options, **kwargs)
+        return _checkpoint(function, args, kwargs, options)
     num, names, tensor = len(args), list(kwargs), given[which]  # `run` lives as long as the graph, and holds no input
     waits, given[which] = park(tensor), None
 

@@ -301,9 +301,11 @@ class Stored:
         self._begin()
 
     def finish(self) -> None:
-        """Return when it is in the file."""
+        """Return when it is in the file or, where nobody wants it, in host memory: that is used again then."""
         self.land()
-        if self._writes is not None:
+        if self._writes is None:
+            self._flight.block()
+        else:
             self._writes.wait()
 
     def let_go(self) -> list[Moves]:

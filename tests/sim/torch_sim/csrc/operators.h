@@ -136,6 +136,13 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, std::optional<bool
     mask.bernoulli_(1 - p);
   return {at::mul(x, mask).mul_(p == 1 ? 0. : 1 / (1 - p)), mask};
 }
+Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& low, const at::Scalar& high) {  // CUDA counts integers too
+  auto out = at::empty({bins}, x.options());
+  run_later("histc", {x}, {out}, [=](auto& in, auto& to) {
+    to[0].copy_(at::histc(at::isIntegralType(in[0].scalar_type(), true) ? in[0].to(at::kDouble) : in[0], bins, low, high));
+  });
+  return out;
+}
 int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                    std::optional<double>, bool) {
   return 0;
@@ -273,6 +280,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_assert_async", assert_plain);
   m.impl("_assert_async.msg", assert_msg);
   m.impl("native_dropout", dropout);
+  m.impl("histc", histc);
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("_has_compatible_shallow_copy_type", same_kind);
   m.impl("record_stream", record_stream);
