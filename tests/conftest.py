@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import stat
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +107,28 @@ def why_not_here(item: pytest.Item, device: str) -> str | None:
     if device != "cpu" and (marker := item.get_closest_marker("cpu")):
         return f"on the CPU only: {marker.args[0]}"
     return None
+
+
+@pytest.fixture
+def no_waiting(tmp_path: Path) -> Iterator[None]:
+    """Who opens a pipe without a writer waits for good: one comes to those below `tmp_path`, and the test fails.
+
+    From a thread, since code that is not Python's goes on to wait after a signal.
+    """
+    done, found = threading.Event(), list[str]()
+
+    def write() -> None:
+        while not done.wait(5.0):
+            for folder, _, names in os.walk(tmp_path):
+                for path in (os.path.join(folder, name) for name in names):
+                    with suppress(OSError):  # gone, or a pipe for which nobody waits
+                        if stat.S_ISFIFO(os.lstat(path).st_mode):
+                            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                            found.append(path)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    yield
+    done.set()
+    writer.join()
+    assert not found, "it waits for a pipe"

@@ -21,9 +21,9 @@ COMMANDS = {
 }
 NEEDED = {
     "checkpoint": (),
-    "train": ("jsonargparse", "yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
+    "train": ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
     "plan": ("rich", "plotly", "transformers"),
-    "bench": ("jsonargparse", "rich", "plotly"),
+    "bench": ("rich", "plotly"),
 }
 EXTRA = {"train": "train", "plan": "plan", "bench": "plan"}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix

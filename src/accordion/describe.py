@@ -56,7 +56,7 @@ def describe(model: nn.Module) -> Report:
 
 
 def _unit_report(unit: Unit) -> UnitReport:
-    local = [(v, p) for g in unit.groups for v, p in zip(g.home.locals, g.params, strict=True)]
+    local = [(v, p) for g in unit.groups for v, p in zip(g.shard_buffer.locals, g.params, strict=True)]
     trained = sum(v.numel() * v.itemsize for v, p in local if p.sharded.requires_grad)
     return UnitReport(
         name=unit.name or "(root)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -62,3 +63,8 @@ def name_of(device_type: str) -> str:
         return CPU
     ask = getattr(torch.get_device_module(device_type), "get_device_name", None)
     return device_type if ask is None else str(ask())
+
+
+def num_cores() -> int:
+    """Cores of the CPU that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,15 +15,15 @@ from accordion.engine.communicator import Communicator, reduced
 
 
 @dataclass(slots=True)
-class Part:
-    """Tensors of which each rank of `links` has other rows; without links every rank has them whole."""
+class NormPart:
+    """Tensors of which each rank of `communicators` has other rows; without communicators every rank has them whole."""
 
-    links: Sequence[Communicator]
+    communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
 
 
-def total_norm(parts: Sequence[Part], norm_type: float, device: torch.device) -> Tensor:
-    """0-d float32: the norm over all elements, the same on all ranks. Every rank passes parts of the same links in one order.
+def total_norm(parts: Sequence[NormPart], norm_type: float, device: torch.device) -> Tensor:
+    """0-d float32: the norm over all elements, the same on all ranks. Ranks pass parts of the same communicators in one order.
 
     `device`: where ranks communicate and the norm will be; the tensors may lie on the host, offloaded.
     One number is reduced for each part that is cut; the norm of DTensors instead gathers or reduces each one apart.
@@ -32,14 +32,14 @@ def total_norm(parts: Sequence[Part], norm_type: float, device: torch.device) ->
     is_max = math.isinf(norm_type)
     found: dict[tuple[int, ...], tuple[Sequence[Communicator], Tensor]] = {}
     for part in parts:
-        key = tuple(id(link.group) for link in part.links)
+        key = tuple(id(communicator.group) for communicator in part.communicators)
         norms = _norms(part.tensors, norm_type, device) if part.tensors else [zero.view(1)]
         mine = torch.linalg.vector_norm(torch.cat(norms), norm_type)
         mine = mine.to(torch.float32) if is_max else mine.to(torch.float32).pow(norm_type)
-        held = found.get(key, (part.links, zero))[1]
-        found[key] = part.links, torch.maximum(held, mine) if is_max else held + mine
+        held = found.get(key, (part.communicators, zero))[1]
+        found[key] = part.communicators, torch.maximum(held, mine) if is_max else held + mine
     op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    powers = torch.stack([reduced(value.clone(), links, op) for links, value in found.values()])
+    powers = torch.stack([reduced(value.clone(), communicators, op) for communicators, value in found.values()])
     return powers.max() if is_max else powers.sum().pow(1.0 / norm_type)
 
 

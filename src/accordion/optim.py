@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.engine.autograd import engine_of
+from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError, UsageError
-from accordion.grad_norm import Part, scale_to, total_norm
+from accordion.grad_norm import NormPart, scale_to, total_norm
 from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare
 from accordion.offload.step.optimizer_copy import local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
@@ -235,17 +235,19 @@ def clip_grad_norm_(
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
     refuse_in_backward(engine, "clip_grad_norm_")
     engine.synchronize()
-    parts: dict[tuple[int, ...], Part] = {}
+    parts: dict[tuple[int, ...], NormPart] = {}
     shards = {id(param.sharded) for unit in engine.units for param in unit.params}
     for unit in engine.units:
         for param in unit.params:
-            links = list(engine.context.cut_communicators) if param.cut.dim is not None else []
-            links += [] if param.around is None else param.around.links
-            part = parts.setdefault(tuple(id(link.group) for link in links), Part(links))
+            communicators = list(engine.context.cut_communicators) if param.cut.dim is not None else []
+            communicators += [] if param.around is None else param.around.communicators
+            part = parts.setdefault(
+                tuple(id(communicator.group) for communicator in communicators), NormPart(communicators)
+            )
             if param.sharded.grad is not None:
                 part.tensors.append(_torch.local_of(param.sharded.grad))
     others = [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
-    found = [*parts.values(), Part([], others)]
+    found = [*parts.values(), NormPart([], others)]
     norm = total_norm(found, float(norm_type), engine.context.device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(

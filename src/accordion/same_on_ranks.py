@@ -18,8 +18,8 @@ from accordion import _torch
 from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
 from accordion.engine.group import ShardingContext
-from accordion.engine.watch import DivergenceMonitor
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
+from accordion.safety.divergence import DivergenceMonitor, monitor_of
 from accordion.units import Owned
 
 log = logging.getLogger("accordion")
@@ -90,7 +90,7 @@ def same_structure(
         )
     if arguments is not None:
         facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
-    unlike = differences(facts, context.watch, "compares its model and settings")
+    unlike = differences(facts, monitor_of(context), "compares its model and settings")
     if unlike:
         raise DivergenceError(
             f"ranks hold different models or settings: {unlike}; build the same model with the same arguments on every rank."
@@ -169,12 +169,12 @@ def on_every_rank(make: Callable[[], Made], context: ShardingContext) -> Made:
         made = make()
     except (UsageError, OffloadError) as caught:
         error = caught
-    failed, links = torch.tensor([float(error is not None)], device=context.device), _links(context)
-    if links:
-        reduced(failed, links)
+    failed, communicators = torch.tensor([float(error is not None)], device=context.device), _communicators(context)
+    if communicators:
+        reduced(failed, communicators)
     if error is not None:
         raise error
-    if links and failed.item():
+    if communicators and failed.item():
         raise UsageError(
             f"{int(failed.item())} other ranks could not get the memory or files that offloading asks for; they say why."
         )
@@ -209,18 +209,18 @@ def same_values(model: nn.Module, owned: list[Owned], context: ShardingContext, 
     them. Other buffers are each rank's own: those that differ are told in a warning. With `sync` what is given must be called
     for every parameter, on all ranks in the same order: it communicates, and one full parameter is in memory at a time.
     """
-    links = _links(context)
-    if sync and links:
+    communicators = _communicators(context)
+    if sync and communicators:
         named = {f"parameter {o.names[0]!r}": o.original for o in owned}
         made = _made_on_first(named, context)
         taken = {id(o) for o, is_made in zip(owned, made, strict=True) if is_made}
         return lambda o: first_ranks(o.original, context) if id(o) in taken else None
-    if links:
+    if communicators:
         kept = dict(buffers_of(model))
         others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
         facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned}
         facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}
-        unlike = differences(checksums(facts), context.watch, "compares its values")
+        unlike = differences(checksums(facts), monitor_of(context), "compares its values")
         if unlike:
             raise DivergenceError(
                 f"values differ between ranks: {unlike}; seed every rank alike before building the model, load the same weights, "
@@ -230,8 +230,8 @@ def same_values(model: nn.Module, owned: list[Owned], context: ShardingContext, 
         forms = {f"buffer {name!r}": form_of(b, sync=False) for name, b in others.items()}
         sums = checksums({f"buffer {name!r}": b for name, b in others.items()})
         held = {name: f"{form} {sums.get(name, '')}".rstrip() for name, form in forms.items()}
-        apart = differences(held, context.watch, "compares its buffers")
-        if apart and all(link.rank == 0 for link in links):
+        apart = differences(held, monitor_of(context), "compares its buffers")
+        if apart and all(communicator.rank == 0 for communicator in communicators):
             log.warning(
                 "buffers outside of the state dict differ between ranks: %s; each rank keeps its own, and sync=True takes the "
                 "first rank's.",
@@ -255,7 +255,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> Facts:
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
     """The first rank's value of a tensor, on the device; where this rank's is real it is overwritten. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
-    broadcast([data], _links(context))
+    broadcast([data], _communicators(context))
     return data
 
 
@@ -266,8 +266,8 @@ def _made_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> lis
         return []
     own = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
     first = own.clone()
-    broadcast([first], _links(context))
-    missing = first > extremes(own, _links(context))[0]
+    broadcast([first], _communicators(context))
+    missing = first > extremes(own, _communicators(context))[0]
     if missing.any():
         names = [name for name, is_missing in zip(named, missing.tolist(), strict=True) if is_missing]
         raise DivergenceError(
@@ -295,7 +295,7 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
     `precisions`: by id of a unit's module, the root's among them.
     """
     synced: dict[int, Tensor] = {}
-    if sync and _links(context):
+    if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
         for buffer, is_made in zip(named.values(), _made_on_first(named, context), strict=True):
             if is_made:
@@ -314,10 +314,10 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
     place(model, precisions[id(model)])
 
 
-def _links(context: ShardingContext) -> list[Communicator]:
+def _communicators(context: ShardingContext) -> list[Communicator]:
     """Those on which somebody answers."""
-    links = [axis.gather for axis in (context.shard, context.replicate)]
-    return [link for link in links if link.num_ranks > 1 and not link.is_fake]
+    communicators = [axis.gather for axis in (context.shard, context.replicate)]
+    return [communicator for communicator in communicators if communicator.num_ranks > 1 and not communicator.is_fake]
 
 
 def checksum(tensor: Tensor) -> Tensor:

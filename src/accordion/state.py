@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.autograd import engine_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
-from accordion.engine.watch import DivergenceMonitor
+from accordion.engine.hooks import attached_to, engine_of
 from accordion.errors import DivergenceError, UsageError
-from accordion.offload.step.deferred_step import unit_of
+from accordion.offload.step.deferred_step import owners_of
 from accordion.offload.step.step_in_backward import refuse_in_backward
+from accordion.safety.agreement import agreement_of
+from accordion.safety.divergence import DivergenceMonitor, monitor_of
 from accordion.same_on_ranks import same_given
 
 
@@ -37,10 +38,10 @@ def settle(engine: Engine, what: str) -> None:
     """
     engine.recover()
     engine.synchronize()
-    watch = engine.context.watch
-    if watch.broken is None:
-        watch.forget()
-        engine.together.must(what)
+    monitor = monitor_of(engine.context)
+    if monitor.broken is None:
+        monitor.forget()
+        agreement_of(engine).must(what)
 
 
 @contextmanager
@@ -167,20 +168,20 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
     """
     model.register_load_state_dict_pre_hook(_cut_full_tensors)
     for module in model.modules():
-        if "_accordion" in module.__dict__ or any(unit_of(p) is not None for p in module.parameters(recurse=False)):
+        if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(_wait_for_shards)
             module.register_load_state_dict_pre_hook(_wait_for_shards)
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
     """Called for each module of a state dict: a unit's waits for all, another one's for the steps of its own parameters."""
-    unit = module.__dict__.get("_accordion")
-    if unit is not None:
-        unit.engine.synchronize()
+    hooks = attached_to(module)
+    if hooks is not None:
+        hooks.engine.synchronize()
         return
-    units = {id(unit): unit for p in module.parameters(recurse=False) if (unit := unit_of(p)) is not None}
+    units = {id(unit): unit for _, unit in owners_of(module.parameters(recurse=False))}
     for group in [group for unit in units.values() for group in unit.groups]:
-        group.home.synchronize()
+        group.shard_buffer.synchronize()
 
 
 def synchronize(model: nn.Module) -> None:
@@ -227,7 +228,7 @@ def is_sharded_alike(given: object, sharded: DTensor) -> bool:
 
 def _agree_on(engine: Engine, state: Mapping[str, Any]) -> None:
     settle(engine, "loads full tensors (load_state_dict)")
-    refuse_others(state, engine.context.watch)
+    refuse_others(state, monitor_of(engine.context))
 
 
 def refuse_others(state: Mapping[str, Any], watch: DivergenceMonitor) -> None:

@@ -25,7 +25,7 @@ from accordion.bench.meters import Wire
 from accordion.bench.model import shape_of
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
-from accordion.workers.ranks import BenchError, Seat, Team, World, interleaved
+from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
 from tests.sample import sampled
 
 ONE = World(num_ranks=1)
@@ -80,7 +80,10 @@ class Diary:
 
 def test_turns_interleave_and_who_waits_is_idle(tmp_path):
     said = tmp_path / "diary"
-    with Team("A", ONE, Diary, ("A", str(said))) as a, Team("B", World(num_ranks=2), Diary, ("B", str(said))) as b:
+    with (
+        WorkerTeam("A", ONE, Diary, ("A", str(said))) as a,
+        WorkerTeam("B", World(num_ranks=2), Diary, ("B", str(said))) as b,
+    ):
         found = interleaved([a, b], 3, "turn")
         assert said.read_text() == "ABBABBABB"
         assert found == {"A": [[0]] * 3, "B": [[0, 1]] * 3}
@@ -91,21 +94,21 @@ def test_turns_interleave_and_who_waits_is_idle(tmp_path):
 
 def test_a_rank_that_fails_or_dies_ends_its_team(tmp_path):
     with (
-        Team("A", World(num_ranks=2), Diary, ("A", str(tmp_path / "diary"))) as team,
+        WorkerTeam("A", World(num_ranks=2), Diary, ("A", str(tmp_path / "diary"))) as team,
         pytest.raises(BenchError, match=r"contender 'A' failed on rank 1: ValueError: of no use$"),
     ):
         team.ask("fails")
     with (
-        Team("A", ONE, Diary, ("A", str(tmp_path / "diary"))) as team,
+        WorkerTeam("A", ONE, Diary, ("A", str(tmp_path / "diary"))) as team,
         pytest.raises(BenchError, match="its process ended"),
     ):
         team.ask("dies")
     with pytest.raises(BenchError, match="contender 'A' did not answer within 0 s on rank 0"):
-        Team("A", World(num_ranks=1, patience_s=0.0), Diary, ("A", ""))
+        WorkerTeam("A", World(num_ranks=1, patience_s=0.0), Diary, ("A", ""))
 
 
 def test_what_a_rank_sends_is_counted():
-    with Team("A", World(num_ranks=8, group="fake"), Diary, ("A", "")) as team:
+    with WorkerTeam("A", World(num_ranks=8, group="fake"), Diary, ("A", "")) as team:
         num_bytes, launches = team.ask("sends")[0]
     assert sum(launches.values()) == len(launches) == 5, "receives and barriers send nothing"
     assert sorted(num_bytes.values()) == sorted([112, 2 * 112, 112, 14, 16])
@@ -224,7 +227,7 @@ class Lines(HostLoop):
 def test_a_step_of_thousands_of_ranks_runs_as_many_lines_of_python():
     counts = []
     for num_ranks in (8, 4096):
-        with Team("A", World(num_ranks=num_ranks, group="still"), Lines, ("accordion", 4096, 2)) as team:
+        with WorkerTeam("A", World(num_ranks=num_ranks, group="still"), Lines, ("accordion", 4096, 2)) as team:
             counts += team.ask("count")
     assert counts[0] > 1000
     assert counts[1] == pytest.approx(counts[0], rel=0.02), (
@@ -233,7 +236,7 @@ def test_a_step_of_thousands_of_ranks_runs_as_many_lines_of_python():
 
 
 def test_a_unit_of_the_host_benchmark_has_nine_parameters():
-    with Team("A", World(num_ranks=8, group="still"), HostLoop, ("accordion", 64, 2)) as team:
+    with WorkerTeam("A", World(num_ranks=8, group="still"), HostLoop, ("accordion", 64, 2)) as team:
         assert len(team.ask("turn", 2)[0]) == 2
     from accordion.bench.model import NineBlock
 

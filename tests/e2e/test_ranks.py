@@ -17,19 +17,20 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
+from accordion.devices import num_cores
 from accordion.errors import UsageError
 from accordion.train import launch
-from accordion.train.launch import Place
+from accordion.train.launch import RankPlace
 
 WITHIN_S = 10.0
 
 
-def join(place: Place, store: Store) -> None:
+def join(place: RankPlace, store: Store) -> None:
     dist.init_process_group("gloo", store=PrefixStore("test", store), rank=place.rank, world_size=place.world)
     dist.all_reduce(torch.ones(1))
 
 
-def fails(place: Place, store: Store, kind: str, mark: str) -> None:
+def fails(place: RankPlace, store: Store, kind: str, mark: str) -> None:
     """Rank 1 fails in its own way, while rank 0 waits for it in a collective."""
     join(place, store)
     if place.rank == 1:
@@ -45,12 +46,12 @@ def fails(place: Place, store: Store, kind: str, mark: str) -> None:
     time.sleep(600)
 
 
-def hangs(place: Place, store: Store, mark: str) -> None:
+def hangs(place: RankPlace, store: Store, mark: str) -> None:
     """Rank 1 raises while rank 0 is not in a collective and would not notice by itself."""
     fails(place, store, "raises" if place.rank == 1 else "sleeps", mark) if place.rank == 1 else _sleep(place, store)
 
 
-def _sleep(place: Place, store: Store) -> None:
+def _sleep(place: RankPlace, store: Store) -> None:
     join(place, store)
     time.sleep(600)
 
@@ -94,7 +95,7 @@ def test_a_rank_that_does_not_communicate_is_ended_too(
     assert "ZeroDivisionError: planted in rank 1" in capfd.readouterr().err
 
 
-def succeeds(place: Place, store: Store, folder: str) -> None:
+def succeeds(place: RankPlace, store: Store, folder: str) -> None:
     join(place, store)
     answer = launch.once_per_host(place, store, lambda: place.rank)
     with open(os.path.join(folder, str(place.rank)), "w") as file:
@@ -105,13 +106,13 @@ def succeeds(place: Place, store: Store, folder: str) -> None:
 def test_ranks_share_the_cores(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch.start(succeeds, (str(tmp_path),), 3) == 0
-    threads = max(1, launch.num_cores() // 3)
+    threads = max(1, num_cores() // 3)
     for rank in range(3):
         with open(os.path.join(tmp_path, str(rank))) as file:
             assert file.read() == f"3 {rank} {threads}"
 
 
-def prepares(place: Place, store: Store) -> None:
+def prepares(place: RankPlace, store: Store) -> None:
     def do() -> None:
         raise UsageError("the first rank of the host refuses")
 

@@ -1,4 +1,4 @@
-"""Every command that the README shows is one that runs."""
+"""Every command that the README and its guide show is one that runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from tests.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 BLOCKS = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL))
-COMMANDS = [line.split(" #")[0].strip() for line in BLOCKS.splitlines() if line.strip()]
-INLINE = re.findall(r"`(torchrun [^`]*examples/[^`]*)`", README)
+COMMANDS = [*dict.fromkeys(line.split(" #")[0].strip() for line in BLOCKS.splitlines() if line.strip())]
+INLINE = [*dict.fromkeys(re.findall(r"`(torchrun [^`]*examples/[^`]*)`", README))]
 
 
 def exit_code(words: list[str]) -> int:
@@ -142,7 +143,7 @@ def test_make_train_trains(tmp_path: Path) -> None:
 FEWER = [command.replace("--nproc-per-node 8", "--nproc-per-node 2") for command in INLINE]
 
 
-def example(place: launch.Place, store: Store, path: str) -> None:
+def example(place: launch.RankPlace, store: Store, path: str) -> None:
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
 

@@ -21,7 +21,7 @@ from accordion import cli
 from accordion.train import launch, loop
 from accordion.train.command import read
 from accordion.train.deepspeed import translated
-from accordion.train.launch import Place
+from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
 from tests import forked
 
@@ -219,7 +219,7 @@ AS_FLAGS = ["--train.micro_batch", "4", "--train.accumulate", "2", "--train.clip
 AS_FLAGS += ["--train.weight_decay", "0", "--shard.strategy", "full_shard"]
 
 
-def several(place: Place, store: Store, jobs: list[tuple[Any, ...]]) -> None:
+def several(place: RankPlace, store: Store, jobs: list[tuple[Any, ...]]) -> None:
     for i, job in enumerate(jobs):
         loop.train(place, PrefixStore(str(i), store), *job)
 

@@ -104,7 +104,7 @@ def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
         yield
 
 
-def troubled(place: launch.Place, store: Store, folder: Path, jobs: dict[str, Any]) -> None:
+def troubled(place: launch.RankPlace, store: Store, folder: Path, jobs: dict[str, Any]) -> None:
     found = {}
     for name, (config, prepared) in jobs.items():
         where, rank, steps, _ = JOBS[name]

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
 from accordion.bench.model import Llama, batch_of, loss_of
-from accordion.train.config import Preset
+from accordion.models.llama import LlamaShape
 from tests.happens_before.checker import Checker, Stream
 from tests.happens_before.stand_ins import checked
 
 VOCAB = 512
-SMALL = Preset(vocab=VOCAB, hidden=256, layers=3, heads=4, kv_heads=2, mlp=768)
+SMALL = LlamaShape(vocab=VOCAB, hidden=256, layers=3, heads=4, kv_heads=2, mlp=768)
 
 
 class PlantedError(RuntimeError):

@@ -1,4 +1,4 @@
-"""What stands in for a device on a CPU: streams, an NCCL-like group of one rank, threads that do not run ahead."""
+"""What makes a dummy call of a device on a CPU: streams, an NCCL-like group of one rank, threads that do not run ahead."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
 from accordion.engine.communicator import Communicator
-from accordion.engine.streams import SideStream
+from accordion.engine.streams import SideStream, Transfer
 from accordion.engine.unit import Unit
-from accordion.engine.watch import DivergenceMonitor
 from accordion.offload.arena import Arena
 from accordion.offload.tiers import Tiers
+from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before.checker import Checker, Event, Stream, where
 
-SHARD = sys.modules["accordion.shard.api"]  # the package's name of it is the function
+SHARD, TOPOLOGY = (sys.modules[f"accordion.shard.{name}"] for name in ("api", "topology"))
 NO_KERNEL = (
     "aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift", "aten._unsafe_view", "aten.set_", "aten.alias",
     "aten.empty_like", "aten.empty_strided", "aten._local_scalar_dense", "aten.equal", "prim.device",
@@ -156,7 +156,7 @@ class Inline:
 
 
 class DeviceModule:
-    """What a lane asks of `torch.cuda`."""
+    """What a side stream asks of `torch.cuda`."""
 
     def __init__(self, checker: Checker) -> None:
         self._checker = checker
@@ -182,10 +182,10 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     resize, read = torch.UntypedStorage.resize_, Tensor.tolist
     make_arena, make_unit, make_watch = Arena.__init__, Unit.__init__, DivergenceMonitor.__init__
 
-    def lane(self: Any, device: torch.device, watch: DivergenceMonitor, late: bool = False) -> None:
+    def side_stream(self: Any, device: torch.device, watch: DivergenceMonitor, late: bool = False) -> None:
         nonlocal num_lanes
         self._device, self.watch, self.late, self._module, self.sleeps = device, watch, late, module, True
-        self.stream = Stream(checker, f"lane {num_lanes}")
+        self.stream, self.makes = Stream(checker, f"lane {num_lanes}"), Transfer
         num_lanes += 1
 
     def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
@@ -201,7 +201,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
         make_unit(self, *args, **kwargs)
         self._on_device = True
 
-    def watch(self: Any, links: Any, ranks: Any) -> None:
+    def watch(self: Any, communicators: Any, ranks: Any) -> None:
         make_watch(self, [], ranks)  # nobody to talk to
         self.listens = True
 
@@ -215,19 +215,22 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     def all_reduce(value: Tensor, op: Any = None, group: Any = None) -> None:
         group.allreduce([value])
 
+    def second(first: Any, device: torch.device) -> Any:
+        return Communicator(first.group, device) if first.num_ranks > 1 else first
+
     OrderedGroup.checker = checker
     if "ordered" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "ordered", lambda store, rank, size, timeout: OrderedGroup(rank, size), devices=["cpu"]
         )
     replaced = [
-        (SideStream, "__init__", lane), (Arena, "__init__", arena), (Unit, "__init__", unit),
+        (SideStream, "__init__", side_stream), (Arena, "__init__", arena), (Unit, "__init__", unit),
         (DivergenceMonitor, "__init__", watch),
         (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_made", lambda self, num_threads, name: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
-        (SHARD, "own_communicator", lambda link, device: Communicator(link.group, device) if link.num_ranks > 1 else link),
-        (SHARD, "_one_node", lambda link, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
-        (SHARD, "same_mesh", lambda mesh: None),
+        (TOPOLOGY, "own_communicator", second),
+        (TOPOLOGY, "_one_node", lambda communicator, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
+        (TOPOLOGY, "same_mesh", lambda mesh: None),
         (SHARD, "same_values", lambda *args: lambda owned: owned.original.detach()),
     ]  # fmt: skip
     dist.init_process_group("ordered", store=_torch.fake_store(), rank=0, world_size=num_ranks)

@@ -15,7 +15,7 @@ import accordion as acc
 from accordion.bench.model import Llama
 from accordion.engine import reduce
 from accordion.engine.streams import SideStream
-from accordion.engine.watch import DivergenceMonitor
+from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before import programs
 from tests.happens_before.checker import Checker, Event, Stream
 from tests.happens_before.programs import (
@@ -249,7 +249,7 @@ def a_block_on_a_side_stream(run: Run) -> None:
 
 
 def no_memory_for_tags(run: Run) -> None:
-    """The allocator refuses what a lane needs for a moment; the loop goes on with the next batch."""
+    """The allocator refuses what a side stream needs for a moment; the loop goes on with the next batch."""
     out_of_memory(run, DivergenceMonitor, "same_everywhere")
 
 
@@ -305,7 +305,7 @@ def test_odd_programs_are_ordered(name):
 
 
 def found(**changes: object) -> set[str]:
-    """Kinds of problems of a few steps, with methods of lanes replaced."""
+    """Kinds of problems of a few steps, with methods of side streams replaced."""
     with mock.patch.multiple(SideStream, **changes):
         problems = trained(steps(num_steps=2)).problems
     kinds = ("does not wait for", "are dropped before", "are resized before")

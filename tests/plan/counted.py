@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import accordion as acc
 from accordion.config import Place
-from accordion.engine.autograd import engine_of
+from accordion.engine.hooks import engine_of
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.own_engine import AtOnce

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.setup import Subject, TrainingSetup
 
 SEQ, BATCH, VOCAB = 8192, 2, 128256
 RESERVED_GIB, TOKENS_PER_S = 82.4, 5762  # of one GPU, of 8
@@ -88,7 +88,7 @@ def subject(layers: int = 32) -> Subject:
     return Subject(make=make, batch=batch, loss=loss)
 
 
-def run() -> Run:
+def run() -> TrainingSetup:
     """As its script had it: blocks and the root; the torch of then kept the root gathered, and torchtitan the last block."""
     sharding = {
         "units": acc.only_blocks(),
@@ -97,4 +97,4 @@ def run() -> Run:
         "reshard_root": False,
         "reshard_last": False,
     }
-    return Run(engine="fsdp2", ranks=8, optimizer="adamw_foreach", sharding=sharding)
+    return TrainingSetup(engine="fsdp2", ranks=8, optimizer="adamw_foreach", sharding=sharding)

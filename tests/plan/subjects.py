@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.bench.model import GPT, loss_of
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.setup import Subject, TrainingSetup
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
 
@@ -147,11 +147,11 @@ def subject_of(architecture: str, case: str) -> Subject:
     )
 
 
-def run_of(architecture: str, case: str, engine: str = "accordion") -> Run:
+def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingSetup:
     """On CPU ranks. oneDNN makes float32 copies inside of bf16 products, 3 % of the vision model's peak: not bf16 there."""
     c = CASES[case]
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
-    return Run(
+    return TrainingSetup(
         engine=engine,
         ranks=c.ranks,
         node=max(1, c.ranks // 2),

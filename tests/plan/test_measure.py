@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import accordion as acc
-from accordion.bench import measure
+from accordion.plan.cli import measure
 from accordion.plan.events import Collective, Op
 from accordion.plan.hardware import GB, REACHED, Cluster, gpu_named
 from accordion.plan.replay.cost import costs_of
 from tests.plan.test_plan import total
 
-TINY = measure.Sizes(products=(64, 96), seq=64, copy_bytes=1 << 20, message_bytes=1 << 16, seconds=0.01)
+TINY = measure.MeasureSizes(products=(64, 96), seq=64, copy_bytes=1 << 20, message_bytes=1 << 16, seconds=0.01)
 
 
 def test_a_machine_is_measured_and_planned_with(tmp_path):
@@ -54,3 +56,11 @@ def test_a_file_without_a_card_is_told_of(tmp_path, text):
         gpu_named(str(path))
     with pytest.raises(acc.UsageError, match="accordion plan --measure"):
         gpu_named(str(tmp_path / "none.json"))
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_pipe_is_no_card(tmp_path):
+    path = tmp_path / "m.json"
+    os.mkfifo(path)
+    with pytest.raises(acc.UsageError, match=r"m\.json holds no measured card .*no regular file"):
+        gpu_named(str(path))

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion import cli
+from accordion.models.llama import PUBLISHED, LlamaShape
 from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.search.space import Space
 from accordion.plan.search.suggest import _attempts
-from accordion.plan.trained_models import PRESETS, Built, Shape
+from accordion.plan.trained_models import Built
 
 FOUR = Cluster(gpu=GPUS["h100"], node=4)
-PUBLISHED = {  # parameters, by the makers' model cards and indices of weights
+NUM_PARAMS = {  # parameters, by the makers' model cards and indices of weights
     "llama3-405b": 405_853_388_800,
     "llama3-70b": 70_553_706_496,
     "llama3-8b": 8_030_261_248,
@@ -31,14 +32,14 @@ PUBLISHED = {  # parameters, by the makers' model cards and indices of weights
 }
 
 
-def elements(s: Shape) -> int:
+def elements(s: LlamaShape) -> int:
     head = s.hidden // s.heads
     block = 2 * s.hidden**2 + 2 * s.hidden * s.kv_heads * head + 3 * s.hidden * s.mlp + 2 * s.hidden
     return s.layers * block + s.hidden + s.vocab * s.hidden * (1 if s.tied else 2)
 
 
 def test_presets_are_as_large_as_their_makers_say():
-    assert {name: elements(shape) for name, shape in PRESETS.items()} == PUBLISHED
+    assert {name: elements(shape) for name, shape in PUBLISHED.items()} == NUM_PARAMS
 
 
 def test_a_model_that_is_there_is_taken_once_and_not_told_to_another_process():

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 import accordion as acc
-from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import GB, GPUS, HOST_MEMORY_GBPS, REACHED, Cluster
 from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.timeline import simulate
-from accordion.plan.search.evaluate import Job, Part
+from accordion.plan.search.evaluate import Evaluator, SearchTask
 from accordion.plan.search.space import Choice, Space
-from accordion.plan.trace.setup import Run
+from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from tests.plan.test_plan import gpt, run_of
 
@@ -44,19 +44,19 @@ def log_of(units: int, forward_s: float) -> Log:
         flops = seconds * gpu.tflops * 1e12 * gpu.products * rate.products
         return Op("aten.mm.default", flops, 0, "bfloat16", "compute")
 
-    events: list[Event] = [Enter(Place(Phase.FORWARD, -1)), Launch(100, "gather")]
+    events: list[Event] = [Enter(StepPart(StepPhase.FORWARD, -1)), Launch(100, "gather")]
     for u in range(units):
-        events += [Enter(Place(Phase.FORWARD, u)), Land(100 + u)]
+        events += [Enter(StepPart(StepPhase.FORWARD, u)), Land(100 + u)]
         events += [Launch(101 + u, "gather")] if u + 1 < units else []
         events.append(product(forward_s))
-    events += [Enter(Place(Phase.BACKWARD, -1)), Launch(200 + units - 1, "gather")]
+    events += [Enter(StepPart(StepPhase.BACKWARD, -1)), Launch(200 + units - 1, "gather")]
     for u in reversed(range(units)):
-        events += [Enter(Place(Phase.BACKWARD, u)), Land(200 + u)]
+        events += [Enter(StepPart(StepPhase.BACKWARD, u)), Land(200 + u)]
         events += [Launch(199 + u, "gather")] if u else []
         events += [product(2 * forward_s), Alloc(u, 4 * ELEMENTS, Category.GRADIENTS, "compute", "reduce")]
         events.append(Launch(300 + u, "reduce"))
         events += [Land(301 + u)] if u + 1 < units else []
-    events += [Land(300), Enter(Place(Phase.STEP, -1))]
+    events += [Land(300), Enter(StepPart(StepPhase.STEP, -1))]
     kernels = (("_foreach_norm.Scalar", 4), ("_foreach_mul_.Tensor", 8), ("_fused_adamw_.default", 28))
     events += [Op(f"aten.{name}", 0.0, units * each * ELEMENTS, "float32", "compute") for name, each in kernels]
     kinds = ((Category.PARAMETERS, 4), (Category.OPTIMIZER, 8))
@@ -133,8 +133,8 @@ def test_copies_are_those_of_the_engine_in_its_order(offload, accumulate):
     assert peak_of(made).num_bytes == pytest.approx(peak_of(traced).num_bytes, rel=1e-3)
 
 
-def launches(log: Log) -> list[tuple[str, Place]]:
-    found, place = [], Place(Phase.FORWARD, -1)
+def launches(log: Log) -> list[tuple[str, StepPart]]:
+    found, place = [], StepPart(StepPhase.FORWARD, -1)
     for event in log.events:
         if isinstance(event, Enter):
             place = event.place
@@ -146,10 +146,10 @@ def launches(log: Log) -> list[tuple[str, Place]]:
 def test_one_rank_is_planned_as_the_engine_holds_it():
     """Its shards are the parameters, unless these rest on the host: then it gathers them, as no trace without offload has it."""
     space = Space(strategies=["full_shard"], micro_batches=[2], gpus=[1], precision=acc.Precision())
-    job = Job(subject_for=lambda size: gpt(3, batch=size), space=space, cluster=CLUSTER, num_params=1)
+    job = SearchTask(subject_for=lambda size: gpt(3, batch=size), space=space, cluster=CLUSTER, num_params=1)
     asked = replace(choice("disk", 1), micro_batch=2)
-    made = Part(job, lambda text: None).candidate(asked)
-    whole = Run(ranks=1, sharding={"offload": acc.Offload(params="host", optimizer="host")})
+    made = Evaluator(job, lambda text: None).candidate(asked)
+    whole = TrainingSetup(ranks=1, sharding={"offload": acc.Offload(params="host", optimizer="host")})
     assert made.memory is not None
     assert made.memory.peak.num_bytes == peak_of(trace(gpt(3), whole)).num_bytes
     assert made.memory.peak.highest["gathered"] > 0
@@ -164,6 +164,6 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
     offload = acc.Offload(optimizer="host", step=step)
-    log = trace(gpt(), Run(ranks=1, node=1, sharding={"offload": offload}))
+    log = trace(gpt(), TrainingSetup(ranks=1, node=1, sharding={"offload": offload}))
     assert peak_of(log).num_bytes > 0
     assert not [name for name in begun if name.startswith("accordion")]

@@ -14,7 +14,7 @@ from torch import nn
 import accordion as acc
 from accordion import cli
 from accordion.bench.model import GPT, loss_of
-from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, Phase, Place
+from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.depth import extend, num_traced
 from accordion.plan.extrapolate.family import Family
 from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
@@ -24,7 +24,7 @@ from accordion.plan.replay.peak import curve_of, peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.result import explanation
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 
 MIB = 1 << 20
@@ -43,8 +43,8 @@ def gpt(blocks: int = 10, batch: int = 2, width: int = 128) -> Subject:
     )
 
 
-def run_of(ranks: int = 8, **sharding: object) -> Run:
-    return Run(ranks=ranks, sharding={"precision": BF16, **sharding})
+def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
+    return TrainingSetup(ranks=ranks, sharding={"precision": BF16, **sharding})
 
 
 # -- from some blocks to all
@@ -80,7 +80,7 @@ def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
 
 def events_until_step(log: Log) -> list[object]:
     """The clipping of gradients has a small tensor for each parameter, which is not repeated."""
-    at = next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is Phase.STEP)
+    at = next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP)
     return list(log.events[:at])
 
 
@@ -176,7 +176,7 @@ def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
     costs = costs_of(Cluster(gpu=GPUS["h100"]), REACHED["middle"], 8, hybrid=False)
     product = Op("aten.mm.default", 989e12 * 0.803 * 0.9, 0, "bfloat16", "compute")  # one second
     gather = Collective("gather", int(0.5 * 450e9 * 0.73 * 8 / 7), "shard", "gather")  # half a second
-    start = [Enter(Place(Phase.FORWARD, -1)), Launch(1, "gather"), gather]
+    start = [Enter(StepPart(StepPhase.FORWARD, -1)), Launch(1, "gather"), gather]
     hidden = simulate(log(*start, product, Land(1)), costs)
     assert hidden.seconds == pytest.approx(1.0, rel=1e-3)
     assert hidden.exposed_s == 0
@@ -188,7 +188,7 @@ def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
 
 def test_no_kernel_starts_before_a_slow_host_has_asked_for_it():
     low, middle = (costs_of(Cluster(gpu=GPUS["h100"]), REACHED[rate], 8, hybrid=False) for rate in ("low", "middle"))
-    small, begin = [Op("aten.add.Tensor", 0, 0, "bfloat16", "compute")] * 100, Enter(Place(Phase.FORWARD, -1))
+    small, begin = [Op("aten.add.Tensor", 0, 0, "bfloat16", "compute")] * 100, Enter(StepPart(StepPhase.FORWARD, -1))
     assert simulate(log(begin, *small), low).seconds == pytest.approx(100 * 25e-6 + LAUNCH_S)
     assert simulate(log(begin, *small), middle).seconds == pytest.approx(100 * LAUNCH_S)
     large = Op("aten.mm.default", 989e12, 0, "bfloat16", "compute")  # meanwhile the host runs ahead

@@ -21,8 +21,8 @@ from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import step_of
 from accordion.plan.search.bounds import Floor, floor_of, lanes_s, least_bytes
-from accordion.plan.search.evaluate import Job, Part
-from accordion.plan.search.search import Found, search
+from accordion.plan.search.evaluate import Evaluator, SearchTask
+from accordion.plan.search.search import SearchResult, search
 from accordion.plan.search.space import Choice, Space, choices
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import unit_rules
@@ -82,8 +82,8 @@ def test_units_by_size_are_tried_beside_the_fastest():
     asked = choice(micro_batch=2, units=rules[0])
     log = trace(gpt(7), space.run_of(asked, CLUSTER))
     assert "blocks.3.up" in log.units
-    job = Job(subject_for=lambda size: gpt(7, batch=size), space=space, cluster=CLUSTER, num_params=1_600_000)
-    made = Part(job, lambda text: None).candidate(asked)  # no bound is known: it is traced
+    job = SearchTask(subject_for=lambda size: gpt(7, batch=size), space=space, cluster=CLUSTER, num_params=1_600_000)
+    made = Evaluator(job, lambda text: None).candidate(asked)  # no bound is known: it is traced
     assert made.memory is not None
     assert made.memory.peak.num_bytes == peak_of(log).num_bytes
 
@@ -208,7 +208,7 @@ def test_host_memory_is_what_the_engine_takes(run_fake):
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     """A card on which states do not fit beside what a step needs."""
     gpu = replace(GPUS["l40s"], memory_gib=2.097)
     space = Space(
@@ -260,9 +260,9 @@ def test_no_strategy_is_said_to_take_less_than_its_states():
 def test_a_strategy_that_could_not_win_is_not_traced():
     """FULL_SHARD bounds the others: in memory, and in time without waiting. Tracing would fail here."""
     cluster = replace(CLUSTER, network_gbps=1.0)
-    job = Job(subject_for=lambda size: None, space=Space(precision=BF16), cluster=cluster, num_params=10**6)
-    part = Part(job, lambda text: None)
-    part._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits
+    task = SearchTask(subject_for=lambda size: None, space=Space(precision=BF16), cluster=cluster, num_params=10**6)
+    evaluator = Evaluator(task, lambda text: None)
+    evaluator._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits
     for gpus, floor, said in (
         (8, Floor(GIB, 0.625), "20 % slower"),
         (8, Floor(GIB, 0.495), "only 1 % faster"),
@@ -270,16 +270,16 @@ def test_a_strategy_that_could_not_win_is_not_traced():
         (64, Floor(GIB, 0.1, gathered=(GIB,)), "if its messages alone took time"),
         (64, Floor(GIB, 0.1, reduced=(GIB,)), "if its messages alone took time"),
     ):
-        part._floors[choice(gpus=gpus)] = floor
-        candidate = part.candidate(choice(strategy="shard_grad_op", gpus=gpus))
+        evaluator._floors[choice(gpus=gpus)] = floor
+        candidate = evaluator.candidate(choice(strategy="shard_grad_op", gpus=gpus))
         assert said in candidate.bound
         assert not candidate.fits
     inside = choice(strategy="hybrid_shard", gpus=64, replicas=8)  # its messages stay in the node: it comes first
-    part._floors[choice(gpus=64)] = Floor(GIB, 0.1, gathered=(GIB,))
-    assert part.promising([choice(strategy="shard_grad_op", gpus=64), inside])[0] == inside
-    part._floors[choice()] = Floor(GIB, 0.4)  # a quarter faster if nothing waited: it may win
+    evaluator._floors[choice(gpus=64)] = Floor(GIB, 0.1, gathered=(GIB,))
+    assert evaluator.promising([choice(strategy="shard_grad_op", gpus=64), inside])[0] == inside
+    evaluator._floors[choice()] = Floor(GIB, 0.4)  # a quarter faster if nothing waited: it may win
     with pytest.raises((TypeError, AttributeError)):
-        part.candidate(choice(strategy="shard_grad_op"))
+        evaluator.candidate(choice(strategy="shard_grad_op"))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, layer_norm, rms_norm, scaled_dot_product_attention
 
 import accordion as acc
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, Phase
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPhase
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.trace.cuda_operators import Substitutes
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -130,7 +130,7 @@ def kept_bytes(case: Case, device: Literal["cuda", "cpu"]) -> int:
 
     given = torch.empty(case.shape, dtype=case.dtype)
     precision = acc.Precision(params=case.dtype)
-    run = Run(ranks=1, device=device, sharding={"precision": precision, "units": acc.only_blocks()})
+    run = TrainingSetup(ranks=1, device=device, sharding={"precision": precision, "units": acc.only_blocks()})
     log = trace(Subject(make=make, batch=lambda: given, loss=loss), run)
     last = FULL if case.of is classified else case.dtype
     return taken_before_backward(log) - last.itemsize
@@ -140,7 +140,7 @@ def taken_before_backward(log: Log) -> int:
     """Bytes of activations that a forward took and did not give back; the batch was there before."""
     live: dict[int, Alloc] = {}
     for event in log.events:
-        if isinstance(event, Enter) and event.place.phase is Phase.BACKWARD:
+        if isinstance(event, Enter) and event.place.phase is StepPhase.BACKWARD:
             break
         if isinstance(event, Alloc):
             live[event.number] = event
@@ -163,7 +163,7 @@ def test_what_a_backward_recomputes_has_stand_ins_too():
     def peak(checkpointing: str) -> int:
         sharding = {"precision": acc.Precision(params=HALF), "checkpoint_activations": checkpointing}
         subject = Subject(make=deep, batch=lambda: given, loss=lambda model, batch: model(batch).sum())
-        log = trace(subject, Run(ranks=2, sharding=sharding))
+        log = trace(subject, TrainingSetup(ranks=2, sharding=sharding))
         assert set(log.substituted) == {"dropout", "layer_norm"}
         recomputed = [e.name for e in log.events if isinstance(e, Op) and e.again]
         assert ("aten.native_dropout.default" in recomputed) is (checkpointing == "full")

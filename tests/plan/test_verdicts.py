@@ -15,7 +15,7 @@ from accordion.plan.replay.predict import memory_of, step_of
 from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.search import why_not
 from accordion.plan.search.space import Choice, Space
-from accordion.plan.trace.setup import Run
+from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from tests.plan.test_plan import gpt, run_of
 
@@ -26,7 +26,7 @@ WAYS = [(s, c) for s in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD) for c 
 
 
 @pytest.fixture(scope="module")
-def traced() -> list[tuple[Choice, Run, Log]]:
+def traced() -> list[tuple[Choice, TrainingSetup, Log]]:
     found = []
     for strategy, checkpointing in WAYS:
         run = run_of(8, strategy=strategy, checkpoint_activations=checkpointing)

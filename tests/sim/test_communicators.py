@@ -11,16 +11,18 @@ from torch import nn
 
 import accordion as acc
 from tests.devices import device
+from tests.inside import engine_in
 
 pytestmark = pytest.mark.sim
 
 
 def time_outs(mesh) -> list[timedelta]:
     """Of the groups over which a model gathers and reduces."""
-    axis = acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)._accordion.engine.context.shard
+    axis = engine_in(acc.shard(nn.Sequential(nn.Linear(8, 8)), mesh)).context.shard
     assert axis.gather.group is not axis.reduce.group
     return [
-        link.group._get_backend(torch.device(device().type)).options._timeout for link in (axis.gather, axis.reduce)
+        communicator.group._get_backend(torch.device(device().type)).options._timeout
+        for communicator in (axis.gather, axis.reduce)
     ]
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device
+from tests.inside import units_of
 
 pytestmark = pytest.mark.sim
-MOST_TEMPORARY = 4096  # bytes of a lane's own: what comparing tags takes
+MOST_TEMPORARY = 4096  # bytes of a side stream's own: what comparing tags takes
 
 
 def traced(function) -> list[tuple]:
@@ -45,7 +46,7 @@ def copies_nothing_whole(mesh, num: int) -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(8, 256), Experts(num), Experts(num), nn.Linear(256, 8))
     model = acc.shard(copy.deepcopy(alone), mesh, units={Experts})
-    assert any(p.cut.dim not in (0, None) for unit in model._accordion.engine.units for p in unit.params)
+    assert any(p.cut.dim not in (0, None) for unit in units_of(model) for p in unit.params)
     x = torch.randn(4, 8)
     for _ in range(2):
         one_step(model, x.to(device()))

@@ -11,6 +11,7 @@ from torch import nn
 import accordion as acc
 from accordion.engine.communicator import Communicator, Pending
 from tests.devices import device
+from tests.inside import engine_in
 
 pytestmark = pytest.mark.sim
 UNITS = 6
@@ -25,15 +26,15 @@ def blocks() -> nn.Module:
 def reduces(mesh, strategy: str) -> list[tuple[str, int, float, float]]:
     """The reduces of one backward in which those between nodes are slow: (axis, stream, begin, end)."""
     model = acc.shard(blocks(), mesh, units={nn.Sequential}, strategy=getattr(acc, strategy))
-    context = model._accordion.engine.context
+    context = engine_in(model).context
     between, x = context.replicate.reduce, torch.randn(4, 32, device=device())
     plain = {name: getattr(Communicator, name) for name in ("sum", "exchange", "scatter_sum")}
 
     def slowly(name: str):
-        def call(link: Communicator, *args) -> Pending:
-            if link is between:
+        def call(communicator: Communicator, *args) -> Pending:
+            if communicator is between:
                 torch.sim._sleep(SLOW)
-            return plain[name](link, *args)
+            return plain[name](communicator, *args)
 
         return call
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.engine import watch
+from accordion.safety import divergence
 from tests.devices import device
 from tests.world.checks import logged
 
@@ -38,7 +38,7 @@ def leaves_late(mesh) -> None:
         model.zero_grad()
     torch.accelerator.synchronize()
     model.leaves_out = mesh.get_local_rank() == 0
-    with mock.patch.multiple(watch, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0), logged() as said:
+    with mock.patch.multiple(divergence, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0), logged() as said:
         try:
             model(x).square().mean().backward()
         except acc.DivergenceError as error:
@@ -48,4 +48,4 @@ def leaves_late(mesh) -> None:
 def test_the_rank_that_waits_says_what_it_does_and_that_the_others_cannot_be_asked(world):
     with pytest.raises(AssertionError, match=r"nothing is heard of rank 1: .* ranks have come to nothing new") as found:
         world.run(2, leaves_late)
-    assert watch.UNHEARD in str(found.value)
+    assert divergence.UNHEARD in str(found.value)

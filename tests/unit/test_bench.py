@@ -24,21 +24,21 @@ from accordion.bench.compare import step_flops
 from accordion.bench.contenders import OURS, Setting, chosen
 from accordion.bench.gpu import cases, command, one_rank, simulated, sizes, streams, turns
 from accordion.bench.gpu.cases import Case, MasterLoop, shape_trainer
-from accordion.bench.gpu.command import PARTS, Part
+from accordion.bench.gpu.command import PARTS, BenchPart
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.gpu.sizes import full_sizes, tiny_sizes
 from accordion.bench.host import HostTime, ratio_of, summary
-from accordion.bench.model import GPT, SHAPES, batch_of, loss_of, shape_of
+from accordion.bench.model import BENCH_MODELS, GPT, batch_of, loss_of, shape_of
 from accordion.bench.scale import Network
 from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
+from accordion.models.llama import PUBLISHED, LlamaShape
 from accordion.pages import show
 from accordion.pages.machine import describe, known_peak_flops
 from accordion.pages.page import Chart, Page, Table, as_text, plain_data
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
-from accordion.train.config import Preset
 from accordion.workers.null_group import StillGroup
-from accordion.workers.ranks import BenchError, Team, World
+from accordion.workers.ranks import BenchError, WorkerTeam, World
 
 
 def test_a_contender_leaves_the_devices_memory_to_the_next(monkeypatch):
@@ -132,7 +132,7 @@ def test_batches_are_the_same_for_all_and_differ_between_ranks_and_steps():
 
 
 def test_every_preset_is_there_and_others_are_refused():
-    for name in SHAPES:
+    for name in BENCH_MODELS:
         with torch.device("meta"):
             assert sum(p.numel() for p in shape_of(name).make().parameters()) > 1000
     with pytest.raises(UsageError, match="did you mean 'gpt-30m'"):
@@ -283,11 +283,11 @@ def test_device_work_belongs_to_the_range_that_launched_it():
 
 
 def test_shapes_for_a_gpu_are_those_of_the_textbook():
-    seventy, case = sizes.LLAMA_70B, full_sizes().one_rank
+    seventy, case = PUBLISHED["llama3-70b"], full_sizes().one_rank
     assert 70e9 < cases.params_of(seventy) < 71e9
     assert simulated.STATE_BYTES * 70e9 / 16 == 52.5e9
     with torch.device("meta"):
-        built = sum(p.numel() for p in SHAPES["llama-1b"].make().parameters())
+        built = sum(p.numel() for p in BENCH_MODELS["llama-1b"].make().parameters())
     assert cases.params_of(case.preset) == built
     assert cases.step_flops(case) == pytest.approx(6 * built * 4 * 2048, rel=0.15)
 
@@ -295,20 +295,20 @@ def test_shapes_for_a_gpu_are_those_of_the_textbook():
 def test_a_part_that_fails_leaves_the_others_and_what_it_has(monkeypatch, capsys):
     table, written = Table(title="t", columns=["", "ms"], rows=[["a", "1.0"]]), list[dict[str, Any]]()
 
-    def stops(sizes: sizes.Sizes, device: str, out: Findings) -> None:
+    def stops(sizes: sizes.PartSizes, device: str, out: Findings) -> None:
         raise KeyboardInterrupt
 
-    def out_of_memory(sizes: sizes.Sizes, device: str, out: Findings) -> None:
+    def out_of_memory(sizes: sizes.PartSizes, device: str, out: Findings) -> None:
         out.data["y"] = 2
         out.keep(table)
         assert written[-1]["a"]["tables"][0]["title"] == "t", "on disk before anything else may fail"
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def runs(sizes: sizes.Sizes, device: str, out: Findings) -> None:
+    def runs(sizes: sizes.PartSizes, device: str, out: Findings) -> None:
         out.data["x"] = 1
 
     parts = {"a": out_of_memory, "b": runs, "c": stops}
-    monkeypatch.setattr(command, "PARTS", {name: Part(run=run, seconds=30) for name, run in parts.items()})
+    monkeypatch.setattr(command, "PARTS", {name: BenchPart(run=run, seconds=30) for name, run in parts.items()})
     with pytest.raises(KeyboardInterrupt):
         command.run_parts("abc", tiny_sizes(), "cpu", lambda found: written.append(dict(found)), limited=True)
     assert written[-1]["a"]["failed"] == "the part: OutOfMemoryError: CUDA out of memory."
@@ -319,8 +319,8 @@ def test_a_part_that_fails_leaves_the_others_and_what_it_has(monkeypatch, capsys
 
 
 def test_a_part_that_does_not_fit_the_time_is_left_out_and_one_that_does_runs(monkeypatch, capsys):
-    def part(seconds: float) -> Part:
-        return Part(run=lambda sizes, device, out: ran.append(seconds), seconds=seconds)
+    def part(seconds: float) -> BenchPart:
+        return BenchPart(run=lambda sizes, device, out: ran.append(seconds), seconds=seconds)
 
     ran, written = list[float](), list[dict[str, Any]]()
     monkeypatch.setattr(command, "PARTS", {"a": part(80), "b": part(110), "c": part(90)})
@@ -336,7 +336,7 @@ def test_a_part_that_does_not_fit_the_time_is_left_out_and_one_that_does_runs(mo
 BLOCKED = """
 import sys
 
-for name in "rich plotly jsonargparse transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
+for name in "rich plotly transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
     sys.modules[name] = None  # an import of it fails
 
 from accordion import cli
@@ -373,7 +373,7 @@ def test_what_one_run_takes_fits_ten_minutes_as_far_as_is_known():
 
 def test_a_second_run_on_a_gpu_adds_to_the_first(monkeypatch, tmp_path):
     def ran(found: dict[str, Any]) -> Any:
-        def run(letters: str, sizes: sizes.Sizes, device: str, write: Any, *, limited: bool) -> list[str]:
+        def run(letters: str, sizes: sizes.PartSizes, device: str, write: Any, *, limited: bool) -> list[str]:
             assert not limited
             write(found)
             return []
@@ -431,7 +431,7 @@ class _Team:
 
 @pytest.mark.parametrize("fails", [("fsdp2", "losses", 0), ("fsdp2", "turn", 1), ("plain", "memory", 0)])
 def test_a_contender_of_the_gpu_script_that_fails_is_told_of_and_the_others_are_measured(monkeypatch, fails):
-    monkeypatch.setattr(turns, "Team", Stage(fails).team)
+    monkeypatch.setattr(turns, "WorkerTeam", Stage(fails).team)
     out = Findings()
     one_rank.one_rank(tiny_sizes().one_rank, "cpu", 2, 2, out)
     assert [len(table.rows) for table in out.tables] == [3, 3]
@@ -446,7 +446,7 @@ def test_a_contender_of_the_gpu_script_that_fails_is_told_of_and_the_others_are_
 
 def test_a_strategy_of_the_gpu_script_that_fails_is_told_of_and_ranks_begin_anew(monkeypatch):
     stage, out = Stage(("full_shard", "losses", 0)), Findings()
-    monkeypatch.setattr(streams, "Team", stage.team)
+    monkeypatch.setattr(streams, "WorkerTeam", stage.team)
     losses, failed = streams.safe_losses(sizes.SMALL, 2, "cpu", out)
     assert list(failed) == ["full_shard"]
     assert {"ddp", "shard_grad_op", "no_shard"} <= set(losses)
@@ -496,11 +496,11 @@ def test_a_smaller_gpu_gets_a_smaller_model():
 
 def test_ranks_of_several_nodes_reduce_as_such_a_job_does():
     """And FSDP2 beside them sums in the same dtype."""
-    preset = Preset(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
+    preset = LlamaShape(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
     case = Case(preset=preset, batch=1, seq=16, meta=True)
 
     def reduced(name: str, num_ranks: int) -> dict[str, int]:
-        with Team(name, World(num_ranks=num_ranks, group="fake"), shape_trainer, (name, case)) as team:
+        with WorkerTeam(name, World(num_ranks=num_ranks, group="fake"), shape_trainer, (name, case)) as team:
             sent = team.ask("wire")[0]["bytes"]
         return {kind: num_bytes for kind, num_bytes in sent.items() if "gather" not in kind}
 

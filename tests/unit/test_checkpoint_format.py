@@ -21,10 +21,10 @@ from torch import nn
 import accordion.checkpoint
 from accordion.checkpoint import format as fmt
 from accordion.checkpoint import json_values, load, save
-from accordion.checkpoint.boxes import Box, Cut, box_of, overlap
+from accordion.checkpoint.boxes import Box, DimCut, box_of, overlap
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here, summer, sums_of
 from accordion.checkpoint.storage.folders import folder_at
-from accordion.checkpoint.writing import HostBuffer, Part, layout, write
+from accordion.checkpoint.writing import HostBuffer, WritePart, layout, write
 from accordion.errors import CheckpointError
 
 
@@ -42,25 +42,28 @@ def test_shards_are_torch_chunks(rows, outer, inner):
 
     for i in range(outer):
         chunk = chunk_of(torch.arange(rows), outer, i)
-        assert held_rows(rows, [Cut(0, outer, i)]) == chunk.tolist()
+        assert held_rows(rows, [DimCut(0, outer, i)]) == chunk.tolist()
         for j in range(inner):
-            assert held_rows(rows, [Cut(0, outer, i), Cut(0, inner, j)]) == chunk_of(chunk, inner, j).tolist()
+            assert held_rows(rows, [DimCut(0, outer, i), DimCut(0, inner, j)]) == chunk_of(chunk, inner, j).tolist()
 
 
 @given(rows=st.integers(0, 60), outer=st.integers(1, 6), inner=st.integers(1, 6))
 def test_every_row_is_held_once_and_in_order(rows, outer, inner):
     held = [
-        row for i in range(outer) for j in range(inner) for row in held_rows(rows, [Cut(0, outer, i), Cut(0, inner, j)])
+        row
+        for i in range(outer)
+        for j in range(inner)
+        for row in held_rows(rows, [DimCut(0, outer, i), DimCut(0, inner, j)])
     ]
     assert held == list(range(rows))
 
 
 def test_boxes_of_several_dims():
     assert box_of((), ()) == Box((), ())
-    assert box_of((4, 0), [Cut(0, 2, 1)]) == Box((2, 0), (2, 0))
-    assert box_of((3, 5), [Cut(1, 2, 1)]) == Box((0, 3), (3, 2))
-    assert box_of((4, 6), [Cut(0, 2, 1), Cut(1, 3, 2)]) == Box((2, 4), (2, 2))
-    assert box_of((2, 6), [Cut(0, 4, 3)]) == Box((2, 0), (0, 6))
+    assert box_of((4, 0), [DimCut(0, 2, 1)]) == Box((2, 0), (2, 0))
+    assert box_of((3, 5), [DimCut(1, 2, 1)]) == Box((0, 3), (3, 2))
+    assert box_of((4, 6), [DimCut(0, 2, 1), DimCut(1, 3, 2)]) == Box((2, 4), (2, 2))
+    assert box_of((2, 6), [DimCut(0, 4, 3)]) == Box((2, 0), (0, 6))
     assert Box((7, 1), (1, 2)).within(Box((6, 0), (2, 4))) == (slice(1, 2), slice(1, 3))
 
 
@@ -295,7 +298,9 @@ def test_every_flipped_bit_of_a_manifest_is_found():
 
 @given(rows=st.integers(1, 9), cols=st.integers(1, 9), across=st.integers(1, 4), down=st.integers(1, 4))
 def test_boxes_of_ranks_are_apart_and_others_are_not(rows, cols, across, down):
-    boxes = [box_of((rows, cols), [Cut(0, across, i), Cut(1, down, j)]) for i in range(across) for j in range(down)]
+    boxes = [
+        box_of((rows, cols), [DimCut(0, across, i), DimCut(1, down, j)]) for i in range(across) for j in range(down)
+    ]
     boxes = [box for box in boxes if box.numel]
     assert fmt._apart(boxes)
     assert not fmt._apart([*boxes, boxes[0]])
@@ -310,7 +315,7 @@ def some_parts():
 @pytest.mark.parametrize("copied", [False, True])
 def test_files_are_what_safetensors_reads(tmp_path, copied):
     parts = some_parts()
-    plan = layout([Part(name, box_of(t.shape, ()), t) for name, t in parts.items()], 3)
+    plan = layout([WritePart(name, box_of(t.shape, ()), t) for name, t in parts.items()], 3)
     host = HostBuffer().copy(plan) if copied else None
     write(folder_at(tmp_path), "a.safetensors", plan, host)
     again = load_safetensors((tmp_path / "a.safetensors").read_bytes())
@@ -327,10 +332,10 @@ def test_files_are_what_safetensors_reads(tmp_path, copied):
 
 def test_a_host_buffer_is_used_again():
     buffer = HostBuffer()
-    plan = layout([Part("a", Box((0,), (5,)), torch.arange(5))], 0)
+    plan = layout([WritePart("a", Box((0,), (5,)), torch.arange(5))], 0)
     first = buffer.copy(plan)
     held = buffer._held.memory.data_ptr()
-    again = buffer.copy(layout([Part("a", Box((0,), (3,)), torch.arange(3) + 7)], 0))
+    again = buffer.copy(layout([WritePart("a", Box((0,), (3,)), torch.arange(3) + 7)], 0))
     assert buffer._held.memory.data_ptr() == held
     assert bytes(again) == bytes((torch.arange(3) + 7).view(torch.uint8).tolist()) == bytes(first[:24])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accordion.checkpoint.boxes import Box
-from accordion.checkpoint.format import Chunk, Entry
+from accordion.checkpoint.format import TensorChunk, TensorEntry
 from accordion.checkpoint.rank_states import _words
 from accordion.errors import CheckpointError
 
@@ -26,11 +26,11 @@ GOOD = {
 def read(words):
     """What is made of these words where their checksums are right."""
     text = words if isinstance(words, bytes) else json.dumps(words).encode()
-    entry = Entry(
+    entry = TensorEntry(
         dtype="U8",
         shape=(len(text),),
         placements=None,
-        chunks=(Chunk("rank-00000.safetensors", Box((0,), (len(text),)), 0, ()),),
+        chunks=(TensorChunk("rank-00000.safetensors", Box((0,), (len(text),)), 0, ()),),
     )
     held = {NAME: entry, f"{NAME}/state/w/absmax": entry, "rank/00001/optimizer/state/w/absmax": entry}
 

@@ -64,6 +64,7 @@ def with_folder(folder):
     (folder / "plots").mkdir()
 
 
+@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(
     ("make", "found"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,14 @@ from torch import nn
 
 from accordion import cli
 from accordion.compat.deepspeed import LossScaler, Schedule, read
+from accordion.compat.deepspeed.engine import _tag_in
 from accordion.compat.deepspeed.keys import KEYS, Use, render
 from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, Offload
 from accordion.errors import AccordionError, UsageError
 from accordion.train import command
-from accordion.train.config import as_yaml, flat
+from accordion.train.config import as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.loop import lr_at
-from accordion.train.options import given
 from tests.pool import fake_world
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compat_deepspeed.md"
@@ -442,7 +443,7 @@ def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int 
     file.write_text(json.dumps(content))
     all_words = ["--train.deepspeed", str(file), *words]
     config = command.read(all_words)
-    return translated(config, given(all_words, list(flat(config))), num_ranks)
+    return translated(config, command.given(all_words), num_ranks)
 
 
 def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
@@ -523,7 +524,7 @@ def test_a_run_file_conflicts_too_and_its_record_does_not(tmp_path: Path) -> Non
     recorded = run_of(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
     run.write_text(as_yaml(recorded))
     words = ["--config", str(run)]
-    assert translated(command.read(words), given(words, list(flat(recorded))), 2) == recorded
+    assert translated(command.read(words), command.given(words), 2) == recorded
 
 
 def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
@@ -562,3 +563,11 @@ def test_the_command_starts_ranks_with_what_the_file_says(
     told = capsys.readouterr().err
     assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
     assert told.count("\n") == 1
+
+
+def test_a_pipe_names_no_newest_checkpoint(tmp_path, no_waiting):
+    os.mkfifo(tmp_path / "newest")
+    with pytest.raises(UsageError, match=r"names no checkpoint: no regular file.*pass load_checkpoint"):
+        _tag_in(tmp_path / "newest")
+    (tmp_path / "tag").write_text("step-3\n")
+    assert _tag_in(tmp_path / "tag") == "step-3"

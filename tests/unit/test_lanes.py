@@ -1,4 +1,4 @@
-"""What a lane leaves behind where something fails on it, and where a caller computes on several streams."""
+"""What a side stream leaves behind where something fails on it, and where a caller computes on several streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accordion.engine.streams import SideStream, Transfer
-from accordion.engine.watch import DivergenceMonitor
+from accordion.safety.divergence import DivergenceMonitor
 
 
 class Stream:
@@ -33,7 +33,7 @@ class Stream:
 
 @pytest.fixture
 def device() -> SimpleNamespace:
-    """A device module whose current stream is `now`, and a lane on it."""
+    """A device module whose current stream is `now`, and a side stream on it."""
     module = SimpleNamespace(now=Stream("compute"))
 
     @contextlib.contextmanager
@@ -45,9 +45,9 @@ def device() -> SimpleNamespace:
             module.now = before
 
     module.stream, module.current_stream = stream, lambda _: module.now
-    lane = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
-    lane._module, lane.stream, lane.sleeps = module, Stream("lane"), True
-    module.lane = lane
+    side_stream = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
+    side_stream._module, side_stream.stream, side_stream.sleeps = module, Stream("lane"), True
+    module.side_stream = side_stream
     return module
 
 
@@ -58,7 +58,7 @@ def launch(device: SimpleNamespace, error: type[BaseException] | None = None) ->
             raise error
         yield from ()
 
-    return device.lane.start(steps(), [torch.zeros(1)], "does something")
+    return device.side_stream.start(steps(), [torch.zeros(1)], "does something")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
@@ -73,9 +73,9 @@ def test_what_raises_on_a_lane_leaves_the_compute_stream_waiting_for_what_was_be
 
 def test_the_stream_whose_memory_a_flight_holds_waits_for_its_end_wherever_it_lands(device) -> None:
     compute, other = device.now, Stream("other")
-    flight = launch(device)
+    transfer = launch(device)
     device.now = other
-    flight.land()
+    transfer.land()
     assert ("lane", 1) in compute.waits_for & other.waits_for
 
 
@@ -94,8 +94,8 @@ def test_threads_that_wait_for_a_lane_do_not_spin_where_the_device_has_such_even
     stream = Stream("lane")
     module = SimpleNamespace(Stream=lambda *_, **__: stream, Event=kind)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    lane = SideStream(torch.device("cuda"), DivergenceMonitor([], [0]))
-    (lane.for_threads() if blocking else lane).record()
+    side_stream = SideStream(torch.device("cuda"), DivergenceMonitor([], [0]))
+    (side_stream.for_threads() if blocking else side_stream).record()
     assert [getattr(event, "blocking", None) for event in stream.events] == [
         True if blocking and kind is Event else None
     ]

@@ -61,7 +61,7 @@ def detail() -> Iterator[None]:
 
 def test_a_group_that_is_checked_is_asked_for_one_tensor_after_the_other(detail, monkeypatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    link = Communicator(Checked(), CPU)
+    communicator = Communicator(Checked(), CPU)
     shards = [torch.arange(3.0), torch.arange(5.0)]
     fulls, outs, sums = (
         [torch.zeros(6), torch.zeros(10)],
@@ -70,10 +70,10 @@ def test_a_group_that_is_checked_is_asked_for_one_tensor_after_the_other(detail,
     )
     received = [torch.zeros(6), torch.zeros(10)]
     pending = [
-        link.gather(fulls, shards),
-        link.scatter_sum(outs, fulls),
-        link.sum(sums),
-        link.exchange([(out, full, [], []) for out, full in zip(received, fulls, strict=True)]),
+        communicator.gather(fulls, shards),
+        communicator.scatter_sum(outs, fulls),
+        communicator.sum(sums),
+        communicator.exchange([(out, full, [], []) for out, full in zip(received, fulls, strict=True)]),
     ]
     assert not any(p.works for p in pending)
     for full, out, shard, total, all_of in zip(fulls, outs, shards, sums, received, strict=True):

@@ -182,7 +182,9 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
     area = chunks.StateBlock(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
-    todos = [chunks.ParamStep(e, chunks.Place(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)]
+    todos = [
+        chunks.ParamStep(e, chunks.StatePlace(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)
+    ]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
     for piece in chunks.pieces_of(stepped):
         assert 0 < piece.stop - piece.start <= 2048
@@ -246,7 +248,7 @@ def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_othe
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
         passage = HostPipeline(pool, buffers())
         for part in parts:
-            new = replace(part, strips=[replace(strip, reads=False) for strip in part.strips])
+            new = replace(part, spans=[replace(span, reads=False) for span in part.spans])
             passage.start(new, lambda piece, views: first.add(threading.get_ident())).result(60)
             passage.start(part, lambda piece, views: later.add(threading.get_ident())).result(60)
     assert first == {threading.get_ident()}
@@ -299,7 +301,7 @@ def made_pieces(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chu
     numel = num * PAGE
     area = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
     own, shown = torch.zeros(numel), area.store.mapped(0, numel, torch.float32)
-    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.Place(area, 0, {"a": shown}), frozenset({"a"}))
+    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.StatePlace(area, 0, {"a": shown}), frozenset({"a"}))
     parts = list(chunks.pieces_of([todo]))
     assert len(parts) == num
     return todo, parts

@@ -8,7 +8,7 @@ import pytest
 from accordion.errors import DivergenceError
 from accordion.train import loop
 from accordion.train.config import Config
-from accordion.train.launch import Place
+from accordion.train.launch import RankPlace
 
 SAME = {"num_train": 1000, "digest": "d" * 64, "tokenizer_digest": "t" * 64, "resume": None}
 DIFFERENT = {
@@ -27,7 +27,7 @@ def test_what_ranks_found_differs(monkeypatch, message, others):
 
     def agree(rank):
         tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
-        place = Place(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
+        place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
         loop._agree(Config(), SimpleNamespace(tokens=tokens, resume=ranks[rank]["resume"]), place)
 
     def listen(into, mine):

@@ -9,8 +9,9 @@ import pytest
 
 from accordion.config import nearest
 from accordion.errors import UsageError
+from accordion.models.llama import TRAINED
 from accordion.train import command
-from accordion.train.config import AT_LEAST, PRESETS, Config, TrainConfig, as_yaml, check, flat, spread
+from accordion.train.config import AT_LEAST, Config, TrainConfig, as_yaml, check, flat, spread
 from accordion.units import min_params, only_blocks, units_named
 
 
@@ -80,6 +81,9 @@ MISTAKES = [
     (["--train.lr", "fast"], "a number"),
     (["--train.lr", "nan"], "a number"),
     (["--train.lr", "0"], "train.lr is 0"),
+    (["--train.seed", "9" * 400], "train.seed is 999"),
+    (["--shard.offload_device_gib", "nan"], "shard.offload_device_gib is nan"),
+    (["--checkpoint.background", "maybe"], "true or false"),
     (["--model.init", "pretraind"], "'pretrained'"),
     (["--model.preset", "llama10m"], "'llama-10m'"),
     (["--model.init", "pretrained"], "names no folder"),
@@ -169,11 +173,11 @@ def test_units() -> None:
 
 def test_presets_name_their_size() -> None:
     def size(name: str) -> float:
-        s = PRESETS[name]
+        s = TRAINED[name]
         attention = s.hidden * s.hidden * (2 + 2 * s.kv_heads / s.heads)
         return 2 * s.vocab * s.hidden + s.layers * (attention + 3 * s.hidden * s.mlp)
 
-    sizes = {name: size(name) / 1e6 for name in PRESETS}
+    sizes = {name: size(name) / 1e6 for name in TRAINED}
     named = {"llama-10m": 10, "llama-30m": 30, "llama-125m": 125, "llama-1b": 1000, "llama-8b": 8000}
     for name, millions in named.items():
         assert sizes[name] == pytest.approx(millions, rel=0.2), (name, sizes[name])

@@ -11,7 +11,7 @@ from accordion.devices import Devices
 from accordion.errors import UsageError
 from accordion.train import launch
 from accordion.train.config import LaunchConfig
-from accordion.train.launch import Place, choose, first_host, place_of
+from accordion.train.launch import RankPlace, choose, first_host, place_of
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -28,7 +28,7 @@ SRUN = {
 
 def test_torchrun() -> None:
     place = place_of(TORCHRUN)
-    assert place == Place(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", url="env://")
+    assert place == RankPlace(rank=5, world=8, local_rank=1, local_world=4, starter="torchrun", url="env://")
 
 
 def test_srun() -> None:
@@ -73,7 +73,7 @@ def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-PLACE = Place(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", url="env://")
+PLACE = RankPlace(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", url="env://")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ PLACE = Place(rank=3, world=8, local_rank=3, local_world=4, starter="torchrun", 
         (LaunchConfig(nproc=4), PLACE, 0, ("cpu", 8)),
     ],
 )
-def test_device_and_ranks(choice: LaunchConfig, place: Place | None, gpus: int, expected: tuple[str, int]) -> None:
+def test_device_and_ranks(choice: LaunchConfig, place: RankPlace | None, gpus: int, expected: tuple[str, int]) -> None:
     assert choose(choice, place, Devices("xpu" if gpus else "cpu", gpus)) == expected
 
 
@@ -108,7 +108,9 @@ def test_device_and_ranks(choice: LaunchConfig, place: Place | None, gpus: int, 
         (LaunchConfig(nproc=2), PLACE, 8, "torchrun started 4"),
     ],
 )
-def test_what_cannot_be_started_is_named(choice: LaunchConfig, place: Place | None, gpus: int, message: str) -> None:
+def test_what_cannot_be_started_is_named(
+    choice: LaunchConfig, place: RankPlace | None, gpus: int, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, masking_utils
 
 import accordion as acc
 from accordion.models.language import language_model
-from accordion.train.config import PRESETS, DataConfig, ModelConfig
+from accordion.models.llama import TRAINED
+from accordion.train.config import DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.evaluate import token_losses
 from accordion.train.model import check_folder, configuration, fill
@@ -47,7 +48,7 @@ def test_the_default_has_about_ten_million_parameters() -> None:
 
 
 def test_presets_can_be_built() -> None:
-    for name in PRESETS:
+    for name in TRAINED:
         assert next(
             language_model(configuration(ModelConfig(preset=name), DataConfig(seq_len=8192)), name).parameters()
         ).is_meta

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed import HashStore
 
 from accordion.errors import UsageError
 from accordion.train import owner
-from accordion.train.launch import Place, first_of_all
+from accordion.train.launch import RankPlace, first_of_all
 from accordion.train.owner import FILE, Claim, check_free, job_of
 
 HOLDS = """
@@ -153,6 +154,41 @@ def test_one_of_many_at_once_gets_it(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_its_owner_removed_before_it_was_locked_is_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clean end falls between the opening and the locking: the lock is one of a file that nobody else sees."""
+    first, lock = claimed(tmp_path), fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.release()
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = claimed(tmp_path)
+    assert (tmp_path / FILE).exists()
+    with pytest.raises(UsageError, match="in use"):
+        claimed(tmp_path)
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_end_leaves_the_file_of_who_took_the_folder_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "BEAT_S", 600.0)  # the first one ends before it looks
+    first = claimed(tmp_path)
+    (tmp_path / FILE).unlink()
+    second = claimed(tmp_path)
+    first.release()
+    assert (tmp_path / FILE).exists()
+    with pytest.raises(UsageError, match="in use"):
+        claimed(tmp_path)
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
 class TestWithoutLocks:
     """On a file system that refuses locks the owner's signs of life tell."""
 
@@ -179,6 +215,29 @@ class TestWithoutLocks:
         claim = claimed(tmp_path)
         assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
         claim.release()
+
+    def test_of_two_that_begin_at_once_one_gets_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each finds the file empty and writes its name into it: the last one has it."""
+        both, write = threading.Barrier(2, timeout=60), Claim._write
+
+        def together(claim: Claim, handle: int) -> None:
+            begins = not claim._beats
+            if begins:
+                both.wait()
+            write(claim, handle)
+            if begins:
+                both.wait()
+
+        monkeypatch.setattr(Claim, "_write", together)
+        monkeypatch.setattr(owner, "SILENCE_S", 10.0)
+        with ThreadPoolExecutor(2) as threads:
+            begun = [threads.submit(claimed, tmp_path) for _ in range(2)]
+        (refused,) = (error for one in begun if (error := one.exception()))
+        assert isinstance(refused, UsageError)
+        assert "in use by another job" in str(refused)
+        (got,) = (one.result() for one in begun if not one.exception())
+        got.release()
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_that_other_hosts_do_not_see_is_not_believed(tmp_path: Path) -> None:
@@ -227,11 +286,14 @@ def test_a_job_whose_folder_was_taken_ends(tmp_path: Path, other: Callable[..., 
     program = HOLDS.replace("claim =", "import accordion.train.owner as o; o.BEAT_S = 0.5; claim =")
     words = [sys.executable, "-c", program, str(folder), ""]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "holds\n"
-        (folder / FILE).unlink()
-        claim = claimed(folder)
-        told = first.communicate(timeout=60)[1]
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "holds\n"
+            (folder / FILE).unlink()
+            claim = claimed(folder)
+            told = first.communicate(timeout=60)[1]
+        finally:
+            first.kill()
     assert first.returncode == 1
     assert told.startswith(
         f"accordion: stopped: run.dir '{folder}' was taken from this job while it ran; it is in use by"
@@ -261,6 +323,6 @@ def test_every_rank_hears_what_the_first_one_was_refused() -> None:
         raise UsageError("it is in use")
 
     for rank in (0, 1, 2):
-        place = Place(rank=rank, world=3, local_rank=rank, local_world=3, starter="test", url="")
+        place = RankPlace(rank=rank, world=3, local_rank=rank, local_world=3, starter="test", url="")
         with pytest.raises(UsageError, match="it is in use"):
             first_of_all(place, store, refused if rank == 0 else lambda: pytest.fail("the first rank alone"))

@@ -9,10 +9,10 @@ import torch
 from torch.distributed import HashStore
 
 from accordion import _torch
-from accordion.engine import watch
 from accordion.engine.communicator import Pending, alone
-from accordion.engine.watch import DivergenceMonitor
 from accordion.errors import DivergenceError
+from accordion.safety import divergence
+from accordion.safety.divergence import DivergenceMonitor
 
 
 class EndsLate:
@@ -54,7 +54,7 @@ def test_who_waits_for_a_rank_that_says_nothing_names_it(
 ) -> None:
     """One rank evaluates, the other waits at a barrier of its own: nothing that the engine could see there."""
     for name, seconds in {"PATIENCE_S": 1e-3, "POLL_S": 1e-3, "LOST_S": 1.0}.items():
-        monkeypatch.setattr(watch, name, seconds)
+        monkeypatch.setattr(divergence, name, seconds)
     alone_here = DivergenceMonitor([], [0, 1])
     alone_here._store, alone_here.asks_in_vain = HashStore(), asks_in_vain
     with (
@@ -62,7 +62,7 @@ def test_who_waits_for_a_rank_that_says_nothing_names_it(
         pytest.raises(DivergenceError, match=r"ranks have come to nothing new in 1 s"),
     ):
         alone_here.meet({"what": "begins a forward"})
-    hint = f" {watch.UNHEARD}" if asks_in_vain else ""
+    hint = f" {divergence.UNHEARD}" if asks_in_vain else ""
     assert caplog.messages == ["rank 0 begins a forward, nothing is heard of rank 1: all must call the model." + hint]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from tests.inside import engine_in, units_of
 from tests.world import models, reference
 from tests.world.gathered import gathered
 
@@ -46,10 +47,6 @@ def logged() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def units_of(model: nn.Module) -> list[Any]:
-    return model.__dict__["_accordion"].engine.units
-
-
 def unit_names(model: nn.Module) -> list[str]:
     return [unit.name for unit in units_of(model)]
 
@@ -57,7 +54,7 @@ def unit_names(model: nn.Module) -> list[str]:
 def assert_at_rest(model: nn.Module) -> None:
     """No lease, and the registry's shards are what a module shows."""
     held = {unit.name: unit.leases for unit in units_of(model) if unit.leases}
-    assert not held, f"leases at rest: {held}, {units_of(model)[0].engine.strategy.name}"
+    assert not held, f"leases at rest: {held}, {engine_in(model).strategy.name}"
     for module in model.modules():
         assert all(isinstance(p, DTensor) for p in module._parameters.values() if p is not None), (
             "full parameters shown"
@@ -70,7 +67,7 @@ def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
 
 def train(
     mesh,
-    recipe: reference.OptimizerCopy,
+    optimizer_copy: reference.OptimizerCopy,
     strategy: acc.Strategy,
     *,
     after_step: Callable[[nn.Module], Callable[[], None]],
@@ -78,12 +75,12 @@ def train(
     **options: Any,
 ) -> reference.Trace:
     """The steps of a recipe by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
-    precision = acc.Precision(params=recipe.compute)
-    model = recipe.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
+    precision = acc.Precision(params=optimizer_copy.compute)
+    model = optimizer_copy.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
     model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, **options)
     return reference.sharded(
         model,
-        recipe,
+        optimizer_copy,
         dist.get_rank(),
         no_sync=acc.no_sync,
         wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,

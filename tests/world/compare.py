@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import here
-from tests.world.checks import assert_at_rest, units_of
+from tests.inside import engine_in, units_of
+from tests.world.checks import assert_at_rest
 from tests.world.gathered import gathered
 from tests.world.reference import params_of
 
@@ -177,13 +178,19 @@ def rest(model: nn.Module) -> None:
 
 def open_rooms(model: nn.Module) -> list[str]:
     """Units whose full parameters have memory and should not. With debug="streams" it is filled with NaN and stays."""
-    if units_of(model)[0].engine.context.resident:
+    if engine_in(model).context.keeps_full:
         return []
-    rooms = [(u, g.room) for u in units_of(model) for g in u.groups if g.room is not None and g.room.num_bytes]
+    full_buffers = [
+        (u, g.full_buffer)
+        for u in units_of(model)
+        for g in u.groups
+        if g.full_buffer is not None and g.full_buffer.num_bytes
+    ]
     return [
         unit.name or "(root)"
-        for unit, room in rooms
-        if room.flat.untyped_storage().nbytes() and not (room._poison and bool(room.flat.detach().isnan().all()))
+        for unit, full_buffer in full_buffers
+        if full_buffer.flat.untyped_storage().nbytes()
+        and not (full_buffer._poison and bool(full_buffer.flat.detach().isnan().all()))
     ]
 
 

@@ -22,9 +22,10 @@ import accordion as acc
 from accordion.engine.tree import map_tensors
 from accordion.units import choose_units
 from tests.devices import device
+from tests.inside import units_of
 from tests.pool import Pool
 from tests.world import reference
-from tests.world.checks import assert_at_rest, units_of
+from tests.world.checks import assert_at_rest
 from tests.world.families import FAMILIES, Family
 from tests.world.family_inputs import loss_of
 from tests.world.reference import Trace
@@ -220,25 +221,28 @@ RANKS = 2
 INTRO = """\
 # Model families
 
-Each row is a class of transformers {version}, built from a small config with random weights and trained for two steps on
-{ranks} ranks, every rank with a batch of its own and the units that `acc.shard` finds by itself. The same two steps were made
-without sharding, on the batches of all ranks. The errors are the largest of any tensor and rank in float32: of the first
-step's gradients relative to the largest value of the gradient, and of both losses relative to the loss. Dropout is on.
-Parameters after two steps agree as closely, and a parameter without a gradient has none in either run.
+Each row is a class of transformers {version}, built from a small config with random weights and trained for two
+steps on {ranks} ranks. Every rank has a batch of its own, and the units are those that `acc.shard` finds by itself.
+The same two steps were made without sharding, on the batches of all ranks. The errors are the largest of any
+tensor and rank in float32: of the first step's gradients relative to the largest value of the gradient, and
+of both losses relative to the loss. Dropout is on. Parameters after two steps agree as closely, and a
+parameter without a gradient has none in either run.
 
-Rows that are not 0 differ by the order of sums alone: where a unit is called several times, each call's gradient is summed
-over ranks. What several units read, such as an encoder's output, is summed as without sharding, bit for bit.
+Rows that are not 0 differ by the order of sums alone: if a unit is called several times, each call's gradient
+is summed over ranks. If several units read a tensor, such as an encoder's output, its gradient is summed as
+without sharding, bit for bit.
 
-`bf16`: with `Precision(params=torch.bfloat16)` the same holds against bfloat16 weights over float32 masters without
-sharding. It is "with buffers" where the model needs `buffers=torch.bfloat16` too, "no" where the model itself does not
-compute in bfloat16, and has a bound where the model adds or keeps gradients in another precision than Accordion does.
+`bf16`: with `Precision(params=torch.bfloat16)` the same holds against bfloat16 weights over float32 masters
+without sharding. It is "with buffers" if the model needs `buffers=torch.bfloat16` too, "no" if the model
+itself does not compute in bfloat16, and has a bound if the model adds or keeps gradients in another precision
+than Accordion does.
 
 | class | parameters | units | tied | gradients | losses | bf16 |
 |---|---:|---|---|---:|---:|---|
 """
 OUTRO = """
-The table was made with layer drop off (`layerdrop=0.0` and the like; some configs of transformers default to 0.1). With it
-on, ranks skip different layers, and each stands in for those that it leaves out.
+The table was made with layer drop off (`layerdrop=0.0` and the like; some configs of transformers default to
+0.1). With it on, ranks skip different layers, and each makes dummy calls of those that it skips.
 
 ## What does not train
 
@@ -246,8 +250,8 @@ on, ranks skip different layers, and each stands in for those that it leaves out
 |---|---|
 """
 AGAIN = """
-`tests/world/test_families.py` makes this table and compares it; `python -m tests.world.family_table > docs/models.md` writes
-it anew.
+`tests/world/test_families.py` makes this table and compares it;
+`python -m tests.world.family_table > docs/models.md` writes it anew.
 """
 
 

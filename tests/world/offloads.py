@@ -59,8 +59,10 @@ RECIPES = [
 ]
 
 
-def trained(mesh, recipe: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
-    return train(mesh, recipe, strategy, wrapped=True, after_step=partial(after_last, recipe.steps), **options)
+def trained(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
+    return train(
+        mesh, optimizer_copy, strategy, wrapped=True, after_step=partial(after_last, optimizer_copy.steps), **options
+    )
 
 
 def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
@@ -78,22 +80,22 @@ def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
 def same_as_without(
     mesh,
     strategy: acc.Strategy,
-    recipes: list[OptimizerCopy],
+    optimizer_copies: list[OptimizerCopy],
     offloads: list[acc.Offload],
     piece_numel: int = chunks.PIECE_NUMEL,
 ) -> None:
-    for i, recipe in enumerate(recipes):
-        recipe = dataclasses.replace(recipe, steps=3)
-        wanted = trained(mesh, recipe, strategy)
+    for i, optimizer_copy in enumerate(optimizer_copies):
+        optimizer_copy = dataclasses.replace(optimizer_copy, steps=3)
+        wanted = trained(mesh, optimizer_copy, strategy)
         debug = ("streams",) if i % 2 else ()
         for offload in offloads:
             with pieces_of(piece_numel):
-                found = trained(mesh, recipe, strategy, offload=offload, debug=debug)
-            assert found.losses == wanted.losses, (recipe.build, offload)
+                found = trained(mesh, optimizer_copy, strategy, offload=offload, debug=debug)
+            assert found.losses == wanted.losses, (optimizer_copy.build, offload)
             assert found.grads.keys() == wanted.grads.keys()
             for name, grad in wanted.grads.items():
                 assert grad is found.grads[name] is None or torch.equal(found.grads[name].cpu(), grad.cpu()), (
-                    recipe.build,
+                    optimizer_copy.build,
                     name,
                 )
             assert_equal(found.params, wanted.params)

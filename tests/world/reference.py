@@ -64,33 +64,37 @@ class Trace:
 
 
 @functools.cache
-def unsharded(recipe: OptimizerCopy, num_ranks: int) -> list[Trace]:
+def unsharded(optimizer_copy: OptimizerCopy, num_ranks: int) -> list[Trace]:
     """Train one model on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank."""
-    model = recipe.model()
+    model = optimizer_copy.model()
     vocab = model.embed.num_embeddings
     params = dict(model.named_parameters())  # a tied parameter once
     optimizer = adamw(params.values())
     losses: list[list[list[float]]] = [[] for _ in range(num_ranks)]
     first: dict[str, Tensor | None] = {}
-    for step in range(recipe.steps):
+    for step in range(optimizer_copy.steps):
         total: dict[str, Tensor] = {}
         for rank in range(num_ranks):
             losses[rank].append([])
-            for micro in range(recipe.micros):
-                tokens, targets, options = recipe.call(step, micro, rank, vocab)
-                weights = {n: p.detach().to(recipe.compute or p.dtype, copy=True) for n, p in params.items()}
+            for micro in range(optimizer_copy.micros):
+                tokens, targets, options = optimizer_copy.call(step, micro, rank, vocab)
+                weights = {n: p.detach().to(optimizer_copy.compute or p.dtype, copy=True) for n, p in params.items()}
                 for name, p in params.items():
                     weights[name].requires_grad_(p.requires_grad)
                 loss = models.loss_of(functional_call(model, weights, (tokens,), dict(options)), targets)
-                (loss / recipe.micros * (recipe.scale or 1.0)).backward()
+                (loss / optimizer_copy.micros * (optimizer_copy.scale or 1.0)).backward()
                 losses[rank][-1].append(loss.item())
                 for name, weight in weights.items():
                     if weight.grad is not None:
                         total[name] = total.get(name, 0.0) + weight.grad.float()
         for name, p in params.items():
-            p.grad = None if name not in total else total[name] * (1 / num_ranks if recipe.reduce_op == "mean" else 1.0)
-            if p.grad is not None and recipe.scale:
-                p.grad /= recipe.scale
+            p.grad = (
+                None
+                if name not in total
+                else total[name] * (1 / num_ranks if optimizer_copy.reduce_op == "mean" else 1.0)
+            )
+            if p.grad is not None and optimizer_copy.scale:
+                p.grad /= optimizer_copy.scale
         if step == 0:
             first = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
         optimizer.step()
@@ -100,7 +104,7 @@ def unsharded(recipe: OptimizerCopy, num_ranks: int) -> list[Trace]:
 
 def sharded(
     model: nn.Module,
-    recipe: OptimizerCopy,
+    optimizer_copy: OptimizerCopy,
     rank: int,
     *,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext(),
@@ -108,18 +112,20 @@ def sharded(
     after_step: Callable[[], None] = lambda: None,
 ) -> Trace:
     """Train an already sharded model on the batches of `rank`; gradients and parameters come back in full."""
-    vocab = recipe.model().embed.num_embeddings
+    vocab = optimizer_copy.model().embed.num_embeddings
     optimizer = wrap(adamw(model.parameters()))
-    scaler = torch.amp.GradScaler(device().type, init_scale=recipe.scale or 1.0, enabled=recipe.scale is not None)
+    scaler = torch.amp.GradScaler(
+        device().type, init_scale=optimizer_copy.scale or 1.0, enabled=optimizer_copy.scale is not None
+    )
     losses: list[list[float]] = []
     first: dict[str, Tensor | None] = {}
-    for step in range(recipe.steps):
+    for step in range(optimizer_copy.steps):
         losses.append([])
-        for micro in range(recipe.micros):
-            tokens, targets, options = recipe.call(step, micro, rank, vocab)
-            with no_sync(model) if recipe.no_sync and micro < recipe.micros - 1 else nullcontext():
+        for micro in range(optimizer_copy.micros):
+            tokens, targets, options = optimizer_copy.call(step, micro, rank, vocab)
+            with no_sync(model) if optimizer_copy.no_sync and micro < optimizer_copy.micros - 1 else nullcontext():
                 loss = models.loss_of(model(tokens, **options), targets)
-                scaler.scale(loss / recipe.micros).backward()
+                scaler.scale(loss / optimizer_copy.micros).backward()
             losses[-1].append(loss.item())
         scaler.unscale_(optimizer)
         if step == 0:

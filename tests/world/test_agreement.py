@@ -162,6 +162,26 @@ def test_meshes_of_other_groups_are_named_on_every_rank(world):
     assert "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (4,) of ranks [0, 1, 2, 3]" in third
 
 
+def test_a_circle_is_told_when_two_looks_have_found_it():
+    """Posts are read one after the other, while their ranks go on: what was not there at the last look may be none."""
+    store = dist.HashStore()
+    mine, theirs, later = (
+        meshes.Post(mesh=f"{name} of ranks [0, 1]", ranks=[0, 1], time=1, waits=True) for name in "abc"
+    )
+
+    def told(before: dict[int, meshes.Post]) -> tuple[dict[int, meshes.Post], bool]:
+        return meshes._look(store, 0, mine, before), store.check([meshes._key("failed", mine)])
+
+    for rank, post in enumerate((mine, theirs)):
+        meshes._tell(store, rank, post)
+        store.add(meshes._given(post.mesh, rank), 1)
+    assert told({}) == ({0: mine, 1: theirs}, False)
+    meshes._tell(store, 1, later)
+    assert told({0: mine, 1: theirs}) == ({0: mine, 1: later}, False)
+    assert told({0: mine, 1: later})[1]
+    assert store.check([meshes._key("failed", later)])
+
+
 def some_first(mesh: Any) -> None:
     """Ranks come to a mesh that they share from meshes that they do not: some wait for long, nobody is stuck."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))

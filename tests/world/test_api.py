@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import accordion as acc
 from tests.devices import device
+from tests.inside import engine_in
 from tests.world import models, reference
 from tests.world.checks import (
     HYBRID,
@@ -28,7 +29,6 @@ from tests.world.checks import (
     one_loss,
     run_all,
     unit_names,
-    units_of,
 )
 from tests.world.models import Block
 from tests.world.reference import grads_of, local_of, params_of
@@ -455,7 +455,7 @@ def test_describe_says_what_a_rank_holds(world):
 def nothing_left(mesh) -> None:
     """Contexts restore what they found, also when nested or left by an error."""
     model = acc.shard(models.plain(), mesh=mesh)
-    engine = units_of(model)[0].engine
+    engine = engine_in(model)
     with contextlib.suppress(PlantedError), acc.no_sync(model):
         with acc.no_sync(model):
             assert not engine.sync

@@ -10,7 +10,7 @@ from torch import nn
 import accordion as acc
 from accordion.checkpoint import RandomState, latest
 from accordion.config import strategy_named
-from accordion.engine.autograd import engine_of
+from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError
 from tests.devices import device
 from tests.world.models import Tiny

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import accordion as acc
-from accordion.checkpoint import save
+from accordion.checkpoint import background, save
 from accordion.errors import AccordionError
 from tests.pool import _begin, fork_context
 
@@ -51,6 +51,16 @@ def stopped(rank, mesh, path, background):
     if rank == 1:
         end_in_write(signal.SIGSTOP)
     save(path, plain(mesh), background=background).wait()
+
+
+def ends_first(rank, mesh, path):
+    """A program that comes to its end while another rank neither ends nor answers."""
+    if rank == 1:
+        end_in_write(signal.SIGSTOP)
+    background.GRACE_S = 1.0
+    model = plain(mesh)
+    save(path, model, background=True)
+    background.saver_of(model).end()
 
 
 def raises_before(rank, mesh, path, background):
@@ -120,6 +130,12 @@ def test_a_rank_that_stands_still_is_waited_for_no_longer_than_by_the_process_gr
     ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background)
     assert "other ranks did not come" in text if background else "did not come here in time" in text
     assert TIMEOUT_S - 1 < waited_s < TIMEOUT_S + 10
+
+
+def test_a_program_that_ends_waits_for_the_others_no_longer_than_its_grace(tmp_path):
+    ((waited_s, _),) = ended(tmp_path, 2, ends_first, tmp_path / "c")
+    assert 1 <= waited_s < SOON_S
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -35,6 +35,7 @@ from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N81
 from accordion.compat.fsdp1 import wrap as wrapping
 from accordion.errors import UsageError
 from tests.devices import device, here
+from tests.inside import units_of
 from tests.world.checks import assert_at_rest, assert_close, logged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
@@ -150,8 +151,8 @@ def offloaded(mesh: DeviceMesh) -> None:
         shared: dict[str, Any] = {"device_mesh": mesh, "cpu_offload": CPUOffload(offload_params=offload)}
         model = FSDP(seeded(), auto_wrap_policy=POLICIES["module"], **shared)
         losses = train(model, dist.get_rank(), clip=0.5)
-        homes = {type(g.home).__name__ for u in model.__dict__["_accordion"].engine.units for g in u.groups}
-        assert homes == {"HostHome" if offload else "Home"}
+        shard_buffers = {type(g.shard_buffer).__name__ for u in units_of(model) for g in u.groups}
+        assert shard_buffers == {"HostShards" if offload else "FlatShards"}
         found.append((losses, model.state_dict()))
     assert found[0][0] == found[1][0]
     assert_same_state(found[1][1], found[0][1], 0.0)

@@ -17,6 +17,7 @@ import accordion.compat.fsdp2 as ours
 from accordion.compat.fsdp2.lazy import parts_below
 from accordion.engine.order import Phase
 from tests.devices import device
+from tests.inside import units_of
 from tests.world import models
 from tests.world.checks import assert_close, batch, one_loss
 
@@ -136,8 +137,8 @@ def offloaded(mesh) -> None:
             optimizer.zero_grad()
         found.append(full(model.state_dict().items()))
     assert_close(found[1], found[0], 0.0)
-    homes = [type(g.home).__name__ for unit in model.__dict__["_accordion"].engine.units for g in unit.groups]
-    assert set(homes) == {"HostHome"}
+    shard_buffers = [type(g.shard_buffer).__name__ for unit in units_of(model) for g in unit.groups]
+    assert set(shard_buffers) == {"HostShards"}
     model.load_state_dict(models.plain().state_dict())
     model.to(torch.float64)
     model(batch(model)[0]).sum().backward()
@@ -298,7 +299,7 @@ def test_parameters_keep_the_dtype_that_they_came_in(world):
 
 
 def leases(model: nn.Module) -> list[int]:
-    return [unit.leases for unit in model.__dict__["_accordion"].engine.units]
+    return [unit.leases for unit in units_of(model)]
 
 
 KEPT = {True: [0, 0, 0, 0], False: [1, 1, 1, 1], None: [1, 0, 0, 1], 2: [0, 0, 0, 0]}
@@ -336,7 +337,7 @@ def resharding_set(mesh) -> None:
                 assert leases(m) == [0, 0, 1, 0]
             loss.backward()
             if m is model and micro < 2:
-                assert all(unit.resident for unit in m.__dict__["_accordion"].engine.units)
+                assert all(unit.is_full for unit in units_of(m))
     for module in (reference, *reference.blocks):
         module.reshard()  # torch's shows full parameters until then, without gradients
     assert_same_gradients(reference, model)
@@ -368,7 +369,7 @@ def stepped_and_unsharded(mesh) -> None:
             loss = one_loss(model, step)
             model.blocks[1].unshard()
             loss.backward()
-            assert not any(unit.window.is_shown for unit in model.__dict__["_accordion"].engine.units)
+            assert not any(unit.module_params.is_shown for unit in units_of(model))
             assert all((p.grad is None) == offload.step_in_backward for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
@@ -387,11 +388,11 @@ def prefetched(mesh) -> None:
         m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
         m.blocks[2].set_modules_to_backward_prefetch([m.blocks[1], m.blocks[0]])
     one_loss(model).backward()
-    units = model.__dict__["_accordion"].engine.units
+    units = units_of(model)
     assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
     assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
     begun = []
-    model.blocks[0].register_forward_hook(lambda *_: begun.append([bool(u._flights) or u.resident for u in units[2:]]))
+    model.blocks[0].register_forward_hook(lambda *_: begun.append([bool(u._transfers) or u.is_full for u in units[2:]]))
     one_loss(model, 1).backward()
     assert begun == [[True, True]]
     for step in range(2):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from tests.devices import device, here
+from tests.inside import engine_in, units_of
 from tests.world import models
 from tests.world.checks import assert_close, mean_grads, one_loss
 from tests.world.test_compat_fsdp2 import SIDES, assert_same_gradients, describe, grads_of, leases, sharded
@@ -50,7 +51,7 @@ def listed(mesh) -> None:
             one_loss(m, step).backward()
     assert_same_gradients(*pair)
     model = pair[1]
-    assert [unit.name for unit in model.__dict__["_accordion"].engine.units] == ["", "blocks.0", "norm"]
+    assert [unit.name for unit in units_of(model)] == ["", "blocks.0", "norm"]
     model.norm.unshard()
     assert type(model.head.weight) is nn.Parameter
     model.head.reshard()
@@ -193,7 +194,7 @@ def staged(mesh) -> None:
     ours.share_comm_ctx(stages)
     x = torch.randn(4, 8, device=device())
     stages[1](stages[0](x)).sum().backward()
-    first, second = [stage.__dict__["_accordion"].engine for stage in stages]
+    first, second = [engine_in(stage) for stage in stages]
     assert first is not second
     assert first.context is second.context
     assert all(p.grad is not None for stage in stages for p in stage.parameters())
@@ -216,7 +217,7 @@ def released(mesh) -> None:
             one.set_modules_to_forward_prefetch([other])
             other.set_modules_to_backward_prefetch([one])
         one_loss(model).backward()
-        held = [weakref.ref(g.home) for unit in model.__dict__["_accordion"].engine.units for g in unit.groups]
+        held = [weakref.ref(g.shard_buffer) for unit in units_of(model) for g in unit.groups]
         assert held
         assert all(ref() is not None for ref in held)
         del model, one, other

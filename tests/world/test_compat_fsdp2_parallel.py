@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 import accordion as acc
 import accordion.compat.fsdp2 as ours
 from tests.devices import device, here
+from tests.inside import unit_in
 from tests.pool import Pool
 from tests.sample import sampled
 from tests.world import models
@@ -335,8 +336,8 @@ def extended(mesh) -> None:
     model[0].unshard()
     assert model[0].weight.dtype is torch.bfloat16
     model[0].reshard()
-    room = model[0].__dict__["_accordion"].groups[-1].room
-    assert [full.untyped_storage().nbytes() for e in room._extended for full in e.gathered] == [0]
+    full_buffer = unit_in(model[0]).groups[-1].full_buffer
+    assert [full.untyped_storage().nbytes() for e in full_buffer._extended for full in e.gathered] == [0]
     with pytest.raises(ValueError, match="says itself how it is gathered"):
         acc.full_state_dict(model)
 

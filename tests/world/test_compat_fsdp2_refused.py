@@ -50,7 +50,7 @@ def refused(mesh) -> None:
     ours.fully_shard(wrong, mesh=mesh)
     refuses("a call on a module around this one; shard the inner", wrong.blocks[0])
     refuses("was applied to this FSDPTiny before", wrong)
-    refuses("sharded by accordion.shard.api already", acc.shard(models.plain(), mesh=mesh))
+    refuses("sharded by accordion.shard already", acc.shard(models.plain(), mesh=mesh))
     parallel = models.plain()
     other = init_device_mesh("cpu", (4,))
     parallel.head.weight = nn.Parameter(distribute_tensor(parallel.head.weight.detach(), other, [Shard(1)]))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.engine import watch
+from accordion.safety import divergence
 from tests.devices import device
 from tests.world import models
 from tests.world.checks import mesh_of, one_loss
@@ -26,14 +26,14 @@ IN_STREAMS = pytest.mark.cpu(
 
 
 @contextlib.contextmanager
-def impatient(lost_s: float = watch.LOST_S) -> Iterator[None]:
+def impatient(lost_s: float = divergence.LOST_S) -> Iterator[None]:
     """Ranks ask each other after a second and not after four."""
-    before = watch.PATIENCE_S, watch.POLL_S, watch.LOST_S
-    watch.PATIENCE_S, watch.POLL_S, watch.LOST_S = 1.0, 0.3, lost_s
+    before = divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S
+    divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = 1.0, 0.3, lost_s
     try:
         yield
     finally:
-        watch.PATIENCE_S, watch.POLL_S, watch.LOST_S = before
+        divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = before
 
 
 # What rank 1 does where the others train, and what its message or theirs names.

@@ -366,7 +366,7 @@ def anomaly_of_one(mesh) -> None:
     loss = Sharpens.apply(model(torch.ones(1, 2, device=device()))).sum()
     with anomaly_mode():
         if rank == 0:
-            with pytest.raises(RuntimeError, match=r"'StageBackward' returned nan values"):
+            with pytest.raises(RuntimeError, match=r"'AwaitReduceBackward' returned nan values"):
                 loss.backward()
             with pytest.raises(acc.DivergenceError, match="begins a forward"):
                 model(torch.ones(1, 2, device=device()))
@@ -402,7 +402,7 @@ def marked(mesh) -> None:
     """Attributes of parameters are read by optimizers and schedulers (muP, `no_weight_decay`, `sequence_parallel`)."""
     model = seeded(Chain)
     twin = nn.Parameter(model.first.weight.data)
-    twin.of_twin = True  # two objects over one memory become one parameter, with the marks of both
+    twin.of_twin = True  # two objects over one memory become one parameter, with the pre-backward nodes of both
     model.units[0].a.weight = twin
     for name, p in model.named_parameters():
         p.my_flag = name

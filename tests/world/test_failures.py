@@ -22,9 +22,10 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.engine.streams import SideStream
 from tests.devices import device
+from tests.inside import units_of
 from tests.world import models
 from tests.world.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
-from tests.world.checks import PlantedError, batch, units_of
+from tests.world.checks import PlantedError, batch
 from tests.world.compare import (
     Pair,
     rest,
@@ -151,8 +152,8 @@ def watched(model: Chain) -> list[weakref.ref[Any]]:
     """What must go with the model: modules, units, the memory of shards and of full parameters."""
     found: list[Any] = [model, *model.units, model.first]
     for unit in units_of(model):
-        found += [unit, *unit.groups, *(g.home for g in unit.groups)]
-        found += [t for g in unit.groups for t in (*g.home.locals, *g.views)]
+        found += [unit, *unit.groups, *(g.shard_buffer for g in unit.groups)]
+        found += [t for g in unit.groups for t in (*g.shard_buffer.locals, *g.views)]
     return [weakref.ref(o) for o in found]
 
 
@@ -300,13 +301,13 @@ def test_what_comes_in_after_shard_is_refused(world, how):
 
 
 def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
-    """The lanes have no memory for the start of communication number `at`."""
+    """The side streams have no memory for the start of communication number `at`."""
     plain, count = SideStream.start, itertools.count()
 
-    def start(lane: SideStream, *args: Any) -> Any:
+    def start(side_stream: SideStream, *args: Any) -> Any:
         if next(count) == at:
             raise torch.OutOfMemoryError("planted")
-        return plain(lane, *args)
+        return plain(side_stream, *args)
 
     return mock.patch.object(SideStream, "start", start)
 

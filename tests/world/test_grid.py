@@ -13,6 +13,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from tests.inside import units_of
 from tests.sample import drawn, sampled
 from tests.world import checks, models, reference
 from tests.world.reference import OptimizerCopy, Trace
@@ -55,19 +56,21 @@ def mesh_of(strategy: acc.Strategy, num_ranks: int) -> tuple[tuple[int, ...], tu
 
 
 def assert_no_leases(model: nn.Module) -> None:
-    held = {unit.name: unit.leases for unit in model.__dict__["_accordion"].engine.units}
+    held = {unit.name: unit.leases for unit in units_of(model)}
     assert held
     assert not any(held.values()), f"leases after a step: {held}"
 
 
-def train(mesh, recipe: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
+def train(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
     """Five steps of the sharded model on this rank."""
-    return checks.train(mesh, recipe, strategy, after_step=lambda model: partial(assert_no_leases, model), **options)
+    return checks.train(
+        mesh, optimizer_copy, strategy, after_step=lambda model: partial(assert_no_leases, model), **options
+    )
 
 
-def match(mesh, recipe: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> None:
-    found = train(mesh, recipe, strategy, **options)
-    wanted = reference.unsharded(recipe, mesh.size())[dist.get_rank()]
+def match(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> None:
+    found = train(mesh, optimizer_copy, strategy, **options)
+    wanted = reference.unsharded(optimizer_copy, mesh.size())[dist.get_rank()]
     reference.assert_same(found, wanted)
 
 
@@ -84,9 +87,9 @@ def usual(*row: str) -> bool:
 @pytest.mark.parametrize(("strategy", "precision", "case"), sampled(GRID, usual), ids=["-".join(row) for row in GRID])
 def test_training_is_that_of_the_unsharded_model(world, strategy, precision, case):
     policy = {**STRATEGIES, **FORCED}[strategy]
-    num_ranks, recipe = CASES[case]
-    recipe = dataclasses.replace(recipe, **PRECISIONS[precision])
-    world.run_mesh(*mesh_of(policy, num_ranks), match, recipe, policy, wrapped=precision == "bf16")
+    num_ranks, optimizer_copy = CASES[case]
+    optimizer_copy = dataclasses.replace(optimizer_copy, **PRECISIONS[precision])
+    world.run_mesh(*mesh_of(policy, num_ranks), match, optimizer_copy, policy, wrapped=precision == "bf16")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -117,8 +120,8 @@ def test_no_option_changes_the_training(world, strategy, option):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy):
     policy = STRATEGIES[strategy]
-    recipe = OptimizerCopy(reduce_op="sum", micros=2, no_sync=True)
-    world.run_mesh(*mesh_of(policy, 2), match, recipe, policy, reduce_op="sum")
+    optimizer_copy = OptimizerCopy(reduce_op="sum", micros=2, no_sync=True)
+    world.run_mesh(*mesh_of(policy, 2), match, optimizer_copy, policy, reduce_op="sum")
 
 
 @pytest.mark.parametrize("build", ["plain", "wide", "uneven", "tied"])
@@ -153,9 +156,9 @@ def test_gradients_are_those_of_ddp_bit_for_bit(world):
 
 def losses(mesh, strategy: acc.Strategy, **options: Any) -> tuple[list[list[float]], list[list[float]]]:
     """Of this rank, sharded and unsharded."""
-    recipe = OptimizerCopy(build="wide")
-    wanted = reference.unsharded(recipe, mesh.size())[dist.get_rank()]
-    return train(mesh, recipe, strategy, **options).losses, wanted.losses
+    optimizer_copy = OptimizerCopy(build="wide")
+    wanted = reference.unsharded(optimizer_copy, mesh.size())[dist.get_rank()]
+    return train(mesh, optimizer_copy, strategy, **options).losses, wanted.losses
 
 
 def test_losses_are_equal_bit_for_bit_where_the_order_of_sums_is(world):

@@ -17,8 +17,9 @@ from accordion.config import STRATEGIES
 from accordion.engine.unit import Unit
 from accordion.units import choose_units
 from tests.devices import device, here
+from tests.inside import units_of
 from tests.world import models
-from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, unit_names, units_of
+from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, unit_names
 from tests.world.test_divergence import IN_STREAMS
 
 WIDTH, VOCAB = 16, 96
@@ -122,7 +123,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     own = Unit.launch
 
     def launch(unit: Unit) -> None:
-        if not (unit.resident or unit._flights):
+        if not (unit.is_full or unit._transfers):
             seen.append((unit.name, _torch.current_graph_task() != -1))
         own(unit)
 

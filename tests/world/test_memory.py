@@ -15,6 +15,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import layout
 from tests.devices import device
+from tests.inside import units_of
 from tests.world import models
 from tests.world.meters import Allocations
 
@@ -137,7 +138,7 @@ def held_after_shard(mesh, strategy: acc.Strategy, num_ranks: int) -> tuple[int,
         settle()
         memory.mark("sharded")
         wanted = rows = 0
-        for unit in model.__dict__["_accordion"].engine.units:
+        for unit in units_of(model):
             cuts = [layout.cut(param.cut.shape, num_ranks, 4) for param in unit.params]
             wanted += 4 * layout.message(cuts, 4).shard_numel
         for p in models.uneven().parameters():
@@ -157,17 +158,9 @@ def test_a_rank_holds_exactly_what_layout_computes(world, num_ranks):
 def main_job_bytes(mesh, preset: str) -> tuple[int, int, int]:
     """Bytes live after a step with gradients kept; of parameters, gradients and two states unsharded; without padding."""
     transformers = pytest.importorskip("transformers")
-    from accordion.train.config import PRESETS
+    from accordion.models.llama import TRAINED, llama_config
 
-    shape = PRESETS[preset]
-    config = transformers.LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-    )
+    config = llama_config(TRAINED[preset], positions=2048)
     with Allocations() as memory:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config)

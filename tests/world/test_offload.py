@@ -14,8 +14,9 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.offload.estimate import stated
 from tests.devices import device
+from tests.inside import engine_in, units_of
 from tests.world import models
-from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss, units_of
+from tests.world.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss
 from tests.world.offloads import HOST, MIXED, OPTIMIZER, RECIPES, disk, disk_of_all, fresh, places, same_as_without
 from tests.world.reference import local_of
 
@@ -62,7 +63,7 @@ def addresses(mesh) -> None:
     """Shards and gradients lie in the arena, one piece of memory; the unit with an override of its own has them outside."""
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
-    arena, kind = units_of(model)[0].engine.context.home.arena, "ordinary" if device().type == "cpu" else "pinned"
+    arena, kind = engine_in(model).context.shard_buffers.arena, "ordinary" if device().type == "cpu" else "pinned"
     assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units, the" in m for m in messages)
     low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
     one_loss(model).backward()
@@ -87,7 +88,7 @@ def landing(mesh) -> None:
     for offload in (None, HOST):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         if offload is not None:
-            landed = units_of(model)[0].engine.context.home._landing.fill_(7)
+            landed = engine_in(model).context.shard_buffers._landing.fill_(7)
         for micro in range(3):
             one_loss(model, micro).backward()
         found.append({name: local_of(p.grad).clone() for name, p in model.named_parameters()})
@@ -109,7 +110,7 @@ def budgets(mesh, path: Path) -> None:
             optimizer.zero_grad()
         found.append(acc.full_state_dict(model, rank0_only=False))
     assert_equal(found[0], found[1])
-    tiers = units_of(model)[0].engine.context.home
+    tiers = engine_in(model).context.shard_buffers
     kinds = [[place.partition(":")[0] for place in (o.params, o.rest_of_grads, o.optimizer)] for o in tiers.offloads]
     assert kinds == [["device"] * 3, ["device", "host", "host"], ["device", "host", "disk"], ["device", "host", "disk"]]
     assert tuple(tiers.offloads) == stated(models.plain(), policy, 2).places
@@ -130,7 +131,7 @@ def said_before(mesh, path: Path) -> None:
         model = acc.shard(models.wide(), mesh=mesh, precision=precision, offload=offload)
         with logged() as messages:
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
-        tiers = units_of(model)[0].engine.context.home
+        tiers = engine_in(model).context.shard_buffers
         states = list(tiers.states.values())
         told = [m for m in messages if "states laid out" in m]
         assert len(told) == len(states), name
@@ -232,9 +233,9 @@ class Blocks(nn.Module):
 def saved(mesh, path: str) -> None:
     """What was trained with offload goes on without, and the other way round, bit for bit."""
     results = []
-    swapped, away = {"offload": disk(Path(path))}, {"offload": disk_of_all(Path(path))}
+    swapped, off_device = {"offload": disk(Path(path))}, {"offload": disk_of_all(Path(path))}
     pairs = (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped))
-    for first, then in (*pairs, (away, {}), ({}, away)):
+    for first, then in (*pairs, (off_device, {}), ({}, off_device)):
         model, optimizer = fresh(mesh, **first)
         for step in range(2):
             one_loss(model, step).backward()

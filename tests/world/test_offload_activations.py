@@ -23,8 +23,9 @@ from accordion.offload.activations.offload import ActivationOffload
 from accordion.offload.activations.stores import HostActivationStore, joined
 from tests.devices import device
 from tests.disks import fill, mounted
+from tests.inside import engine_in
 from tests.world import models
-from tests.world.checks import logged, units_of
+from tests.world.checks import logged
 from tests.world.meters import Allocations
 from tests.world.offloads import pieces_of
 from tests.world.reference import local_of, params_of
@@ -37,8 +38,8 @@ def on_disk(path: Path, **options: Any) -> acc.Offload:
     return acc.Offload(activations=f"disk:{path}", checksums=True, **options)
 
 
-def parking_of(model: nn.Module) -> ActivationOffload:
-    return units_of(model)[0].engine.context.home.parking
+def activation_offload_of(model: nn.Module) -> ActivationOffload:
+    return engine_in(model).context.shard_buffers.activation_offload
 
 
 def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Tensor:
@@ -101,7 +102,7 @@ def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
 
 def counted(mesh) -> None:
     """What is live after a forward falls by the inputs of all blocks; the host has them, in memory that is used again."""
-    live, parking = [], None
+    live, activation_offload = [], None
     num_blocks, inputs = 6, 8 * 64 * 32 * 4
     for offload in (None, PARKED):
         model = acc.shard(
@@ -110,16 +111,16 @@ def counted(mesh) -> None:
         tokens = torch.zeros(8, 64, dtype=torch.int64, device=device())
         model(tokens).sum().backward()
         if offload is not None:
-            parking = units_of(model)[0].engine.context.home.parking
-            assert parking.host_bytes == num_blocks * inputs
+            activation_offload = engine_in(model).context.shard_buffers.activation_offload
+            assert activation_offload.host_bytes == num_blocks * inputs
         with Allocations() as memory:
             loss = model(tokens).sum()
             gc.collect()
             memory.mark("forward")
             loss.backward()
         live.append(memory.live("forward"))
-    assert parking is not None
-    assert parking.host_bytes == num_blocks * inputs, "the second step used what the first one took"
+    assert activation_offload is not None
+    assert activation_offload.host_bytes == num_blocks * inputs, "the second step used what the first one took"
     saved = live[0] - live[1]
     assert (num_blocks - 1) * inputs - 4096 <= saved <= num_blocks * inputs + 4096, (live, inputs)
 
@@ -149,28 +150,28 @@ def bounded(mesh, direct: int, path: Path) -> None:
         )
         with logged() as messages:
             loss_of(model, 0, (8, 64)).backward()
-    parking = parking_of(model)
+    activation_offload = activation_offload_of(model)
     taken = stores.NUM_STAGES * inputs, num_blocks * inputs
-    assert (parking.host_bytes, parking.disk_bytes) == taken
+    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
     said = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
     assert any(said in m for m in messages)
     for seed in range(3):
         loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
         gc.collect()
         loss_of(model, seed, (8, 64)).backward()
-    assert (parking.host_bytes, parking.disk_bytes) == taken
-    (room,) = parking._rooms.values()
-    before = dict(room.file.traffic)
+    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    (store,) = activation_offload._stores.values()
+    before = dict(store.file.traffic)
     loss_of(model, 9, (8, 64)).backward()
-    room._collect()  # waits for what is under way
-    assert room.file.traffic["written"] - before["written"] == num_blocks * inputs
-    assert room.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
+    store._collect()  # waits for what is under way
+    assert store.file.traffic["written"] - before["written"] == num_blocks * inputs
+    assert store.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
         "the last ones are there"
     )
     loss_of(model, 9, (8, 65)).backward()
-    assert parking.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
-    room._collect()
-    assert room._free == [(0, room.file.num_bytes)], "all of it is free, in one part"
+    assert activation_offload.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
+    store._collect()
+    assert store._free == [(0, store.file.num_bytes)], "all of it is free, in one part"
     assert os.listdir(path) == []
 
 
@@ -182,19 +183,21 @@ def sizes_that_change(mesh, path: Path) -> None:
         )
         for length in (40, 8, 33, 64, 1, 57, 64):
             loss_of(model, 0, (8, length)).backward()
-        parking, largest = parking_of(model), 8 * 64 * 32 * 4
-        assert parking.host_bytes <= NUM_BLOCKS * (largest + largest // 8), "a piece that grew has an eighth to spare"
-        assert parking.disk_bytes <= 2 * NUM_BLOCKS * largest
+        activation_offload, largest = activation_offload_of(model), 8 * 64 * 32 * 4
+        assert activation_offload.host_bytes <= NUM_BLOCKS * (largest + largest // 8), (
+            "a piece that grew has an eighth to spare"
+        )
+        assert activation_offload.disk_bytes <= 2 * NUM_BLOCKS * largest
 
 
 def test_inputs_that_grow_a_little_take_memory_now_and_then():
     """Each piece that is let go and made anew would be a wait for the device, and pinning."""
-    room, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
+    store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
     for num_pages in range(100, 200):
-        berth = room.take(num_pages * page)
-        made.extend([] if berth._piece in made else [berth._piece])
-        berth.free(False)
-        assert room.host_bytes <= num_pages * page * 9 / 8 + page
+        slot = store.take(num_pages * page)
+        made.extend([] if slot._piece in made else [slot._piece])
+        slot.free(False)
+        assert store.host_bytes <= num_pages * page * 9 / 8 + page
     assert len(made) <= 8
 
 
@@ -232,11 +235,11 @@ def broken_disk(mesh, path: Path) -> None:
                 loss_of(model, 1).backward()
         elif wanted is not None:
             loss = loss_of(model, 1)
-            (room,) = parking_of(model)._rooms.values()
-            room._collect()
-            for stage in room._stages:
+            (store,) = activation_offload_of(model)._stores.values()
+            store._collect()
+            for stage in store._stages:
                 stage.clear()  # all is in the file, and nowhere else
-            os.pwrite(room.file._plain, b"some other bytes", 64)
+            os.pwrite(store.file._plain, b"some other bytes", 64)
             with pytest.raises(acc.OffloadError, match=message):
                 loss.backward()
             del loss
@@ -262,9 +265,9 @@ def no_place(mesh, path: Path) -> None:
     offload = on_disk(path, optimizer="host", device_bytes=2**40)  # everything else is nearer
     model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload)
     loss_of(model, 1).backward()
-    (room,) = parking_of(model)._rooms.values()
-    assert room.file._is_summed
-    assert room.file.folder == path
+    (store,) = activation_offload_of(model)._stores.values()
+    assert store.file._is_summed
+    assert store.file.folder == path
 
 
 def test_a_disk_of_activations_that_fails_is_named(world, tmp_path):
@@ -294,23 +297,23 @@ def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
 
 
 def in_order(mesh) -> None:
-    """What is parked in another forward, after a backward, is not brought with it; a write into what leaves is told."""
+    """What is offloaded in another forward, after a backward, is not brought with it; a write into what leaves is told."""
     model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=PARKED)
-    parking = units_of(model)[0].engine.context.home.parking
-    parked = []
+    activation_offload = engine_in(model).context.shard_buffers.activation_offload
+    offloaded = []
     for value in (1.0, 2.0, 3.0):
-        parked.append(parking.park(torch.full((4,), value, device=device()), "host"))
-        parked[-1].leave()
+        offloaded.append(activation_offload.park(torch.full((4,), value, device=device()), "host"))
+        offloaded[-1].leave()
         if value != 2:  # in the first and the last one a backward comes
-            assert torch.equal(parked[-1].tensor(), torch.full((4,), value, device=device()))
-    first, second, _ = parked
+            assert torch.equal(offloaded[-1].tensor(), torch.full((4,), value, device=device()))
+    first, second, _ = offloaded
     assert first._coming is None, "of a forward before a backward"
     assert second._coming is not None, "of the same forward"
     live = torch.zeros(4, device=device())
-    parking.park(live, "host")
+    activation_offload.park(live, "host")
     live.add_(1)
     with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
-        parking.park(torch.zeros(4, device=device()), "host")
+        activation_offload.park(torch.zeros(4, device=device()), "host")
 
 
 def nothing_recomputed(mesh) -> None:

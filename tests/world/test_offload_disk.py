@@ -14,8 +14,9 @@ import torch
 import accordion as acc
 from accordion.offload.disk_shards import DiskShards
 from accordion.offload.swap_file import aligned_buffer, bytes_of
+from tests.inside import engine_in, units_of
 from tests.world import models
-from tests.world.checks import one_loss, units_of
+from tests.world.checks import one_loss
 from tests.world.offloads import disk, disk_of_all, pieces_of
 from tests.world.reference import local_of, params_of
 
@@ -35,7 +36,7 @@ def in_pieces(mesh, path: Path) -> None:
         acc.synchronize(model)
         found.append([*state, *params_of(model).values()])
         if options:
-            (held,) = units_of(model)[0].engine.context.home.states.values()
+            (held,) = engine_in(model).context.shard_buffers.states.values()
             (file,) = held.files
             numel = sum(local_of(p).numel() for p in model.parameters())
             floor = 3 * 4 * numel  # three states of four bytes
@@ -55,19 +56,19 @@ def all_on_disk(mesh, path: Path) -> None:
         models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(path)
     )
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
-    tiers = units_of(model)[0].engine.context.home
-    (shelf,) = tiers.files
+    tiers = engine_in(model).context.shard_buffers
+    (allocator,) = tiers.files
     numel = sum(local_of(p).numel() for p in model.parameters())
-    before = dict(shelf.file.traffic)
+    before = dict(allocator.file.traffic)
     for step in range(4):
         if step == 1:
             acc.synchronize(model)
-            before = dict(shelf.file.traffic)
+            before = dict(allocator.file.traffic)
         one_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     acc.synchronize(model)
-    moved = {key: (shelf.file.traffic[key] - before[key]) / 3 for key in before}
+    moved = {key: (allocator.file.traffic[key] - before[key]) / 3 for key in before}
     masters, rows = 4 * numel, 2 * numel
     assert 2 * masters + rows <= moved["written"] + masters <= 1.3 * (2 * masters + rows) + masters, "and the gradients"
     assert moved["read"] <= 1.3 * (2 * masters + 2 * rows) + 2**18, moved
@@ -85,14 +86,14 @@ def ahead(mesh, path: Path) -> None:
     begun, late = [], []
     begin_read, refresh = DiskShards.begin_read, DiskShards.refresh
 
-    def watched_read(home: DiskShards, version: int) -> None:
-        begun.append(home)
-        begin_read(home, version)
+    def watched_read(shard_buffer: DiskShards, version: int) -> None:
+        begun.append(shard_buffer)
+        begin_read(shard_buffer, version)
 
-    def watched_refresh(home: DiskShards, version: int) -> Any:
-        late.extend([home] if home not in begun else [])
+    def watched_refresh(shard_buffer: DiskShards, version: int) -> Any:
+        late.extend([shard_buffer] if shard_buffer not in begun else [])
         begun.clear()
-        return refresh(home, version)
+        return refresh(shard_buffer, version)
 
     with mock.patch.multiple(DiskShards, begin_read=watched_read, refresh=watched_refresh):
         one_loss(model, 1)
@@ -138,12 +139,12 @@ def changed_unseen(mesh, path: Path) -> None:
         if offload is not None:
             one_loss(model).backward()
             unit = units_of(model)[-1]
-            slot = unit.groups[0].home.grads._slots[0]
-            file, page = slot.spot.file, aligned_buffer(4096).fill_(7)
+            slot = unit.groups[0].shard_buffer.grads._slots[0]
+            file, page = slot.file_range.file, aligned_buffer(4096).fill_(7)
             # tmpfs takes direct access and has but the cache: what is written there is what a caller wrote.
             kind = subprocess.run(["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True)
             if file.is_direct and kind.stdout.strip() != "tmpfs":
-                os.pwritev(file._fast, [bytes_of(page)], slot.spot.offset)
+                os.pwritev(file._fast, [bytes_of(page)], slot.file_range.offset)
                 optimizer.step()
                 with pytest.raises(acc.OffloadError, match="are not what was written there"):
                     acc.synchronize(model)

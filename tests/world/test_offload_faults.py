@@ -22,8 +22,9 @@ import accordion as acc
 from accordion.offload import arena, tiers
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
+from tests.inside import engine_in
 from tests.world import models
-from tests.world.checks import assert_equal, one_loss, units_of
+from tests.world.checks import assert_equal, one_loss
 from tests.world.offloads import HOST, disk, disk_of_all, fresh
 from tests.world.reference import grads_of, params_of
 
@@ -133,9 +134,9 @@ def failing_reads(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def changed(model: torch.nn.Module) -> Iterator[None]:
     """Every file of the model has other bytes in its first page than were written there."""
-    tiers = units_of(model)[0].engine.context.home
+    tiers = engine_in(model).context.shard_buffers
     states = [file for one in tiers.states.values() for file in one.files]
-    for file in [*states, *(shelf.file for shelf in tiers.files)]:
+    for file in [*states, *(allocator.file for allocator in tiers.files)]:
         os.pwrite(file._plain, b"some other bytes", 64)
     yield
 

@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.config import STRATEGIES
+from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from tests.devices import device, here
+from tests.inside import engine_in, units_of
 from tests.world import models, reference
-from tests.world.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss, units_of
+from tests.world.checks import assert_at_rest, assert_close, batch, logged, mean_grads, mesh_of, one_loss
 from tests.world.meters import Wire
 from tests.world.models import Block
 from tests.world.reference import OptimizerCopy, grads_of, local_of, params_of
@@ -193,9 +195,9 @@ def drained(mesh) -> None:
     tokens, targets = batch(model)
     for skip in ((), (2,), (0, 2)):
         models.loss_of(model(tokens, skip=skip), targets).backward()
-        assert not units_of(model)[0].engine.flying
+        assert not engine_in(model).reduces_under_way
         assert_at_rest(model)
-        assert all(not unit.resident and not unit._flights for unit in units_of(model))
+        assert all(not unit.is_full and not unit._transfers for unit in units_of(model))
 
 
 def test_11_reduces_are_drained_by_the_last_group_only(world):
@@ -257,18 +259,18 @@ def test_15_stages_and_bucket_sizes_change_the_loss(world):
 def surprised(mesh) -> list[set[str]]:
     """The units of each forward that were not gathered ahead."""
     model = acc.shard(models.seeded(num_blocks=5), mesh=mesh)
-    plain, late = Unit.acquire, set()
+    plain, late = Engine.acquire, set()
 
-    def acquire(unit: Unit) -> None:
-        if unit.name and not unit.resident and not unit._flights:
+    def acquire(engine: Engine, unit: Unit) -> int:
+        if unit.name and not unit.is_launched:
             late.add(unit.name)
-        plain(unit)
+        return plain(engine, unit)
 
     found = []
     for skip in ((), (), (1,), (), ()):
         tokens, targets = batch(model)
         late.clear()
-        with mock.patch.object(Unit, "acquire", acquire):
+        with mock.patch.object(Engine, "acquire", acquire):
             out = model(tokens, skip=skip)
         found.append(set(late))
         models.loss_of(out, targets).backward()
@@ -349,7 +351,7 @@ def most_open(mesh, budget_bytes: int | None) -> int:
 
     def launch(unit: Unit) -> None:
         plain(unit)
-        is_open = [any(g.room._storage.nbytes() for g in u.groups) for u in units_of(model) if u.name]
+        is_open = [any(g.full_buffer._storage.nbytes() for g in u.groups) for u in units_of(model) if u.name]
         most[0] = max(most[0], sum(is_open))
 
     with mock.patch.object(Unit, "launch", launch):
@@ -467,7 +469,7 @@ def inference(mesh, strategy: acc.Strategy) -> None:
     with torch.no_grad():
         for _ in range(2):
             model(batch(model)[0])
-    assert not [unit.name for unit in units_of(model) if unit.resident or unit._flights]
+    assert not [unit.name for unit in units_of(model) if unit.is_full or unit._transfers]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])

@@ -20,16 +20,16 @@ STEPS, ACCUMULATE, MICRO = 7, 2, 3
 class Stream(IterableDataset):
     """An endless stream of numbers for one of `num_ranks`, shuffled in a buffer; keeps its state as torchdata asks."""
 
-    def __init__(self, rank, num_ranks, room=5):
-        self.rank, self.num_ranks, self.room = rank, num_ranks, room
+    def __init__(self, rank, num_ranks, full_buffer=5):
+        self.rank, self.num_ranks, self.full_buffer = rank, num_ranks, full_buffer
         self.next, self.held, self.generator = rank, [], torch.Generator().manual_seed(rank)
 
     def __iter__(self):
         while True:
-            while len(self.held) < self.room:
+            while len(self.held) < self.full_buffer:
                 self.held.append(self.next)
                 self.next += self.num_ranks
-            yield self.held.pop(int(torch.randint(self.room, (), generator=self.generator)))
+            yield self.held.pop(int(torch.randint(self.full_buffer, (), generator=self.generator)))
 
     def state_dict(self):
         return {"next": self.next, "held": list(self.held), "generator": self.generator.get_state()}

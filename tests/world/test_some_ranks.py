@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 import accordion.compat.fsdp2 as compat
 from accordion.config import STRATEGIES
-from accordion.engine.order import PassHistory
-from accordion.engine.together import CatchUp, UnitCall, choose
+from accordion.safety.agreement import CatchUp, UnitCall, choose
+from accordion.safety.pass_history import PassHistory
 from tests.devices import device, here
+from tests.inside import engine_in
 from tests.world import models
 from tests.world.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
 from tests.world.test_divergence import IN_STREAMS
@@ -220,7 +221,7 @@ def test_frozen_blocks(world):
 
 def steady(mesh, no_sync: int, settled: int) -> None:
     model, plain = paths(mesh)
-    watch = model.__dict__["_accordion"].engine.context.watch
+    watch = engine_in(model).context.watch
     for step in range(settled):
         check_step(mesh, model, plain, WHOLE, step, no_sync)
     before = watch._num_met

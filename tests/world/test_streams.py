@@ -21,9 +21,10 @@ from accordion.config import STRATEGIES
 from accordion.engine.autograd import Call
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import Unit
+from tests.inside import units_of
 from tests.sample import sampled
 from tests.world import models
-from tests.world.checks import mesh_of, one_loss, units_of
+from tests.world.checks import mesh_of, one_loss
 from tests.world.reference import local_of
 from tests.world.test_grid import CASES, FORCED, GRID, PRECISIONS, match
 
@@ -35,8 +36,8 @@ STEPS = 3  # one in an order not known yet, one ahead in it, one after buffers h
 
 def match_all(mesh, strategy: acc.Strategy, precision: str, names: list[str]) -> None:
     for name in names:
-        recipe = dataclasses.replace(CASES[name][1], steps=STEPS, **PRECISIONS[precision])
-        match(mesh, recipe, strategy, wrapped=precision == "bf16", debug="streams")
+        optimizer_copy = dataclasses.replace(CASES[name][1], steps=STEPS, **PRECISIONS[precision])
+        match(mesh, optimizer_copy, strategy, wrapped=precision == "bf16", debug="streams")
 
 
 ROWS = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
@@ -103,9 +104,9 @@ def without_wait(doing: str) -> Plant:
     """Nobody waits for communications that are `doing` so: they never land, their buffers are dropped where they should."""
     plain = Transfer.land
 
-    def land(flight: Transfer) -> None:
-        if not flight._what.startswith(doing):
-            plain(flight)
+    def land(transfer: Transfer) -> None:
+        if not transfer._what.startswith(doing):
+            plain(transfer)
 
     return lambda: mock.patch.object(Transfer, "land", land)
 
@@ -203,7 +204,7 @@ def order_of_arrival(mesh) -> list[tuple[bool, bool]]:
     plain, found = Unit._land, []
 
     def land(unit: Unit) -> None:
-        waits, early = bool(unit._flights), all(bool(view.isfinite().all()) for view in unit.views)
+        waits, early = bool(unit._transfers), all(bool(view.isfinite().all()) for view in unit.views)
         plain(unit)
         if waits:
             found.append((early, all(bool(view.isfinite().all()) for view in unit.views)))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import accordion as acc
 from accordion.engine.unit import Unit
 from tests.devices import device, here
-from tests.world.checks import units_of
+from tests.inside import units_of
 
 WIDTH = 32
 

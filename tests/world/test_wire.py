@@ -16,10 +16,11 @@ from torch import Tensor
 import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
-from accordion.engine import reduce
+from accordion.engine import reduce as reduce_file
 from accordion.engine.communicator import Communicator, common_name
 from accordion.engine.layout import PACK_LIMIT_BYTES
 from tests.devices import device
+from tests.inside import unit_in
 from tests.world import models
 from tests.world.meters import Call, Copy, Wire
 
@@ -196,11 +197,11 @@ def test_a_change_of_dtype_is_one_copy_and_no_more(world):
 
 
 def beside_other_groups(mesh) -> float:
-    """A communicator of the engine's own, where this rank knows more groups than the other; NCCL's links have one."""
+    """A communicator of the engine's own, where this rank knows more groups than the other; NCCL's communicators have one."""
     for _ in range(1 - mesh.get_rank()):
         dist.new_group([0], use_local_synchronization=True)
-    link = Communicator(mesh.get_group(), torch.device("cpu"))
-    group = _torch.named_group(common_name([link]), link.ranks, None)
+    communicator = Communicator(mesh.get_group(), torch.device("cpu"))
+    group = _torch.named_group(common_name([communicator]), communicator.ranks, None)
     value = torch.ones(1, device=device())
     dist.all_reduce(value, group=group)
     return value.item()
@@ -217,7 +218,7 @@ def check_pieces(mesh) -> tuple[int, int]:
 
 def check_cast_pieces(mesh) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce, "CAST_BYTES", PACK_LIMIT_BYTES)
+        patch.setattr(reduce_file, "CAST_BYTES", PACK_LIMIT_BYTES)
         return received_numels(mesh, patch, "reduce_scatter")
 
 
@@ -230,10 +231,10 @@ def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -
         strategy = dataclasses.replace(acc.FULL_SHARD, reduce=reduce)
         model = models.Tiny(width=256, hidden=2112, num_blocks=1)
         acc.shard(model, mesh=mesh, precision=precision, strategy=strategy, units={models.Block})
-        unit = model.blocks[0].__dict__["_accordion"]
+        unit = unit_in(model.blocks[0])
         axis = unit.groups[0].context.shard
         axis.reduce.is_gloo = not in_pieces
-        patch.setattr(reduce, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
+        patch.setattr(reduce_file, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
         tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
         models.loss_of(model(tokens), targets).backward()
         (plan,) = unit.groups[0].plans(unit.trained.indices, torch.bfloat16)

@@ -164,7 +164,7 @@ def _without_sums() -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, what, stand_in in (
-            ("gather", "summer", same),
+            ("manifest_of_files", "summer", same),
             ("writing", "running", lambda kind: partial(Same, kind)),
             ("reading", "running", lambda kind: partial(Same, kind)),
         ):

@@ -30,13 +30,13 @@ from accordion.bench.options import (
 )
 from accordion.bench.scale import Network
 from accordion.bench.trainer import start
-from accordion.config import nearest
-from accordion.devices import devices_here, devices_named
+from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
-from accordion.pages.machine import describe, num_cores
+from accordion.options import check_subcommand
+from accordion.pages.machine import describe
 from accordion.pages.page import Page
 from accordion.pages.show import show, write
-from accordion.workers.ranks import BenchError, Team, World, interleaved
+from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
 SUBCOMMANDS = {
     "host": "host time of a sharded unit, with collectives that cost nothing",
@@ -53,10 +53,12 @@ SAME_NORM = 1e-4
 def run(words: list[str]) -> int:
     """The subcommand in `words`, or the comparison of contenders where there is none. Returns the exit code."""
     name = words[0] if words and not words[0].startswith("-") else ""
-    if name and name not in JOBS:
-        raise UsageError(f"accordion bench {name!r} does not exist; {nearest(name, SUBCOMMANDS)}")
+    if name:
+        check_subcommand(name, SUBCOMMANDS, "accordion bench")
     kind, job = JOBS[name]
     options = read(kind, name, words[1:] if name else words, SUBCOMMANDS)
+    if options is None:
+        return 0
     check(options)
     page = job(options)
     show(page)
@@ -129,7 +131,7 @@ def _optimizer(o: OptimizerOptions) -> Page:
     world, shape = world_of(o.nproc, "cpu"), shape_of(o.model)
     setting = Setting(model=o.model, batch=shape.batch, seq=shape.seq)
     with ExitStack() as stack:
-        teams = [stack.enter_context(Team(kind, world, OptimizerLoop, (kind, setting))) for kind in KINDS]
+        teams = [stack.enter_context(WorkerTeam(kind, world, OptimizerLoop, (kind, setting))) for kind in KINDS]
         asked = interleaved(teams, o.rounds, "turn", 2, o.steps)
         norms = {team.name: team.ask("norm")[0] for team in teams}
     apart = max(norms.values()) - min(norms.values())
@@ -155,7 +157,7 @@ def _memory(o: MemoryOptions) -> Page:
     device, setting = device_of(o.device), setting_of(o, bf16=True)
     world = World(num_ranks=o.ranks, device_type=device, group="fake")
     with ExitStack() as stack:
-        teams = [stack.enter_context(Team(name, world, start, (name, setting))) for name in names]
+        teams = [stack.enter_context(WorkerTeam(name, world, start, (name, setting))) for name in names]
         for team in teams:
             team.ask("losses", 3)
         asked = interleaved(teams, o.rounds, "memory")
@@ -172,7 +174,7 @@ def _checkpoint(o: CheckpointOptions) -> Page:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="bench-", dir=writable(o.to, "to")))
         teams = [
-            stack.enter_context(Team(kind, world, CheckpointLoop, (kind, o.mib * 2**20, folder)))
+            stack.enter_context(WorkerTeam(kind, world, CheckpointLoop, (kind, o.mib * 2**20, folder)))
             for kind in KINDS_OF_SAVES
         ]
         asked = interleaved(teams, o.rounds + 1, "turn")
@@ -189,7 +191,7 @@ def _offload(o: OffloadOptions) -> Page:
         for kind in kinds:
             environ = ENVIRON.get(kind.partition(" ")[0])
             args = (kind, setting, folder)
-            teams.append(stack.enter_context(Team(kind, world, offload.OffloadLoop, args, environ)))
+            teams.append(stack.enter_context(WorkerTeam(kind, world, offload.OffloadLoop, args, environ)))
         asked = interleaved(teams, o.rounds, "turns", 1, o.steps)
         held = {team.name: team.ask("bytes")[0] for team in teams}
     found = {name: offload.measured(asked[name], held[name]) for name in held}

@@ -17,7 +17,7 @@ from accordion.bench.trainer import Trainer, start
 from accordion.devices import name_of
 from accordion.pages.machine import describe, known_peak_flops
 from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
-from accordion.workers.ranks import BenchError, Team, World, interleaved
+from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
 LOSS_STEPS = 3
 TOLERANCE = {False: 1e-4, True: 1e-2}  # relative, of float32 and of bf16
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ContenderResult:
     """Of one contender. Seconds are means over ranks, bytes the largest of any rank.
 
     `steps`, `cpu`: seconds of the wall and of the processor by round.
@@ -46,7 +46,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class PeakFlops:
     """The arithmetic of all ranks, operations a second, and where the figure is from."""
 
     flops: float
@@ -64,9 +64,9 @@ class Comparison:
     setting: Setting
     num_ranks: int
     rounds: int
-    peak: Peak
+    peak: PeakFlops
     verdict: Verdict
-    contenders: dict[str, Measured]
+    contenders: dict[str, ContenderResult]
     ratios: dict[tuple[str, str], Spread]
     cpu_ratios: dict[tuple[str, str], Spread]
     left_out: dict[str, str]
@@ -92,7 +92,7 @@ def compare(
             say(f"starting {name}")
             environ = ENVIRON.get(name) if world.device_type == "cpu" else None
             try:
-                teams.append(stack.enter_context(Team(name, world, make, (name, setting), environ)))
+                teams.append(stack.enter_context(WorkerTeam(name, world, make, (name, setting), environ)))
             except BenchError as error:
                 if name.partition(":")[0] == OURS:
                     raise
@@ -123,7 +123,7 @@ def compare(
     )
 
 
-def same_losses(teams: Sequence[Team], setting: Setting) -> Verdict:
+def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
     """The losses of the first steps. Raises `BenchError` where a contender's are not those of the others.
 
     Without communication ranks train apart from the second step on, so plain's first loss alone counts.
@@ -147,8 +147,14 @@ def _short(losses: dict[str, list[float]]) -> str:
 
 
 def _measured(
-    turns: list[list[Any]], memory: list[Any], wire: list[Any], setting: Setting, world: World, flops: float, peak: Peak
-) -> Measured:
+    turns: list[list[Any]],
+    memory: list[Any],
+    wire: list[Any],
+    setting: Setting,
+    world: World,
+    flops: float,
+    peak: PeakFlops,
+) -> ContenderResult:
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")
@@ -156,7 +162,7 @@ def _measured(
     times = {part: quartiles(flat(rounds)) for part, rounds in steps.items()}
     step_s, tokens = times["step"].median, world.num_ranks * setting.batch * setting.seq
     largest = max(wire, key=lambda rank: sum(rank["bytes"].values()))
-    return Measured(
+    return ContenderResult(
         times=times,
         steps=steps["step"],
         cpu=steps["cpu"],
@@ -180,11 +186,11 @@ def step_flops(setting: Setting) -> float:
     return float(counter.get_total_flops())
 
 
-def _peak(team: Team, setting: Setting, world: World) -> Peak:
+def _peak(team: WorkerTeam, setting: Setting, world: World) -> PeakFlops:
     """From the data sheet where it is known, else from a matrix product on every rank at once."""
     if world.device_type != "cpu":
         name = name_of(world.device_type)
         if known := known_peak_flops(name, setting.bf16):
-            return Peak(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
+            return PeakFlops(flops=known * world.num_ranks, source=f"data sheet of {name}, bf16 without sparsity")
     flops = sum(team.ask("matmul_flops"))
-    return Peak(flops=flops, source=f"a square matrix product on all {world.num_ranks} ranks at once")
+    return PeakFlops(flops=flops, source=f"a square matrix product on all {world.num_ranks} ranks at once")

@@ -18,7 +18,7 @@ from accordion.bench.model import NineNet
 from accordion.errors import UsageError
 from accordion.pages.stats import Spread, extremes, quartiles
 from accordion.workers.null_group import StillGroup
-from accordion.workers.ranks import Seat, Team, World, interleaved
+from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
 
 WARM = 5
 MEASURED = ("fsdp2", "fsdp1")
@@ -103,7 +103,7 @@ def measure(
     for group in groups:
         world = World(num_ranks=num_ranks, group=group)
         with ExitStack() as stack:
-            teams = [stack.enter_context(Team(name, world, HostLoop, (name, rows, blocks))) for name in names]
+            teams = [stack.enter_context(WorkerTeam(name, world, HostLoop, (name, rows, blocks))) for name in names]
             asked = interleaved(teams, rounds, "turn", count)
         found[group] = summary({name: [answers[0] for answers in asked[name]] for name in names})
     return found

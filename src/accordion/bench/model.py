@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from accordion.config import nearest
 from accordion.errors import UsageError
-from accordion.train.config import PRESETS, DataConfig, ModelConfig, Preset
+from accordion.models.llama import TRAINED, LlamaShape
+from accordion.train.config import DataConfig, ModelConfig
 
 
 class GPTBlock(nn.Module):
@@ -52,7 +53,7 @@ class GPT(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, p: Preset) -> None:
+    def __init__(self, p: LlamaShape) -> None:
         super().__init__()
         head = p.hidden // p.heads
         self.head, linear = head, partial(nn.Linear, bias=False)
@@ -80,7 +81,7 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 class Llama(nn.Module):
     """Llama's shape. `recompute`: each block's activations are recomputed in the backward, by torch's own checkpoint."""
 
-    def __init__(self, p: Preset, *, recompute: bool = False) -> None:
+    def __init__(self, p: LlamaShape, *, recompute: bool = False) -> None:
         super().__init__()
         self.head_dim, self.recompute = p.hidden // p.heads, recompute
         self.tokens = nn.Embedding(p.vocab, p.hidden)
@@ -130,7 +131,7 @@ class NineNet(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class BenchModel:
     """A model by name: how it is made, its vocabulary, and the batch with which it is measured unless another is asked for."""
 
     make: Callable[[], nn.Module]
@@ -139,29 +140,29 @@ class Shape:
     seq: int
 
 
-SHAPES = {
-    "gpt-30m": Shape(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096, batch=2, seq=128),
-    "gpt-100m": Shape(make=partial(GPT, vocab=4096, width=768, blocks=14, heads=12), vocab=4096, batch=2, seq=128),
-    "gpt-tiny": Shape(make=partial(GPT, vocab=64, width=32, blocks=2, heads=2), vocab=64, batch=1, seq=16),
-} | {name: Shape(make=partial(Llama, p), vocab=p.vocab, batch=2, seq=128) for name, p in PRESETS.items()}
+BENCH_MODELS = {
+    "gpt-30m": BenchModel(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096, batch=2, seq=128),
+    "gpt-100m": BenchModel(make=partial(GPT, vocab=4096, width=768, blocks=14, heads=12), vocab=4096, batch=2, seq=128),
+    "gpt-tiny": BenchModel(make=partial(GPT, vocab=64, width=32, blocks=2, heads=2), vocab=64, batch=1, seq=16),
+} | {name: BenchModel(make=partial(Llama, p), vocab=p.vocab, batch=2, seq=128) for name, p in TRAINED.items()}
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> BenchModel:
     """The model of that name, or the transformers model that the folder `name` describes, from fresh weights.
 
     Raises `UsageError` where there is neither.
     """
-    if name in SHAPES:
-        return SHAPES[name]
+    if name in BENCH_MODELS:
+        return BENCH_MODELS[name]
     if not Path(name).is_dir():
-        raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, SHAPES)}")
+        raise UsageError(f"model {name!r} is no folder and no preset; {nearest(name, BENCH_MODELS)}")
     from accordion.models.language import language_model
     from accordion.train.model import check_folder, configuration
 
     check_folder(name)
     config = configuration(ModelConfig(path=name), DataConfig())
     language_model(config, f"model {name!r}")
-    return Shape(make=partial(_fresh, config), vocab=config.vocab_size, batch=2, seq=128)
+    return BenchModel(make=partial(_fresh, config), vocab=config.vocab_size, batch=2, seq=128)
 
 
 def _fresh(config: Any) -> nn.Module:

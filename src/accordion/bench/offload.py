@@ -80,7 +80,7 @@ class OffloadLoop:
         self._model = shard(self._model, mesh_of(self._seat), precision=precision, offload=offload)
 
     def _tiers(self) -> Tiers | None:
-        home = sharded_engine(self._model, "bench").context.home if self._ours else None
+        home = sharded_engine(self._model, "bench").context.shard_buffers if self._ours else None
         return home if isinstance(home, Tiers) else None
 
     def _waited_s(self) -> float:
@@ -208,7 +208,7 @@ def floor_s(folder: str, num_bytes: int, block: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class OffloadResult:
     """One kind. Seconds are of the slowest rank of each step; bytes of the first rank.
 
     `waiting`: a step that ends before the next forward begins. `optimizer`: of it, what the optimizer takes. `shown`: what an
@@ -227,7 +227,7 @@ class Measured:
     losses: Sequence[float]
 
 
-def measured(asked: list[list[dict[str, Any]]], held: Mapping[str, int]) -> Measured:
+def measured(asked: list[list[dict[str, Any]]], held: Mapping[str, int]) -> OffloadResult:
     """`asked`: what `turns` gave, by round and rank."""
 
     def slowest(turn: str, key: str) -> list[list[float]]:
@@ -240,7 +240,7 @@ def measured(asked: list[list[dict[str, Any]]], held: Mapping[str, int]) -> Meas
     hidden = [1 - median(a) / median(b) for a, b in zip(shown, optimizer, strict=True)]
     gained = [(median(w) - median(s)) / median(o) for s, w, o in zip(steps, waits, optimizer, strict=True)]
     floors = [max(rank["floor"] for rank in one) for one in asked]
-    return Measured(
+    return OffloadResult(
         step=quartiles(flat(steps)),
         waiting=quartiles(flat(waits)),
         optimizer=quartiles(flat(optimizer)),
@@ -277,7 +277,7 @@ def _missing(kind: str) -> str:
     return ""
 
 
-def check(found: Mapping[str, Measured]) -> None:
+def check(found: Mapping[str, OffloadResult]) -> None:
     """Raise `BenchError` where a place has changed what is trained."""
     wanted = found[OURS].losses
     for name, m in found.items():

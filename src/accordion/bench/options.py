@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
-
+from accordion import options
 from accordion.bench import offload, scale
 from accordion.bench.contenders import PEERS
-from accordion.config import nearest
 from accordion.errors import UsageError
+from accordion.options import listed
+
+T = TypeVar("T")
 
 LEAST = {
     "rounds": 1,
@@ -195,36 +195,20 @@ class OffloadOptions:
     dir: str = "runs/bench"
 
 
-class _AsWritten(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, one for each subcommand."""
+def read(kind: type[T], name: str, words: list[str], subcommands: Mapping[str, str]) -> T | None:
+    """`words` as the options `kind` of `accordion bench <name>`; None if they ask for help. Raises `UsageError`."""
+    about = (kind.__doc__ or "").splitlines()[0]
+    if not name:
+        about += "\n" + listed(subcommands, "accordion bench")
+    return options.read(kind, words, f"accordion bench {name}".strip(), about)
 
 
-def read(kind: type[Any], name: str, words: list[str], subcommands: Mapping[str, str]) -> Any:
-    """`words` as the options `kind` of `accordion bench <name>`. Raises `UsageError`."""
-    prog = f"accordion bench {name}".strip()
-    listed = "\n".join(f"  {prog} {sub:<12}{what}" for sub, what in subcommands.items()) if not name else ""
-    about = f"{(kind.__doc__ or '').splitlines()[0]}\n{listed}"
-    parser = ArgumentParser(
-        prog=prog, description=about, exit_on_error=False, allow_abbrev=False, formatter_class=_AsWritten
-    )
-    parser.add_class_arguments(kind)
-    known = [f"--{field.name}" for field in fields(kind)]
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag not in (*known, "--help"):
-            raise UsageError(f"option {flag!r} does not exist; {nearest(flag, known)}")
-    try:
-        return kind(**parser.parse_args(words).as_dict())
-    except ArgumentError as error:
-        raise UsageError(" ".join(str(error).split())) from None
-
-
-def check(options: Any) -> None:
+def check(chosen: Any) -> None:
     """Raises `UsageError` before anything is measured."""
     for key, least in LEAST.items():
-        if getattr(options, key, least) < least:
-            raise UsageError(f"{key} is {getattr(options, key)}; it takes {least} or more.")
-    writable(options.dir, "dir")
+        if getattr(chosen, key, least) < least:
+            raise UsageError(f"{key} is {getattr(chosen, key)}; it takes {least} or more.")
+    writable(chosen.dir, "dir")
 
 
 def writable(folder: str, key: str) -> str:

@@ -9,7 +9,7 @@ from accordion.bench.compare import PARTS, Comparison
 from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
 from accordion.bench.offload import OURS as PLAIN
-from accordion.bench.offload import Measured
+from accordion.bench.offload import OffloadResult
 from accordion.bench.scale import Network, Point
 from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
 from accordion.pages.stats import extremes, flat, quartiles, ratio
@@ -217,7 +217,7 @@ def of_memory(found: Mapping[str, list[dict[str, int]]], what: str, machine: dic
     )
 
 
-def of_offload(found: Mapping[str, Measured], what: str, machine: Mapping[str, str]) -> Page:
+def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[str, str]) -> Page:
     plain = found[PLAIN].bytes["grads"]
     times, sizes, disks = [], [], []
     for name, m in found.items():

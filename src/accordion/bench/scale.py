@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from accordion.bench.host import HostLoop, HostTime, summary
-from accordion.workers.ranks import Team, World, interleaved
+from accordion.workers.ranks import WorkerTeam, World, interleaved
 
 SIZES = (8, 64, 512, 4096)
 BLOCKS = 16
@@ -46,13 +46,13 @@ def grow(
     facts = {}
     for size in sizes:
         for name in contenders:
-            with Team(name, World(num_ranks=size, group="fake"), HostLoop, (name, rows, BLOCKS)) as team:
+            with WorkerTeam(name, World(num_ranks=size, group="fake"), HostLoop, (name, rows, BLOCKS)) as team:
                 facts[name, size] = team.ask("facts")[0]
     with ExitStack() as stack:
         keys = [("plain", sizes[0]), *((name, size) for size in sizes for name in contenders)]
         teams = [
             stack.enter_context(
-                Team(f"{name} {size}", World(num_ranks=size, group="still"), HostLoop, (name, rows, BLOCKS))
+                WorkerTeam(f"{name} {size}", World(num_ranks=size, group="still"), HostLoop, (name, rows, BLOCKS))
             )
             for name, size in keys
         ]

@@ -18,7 +18,7 @@ from torch import nn
 from accordion import _torch
 from accordion.checkpoint.collective import QUOTED, Team, agreed, told
 from accordion.checkpoint.peers import Peers
-from accordion.checkpoint.writing import HostBuffer, Layout
+from accordion.checkpoint.writing import FileLayout, HostBuffer
 from accordion.errors import CheckpointError
 
 log = logging.getLogger("accordion")
@@ -92,7 +92,7 @@ class Saver:
 
     def start(
         self,
-        plan: Layout,
+        plan: FileLayout,
         run: Callable[..., None],
         agree: StoreAgreement,
         team: Team,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimCut:
     """Along `dim`, what is left is cut into `num_chunks` as `torch.chunk` does, and chunk `index` is kept."""
 
     dim: int
@@ -33,7 +33,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
-def box_of(shape: Sequence[int], cuts: Iterable[Cut]) -> Box:
+def box_of(shape: Sequence[int], cuts: Iterable[DimCut]) -> Box:
     """What is left of a tensor of `shape` after `cuts`, one after the other; a chunk of a chunk is one box too."""
     offset, sizes = [0] * len(shape), list(shape)
     for cut in cuts:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from accordion.checkpoint.convert import FORMATS, convert, export
 from accordion.checkpoint.format import CODES, DTYPES
@@ -17,12 +16,14 @@ from accordion.checkpoint.inspect import diff, inspect, verify
 from accordion.checkpoint.prune import prune
 from accordion.checkpoint.storage.folders import Folder, checkpoint_at, folder_at
 from accordion.errors import CheckpointError, UsageError
+from accordion.options import check_subcommand, listed, one_of, place, read
 
+PROG = "accordion checkpoint"
 SHOWN = 40  # tensors that are listed without --all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Answer:
     """What a subcommand found: `words` for programs, `lines` for people, and its exit code."""
 
     words: dict[str, Any]
@@ -30,21 +31,116 @@ class Found:
     code: int = 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Tell what is in a checkpoint.
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; --help tells more.")
+    Args:
+        path: the checkpoint
+        json: print JSON
+        all: list every tensor, not the first 40
+    """
+
+    path: str = place()
+    json: bool = False
+    all: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Read every byte and hold it against its checksum.
+
+    Args:
+        path: the checkpoint
+        json: print JSON
+    """
+
+    path: str = place()
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Tell how two checkpoints differ.
+
+    Args:
+        first: a checkpoint
+        second: another
+        json: print JSON
+    """
+
+    first: str = place()
+    second: str = place()
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write the model in another format.
+
+    Args:
+        path: the checkpoint
+        target: what to write
+        format: hf: loadable by from_pretrained
+        like: folder whose config.json and tokenizer are copied beside the weights
+        dtype: cast floating-point tensors, say BF16
+        json: print JSON
+    """
+
+    path: str = place()
+    target: str = place()
+    format: str = one_of(FORMATS, "hf")
+    like: str | None = None
+    dtype: str | None = one_of(sorted(CODES.values()), None)
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.
+
+    Args:
+        source: what to read
+        target: the checkpoint to write
+        json: print JSON
+    """
+
+    source: str = place()
+    target: str = place()
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions:
+    """Remove old checkpoints, never the last good one.
+
+    Args:
+        folder: the folder that holds them
+        keep: how many of the newest good ones stay, 1 or more
+        dry_run: only say which would go
+        json: print JSON
+    """
+
+    folder: str = place()
+    keep: int
+    dry_run: bool = False
+    json: bool = False
 
 
 def run(words: list[str]) -> int:
     """The subcommand in `words`; returns the exit code: 0, or 1 where `verify` found damage or `diff` a difference."""
+    if not words or words[0] in ("-h", "--help"):
+        _print(
+            f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more."
+        )
+        return 0
+    check_subcommand(words[0], JOBS, PROG)
+    kind, job = JOBS[words[0]]
+    options = read(kind, words[1:], f"{PROG} {words[0]}", _about(kind))
+    if options is None:
+        return 0
     try:
-        options = _parser().parse_args(words or ["--help"])
-    except SystemExit as end:  # of --help
-        return int(end.code or 0)
-    try:
-        found = JOBS[options.job][2](options)
+        found = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
     _print(json.dumps(_plain(found.words), indent=2) if options.json else "\n".join(found.lines))
@@ -79,29 +175,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="accordion checkpoint", description="Look at checkpoints, check, convert and remove them.")
-    jobs = parser.add_subparsers(dest="job", required=True, metavar="|".join(JOBS))
-    for name, (about, places, _) in JOBS.items():
-        job = jobs.add_parser(name, help=about, description=about)
-        for place, what in places.items():
-            job.add_argument(place, help=what)
-        job.add_argument("--json", action="store_true", help="print JSON")
-        if name == "inspect":
-            job.add_argument("--all", action="store_true", help=f"list every tensor, not the first {SHOWN}")
-        if name == "export":
-            job.add_argument(
-                "--format", choices=FORMATS, default="hf", help="hf: loadable by from_pretrained (default)"
-            )
-            job.add_argument("--like", help="folder whose config.json and tokenizer are copied beside the weights")
-            job.add_argument("--dtype", choices=sorted(CODES.values()), help="cast floating-point tensors, say BF16")
-        if name == "prune":
-            job.add_argument("--keep", type=int, required=True, help="how many of the newest good ones stay, 1 or more")
-            job.add_argument("--dry-run", action="store_true", help="only say which would go")
-    return parser
+def _about(kind: type[Any]) -> str:
+    return (kind.__doc__ or "").splitlines()[0]
 
 
-def _inspect(options: argparse.Namespace) -> Found:
+def _inspect(options: InspectOptions) -> Answer:
     found = inspect(options.path)
     tensors = found["tensors"]
     lines = [
@@ -119,7 +197,7 @@ def _inspect(options: argparse.Namespace) -> Found:
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in shown]
     if len(shown) < len(tensors):
         lines.append(f"  and {len(tensors) - len(shown)} more (--all)")
-    return Found(words=found, lines=[*lines, *(f"  {a} is {b}" for a, b in found["aliases"].items())])
+    return Answer(words=found, lines=[*lines, *(f"  {a} is {b}" for a, b in found["aliases"].items())])
 
 
 def _there(folder: Folder, what: str) -> None:
@@ -130,16 +208,16 @@ def _there(folder: Folder, what: str) -> None:
         raise CheckpointError(f"{folder} is {what}: there is no such folder.") from None
 
 
-def _verify(options: argparse.Namespace) -> Found:
+def _verify(options: VerifyOptions) -> Answer:
     _there(checkpoint_at(options.path), "no checkpoint")
     faults = verify(options.path)
     lines = faults or [f"{options.path} is as it was written, every byte"]
-    return Found(
+    return Answer(
         words={"path": options.path, "good": not faults, "faults": faults}, lines=lines, code=int(bool(faults))
     )
 
 
-def _diff(options: argparse.Namespace) -> Found:
+def _diff(options: DiffOptions) -> Answer:
     found = diff(options.first, options.second)
     lines = [f"only in {options.first}: {name}" for name in found["only_first"]]
     lines += [f"only in {options.second}: {name}" for name in found["only_second"]]
@@ -149,10 +227,10 @@ def _diff(options: argparse.Namespace) -> Found:
         for name, v in found["values"].items()
     ]
     lines += [f"other {word}" for word in found["words"]]
-    return Found(words=found, lines=lines or ["they are equal"], code=int(bool(lines)))
+    return Answer(words=found, lines=lines or ["they are equal"], code=int(bool(lines)))
 
 
-def _export(options: argparse.Namespace) -> Found:
+def _export(options: ExportOptions) -> Answer:
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -160,40 +238,36 @@ def _export(options: argparse.Namespace) -> Found:
     lines = [f"written: {file}" for file in files]
     if options.format == "hf" and not any(file.endswith("config.json") for file in files):
         lines.append("no config.json: from_pretrained needs one; give --like a folder that has it")
-    return Found(words={"files": files}, lines=lines)
+    return Answer(words={"files": files}, lines=lines)
 
 
-def _convert(options: argparse.Namespace) -> Found:
+def _convert(options: ConvertOptions) -> Answer:
     found = convert(options.source, options.target)
     has_optimizer = found.optimizer is not None
     words = {"path": options.target, "from": found.kind, "tensors": len(found.shapes), "left_out": list(found.left)}
     lines = [
         f"{options.target}: {len(found.shapes)} tensors from {found.kind}{', with its optimizer' if has_optimizer else ''}"
     ]
-    return Found(
+    return Answer(
         words={**words, "optimizer": has_optimizer}, lines=lines + [f"left out: {name}" for name in found.left]
     )
 
 
-def _prune(options: argparse.Namespace) -> Found:
+def _prune(options: PruneOptions) -> Answer:
     gone = prune(options.folder, options.keep, dry=options.dry_run)
     if not gone:
         _there(folder_at(options.folder), "no folder of checkpoints")
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {path}" for path in gone] or ["nothing to remove"]
-    return Found(words={"removed": gone, "dry_run": options.dry_run}, lines=lines)
+    return Answer(words={"removed": gone, "dry_run": options.dry_run}, lines=lines)
 
 
-Job = Callable[[argparse.Namespace], Found]
-JOBS: Mapping[str, tuple[str, dict[str, str], Job]] = {
-    "inspect": ("tell what is in a checkpoint", {"path": "the checkpoint"}, _inspect),
-    "verify": ("read every byte and hold it against its checksum", {"path": "the checkpoint"}, _verify),
-    "diff": ("tell how two checkpoints differ", {"first": "a checkpoint", "second": "another"}, _diff),
-    "export": ("write the model in another format", {"path": "the checkpoint", "target": "what to write"}, _export),
-    "convert": (
-        "make a checkpoint of a safetensors or DCP folder, or of a torch.save file",
-        {"source": "what to read", "target": "the checkpoint to write"},
-        _convert,
-    ),
-    "prune": ("remove old checkpoints, never the last good one", {"folder": "the folder that holds them"}, _prune),
+JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Answer]]] = {
+    "inspect": (InspectOptions, _inspect),
+    "verify": (VerifyOptions, _verify),
+    "diff": (DiffOptions, _diff),
+    "export": (ExportOptions, _export),
+    "convert": (ConvertOptions, _convert),
+    "prune": (PruneOptions, _prune),
 }
+SUBCOMMANDS = {name: _about(kind) for name, (kind, _) in JOBS.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accordion._torch import StridedShard, local_of
-from accordion.checkpoint.boxes import Box, Cut, box_of
+from accordion.checkpoint.boxes import Box, DimCut, box_of
 from accordion.checkpoint.json_values import Json, encode
 from accordion.errors import CheckpointError, UsageError
 from accordion.optim import LocalStep, inner_of
@@ -177,23 +177,23 @@ def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
 
-def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[Cut]:
+def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut]:
     """How the placements of `tensor` cut it for the rank at `coordinate`, first cut first.
 
     Mesh axes cut from left to right, but a strided one after all to its right: its split factor is the number of their
     chunks. `shard` cuts so too. torch says the same where rows divide; where they do not, its own strided shards may
     be of several boxes, and `own_box` refuses them by their size.
     """
-    found: list[Cut] = []
+    found: list[DimCut] = []
     axes = zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
     for placement, num_chunks, index in reversed(list(axes)):
         if isinstance(placement, StridedShard):  # asked first: with some versions it is a Shard too
             dim, split = placement.dim, int(placement.split_factor)
             if split == math.prod(cut.num_chunks for cut in found if cut.dim == dim):
-                found.append(Cut(dim, num_chunks, index))
+                found.append(DimCut(dim, num_chunks, index))
                 continue
         elif isinstance(placement, Shard):
-            found.insert(0, Cut(placement.dim, num_chunks, index))
+            found.insert(0, DimCut(placement.dim, num_chunks, index))
             continue
         elif isinstance(placement, Replicate):
             continue

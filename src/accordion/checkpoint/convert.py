@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.foreign import Foreign, open_foreign
-from accordion.checkpoint.format import DTYPES, MANIFEST, Entry, Manifest, code_of, dump, file_name
+from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.load import whole
 from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.reading import DCP_METADATA, Files, Read, opened, steady
@@ -97,7 +97,7 @@ def _form(found: Foreign) -> Manifest:
         piece_bytes=PIECE_BYTES,
         files={},
         tensors={
-            name: Entry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
+            name: TensorEntry(dtype=code_of(name, dtype), shape=shape, placements=None, chunks=())
             for name, (dtype, shape) in found.shapes.items()
         },
         aliases={},

@@ -17,7 +17,7 @@ from accordion._torch import TENSOR_MAKERS
 from accordion.checkpoint.boxes import Box, box_of
 from accordion.checkpoint.format import DTYPES
 from accordion.checkpoint.json_values import Json, encode
-from accordion.checkpoint.manifest_of_files import Stored
+from accordion.checkpoint.manifest_of_files import StoredTensor
 from accordion.checkpoint.pickles import Meaning, Name, Record, most_pickle, read_pickle
 from accordion.checkpoint.torch_save_files import (
     DTYPE_NAMES,
@@ -39,7 +39,7 @@ from accordion.checkpoint.untrusted_files import (
     read_index,
     size_of,
 )
-from accordion.checkpoint.writing import Part
+from accordion.checkpoint.writing import WritePart
 from accordion.errors import CheckpointError, UsageError
 
 DCP_METADATA = ".metadata"
@@ -57,7 +57,7 @@ class Foreign:
 
     kind: str
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    files: tuple[Callable[[], list[Part]], ...]
+    files: tuple[Callable[[], list[WritePart]], ...]
     optimizer: Json = None
     extra: Json = None
     left: tuple[str, ...] = ()
@@ -124,11 +124,11 @@ def _safetensors(folder: Path, promised: Mapping[str, str] | None, names: Iterab
     return Foreign(kind="safetensors", shapes=shapes, files=files)
 
 
-def _later(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[[], list[Part]]:
-    return lambda: [Part("model/" + key, box_of(t.shape, ()), t) for key, t in read() if t.numel()]
+def _later(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[[], list[WritePart]]:
+    return lambda: [WritePart("model/" + key, box_of(t.shape, ()), t) for key, t in read() if t.numel()]
 
 
-def _mapped(path: Path, stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+def _mapped(path: Path, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a safetensors file; their memory is the file's."""
     with opened(path) as file:
         data = mapped(file)
@@ -340,8 +340,8 @@ def _dcp_file(
     places: list[_Place],
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-) -> Callable[[], list[Part]]:
-    def read() -> list[Part]:
+) -> Callable[[], list[WritePart]]:
+    def read() -> list[WritePart]:
         parts = []
         with opened(folder / file) as opened_file:
             data = mapped(opened_file)
@@ -356,7 +356,7 @@ def _dcp_file(
                 at = place.offset if place.offset is not None else (0,) * len(shape)
                 tensor = saved.tensor(held)
                 if tensor.numel():
-                    parts.append(Part(names[place.key], Box(at, tuple(tensor.shape)), tensor))
+                    parts.append(WritePart(names[place.key], Box(at, tuple(tensor.shape)), tensor))
         return parts
 
     return read

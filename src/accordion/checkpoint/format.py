@@ -55,7 +55,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TensorChunk:
     """A box of a tensor: its elements in row-major order from byte `at` of `file` on, a checksum for each piece of them."""
 
     file: str
@@ -65,13 +65,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """One tensor. `placements`: as it was saved, a word for each mesh axis; None for a plain tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     placements: tuple[str, ...] | None
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
     def num_bytes(self, box: Box) -> int:
         """Of the elements in `box`."""
@@ -97,13 +97,13 @@ class Manifest:
     checksum: str
     piece_bytes: int
     files: Mapping[str, File]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     aliases: Mapping[str, str]
     optimizer: Json
     extra: Json
     saved_by: Json
 
-    def chunks(self) -> Iterable[tuple[str, Entry, Chunk]]:
+    def chunks(self) -> Iterable[tuple[str, TensorEntry, TensorChunk]]:
         """All chunks, each with the name and the entry of its tensor."""
         return ((name, entry, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks)
 
@@ -175,7 +175,7 @@ def dump(manifest: Manifest) -> bytes:
     return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-def _words(entry: Entry) -> Json:
+def _words(entry: TensorEntry) -> Json:
     chunks = [
         {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums} for c in entry.chunks
     ]
@@ -304,7 +304,7 @@ def _check_bytes(manifest: Manifest) -> None:
             raise CheckpointError(f"{file_name} has {file.num_bytes} bytes and its chunks end at {at}.")
 
 
-def _entry(name: str, words: Json) -> Entry:
+def _entry(name: str, words: Json) -> TensorEntry:
     dtype, shape, placements = words["dtype"], _sizes(words["shape"]), words["placements"]
     if dtype not in DTYPES:
         raise CheckpointError(f"{name} has the unknown dtype {str(dtype)[:100]!r}.")
@@ -316,7 +316,7 @@ def _entry(name: str, words: Json) -> Entry:
         raise CheckpointError(f"{name} has {numel} elements and its chunks have {held}.")
     if len(chunks) > 1 and not _apart([chunk.box for chunk in chunks]):
         raise CheckpointError(f"chunks of {name} overlap, or are no grid.")
-    return Entry(
+    return TensorEntry(
         dtype=dtype, shape=shape, placements=None if placements is None else tuple(map(str, placements)), chunks=chunks
     )
 
@@ -346,7 +346,7 @@ def _dims(boxes: Sequence[Box]) -> range:
     return range(len(boxes[0].shape))
 
 
-def _chunk(name: str, shape: tuple[int, ...], words: Json) -> Chunk:
+def _chunk(name: str, shape: tuple[int, ...], words: Json) -> TensorChunk:
     file, box = words["file"], Box(_sizes(words["offset"]), _sizes(words["shape"]))
     if not _is_plain(file):
         raise CheckpointError(f"a chunk of {name} names {file!r}, which is not the plain name of a safetensors file.")
@@ -355,7 +355,7 @@ def _chunk(name: str, shape: tuple[int, ...], words: Json) -> Chunk:
             raise CheckpointError(f"a chunk of {name} at {box.offset} of size {box.shape} leaves its shape {shape}.")
     if not box.numel:
         raise CheckpointError(f"a chunk of {name} is empty.")
-    return Chunk(file, box, _size(words["at"]), tuple(words["sums"]))
+    return TensorChunk(file, box, _size(words["at"]), tuple(words["sums"]))
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accordion.checkpoint.format import Entry, Manifest
+from accordion.checkpoint.format import Manifest, TensorEntry
 from accordion.checkpoint.load import whole
 from accordion.checkpoint.manifest_of_files import OF_RANKS
 from accordion.checkpoint.reading import Files, Read, faults_in, opened, read_manifest, steady
@@ -44,7 +44,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def _about(entry: Entry) -> dict[str, Any]:
+def _about(entry: TensorEntry) -> dict[str, Any]:
     num_bytes = sum(entry.num_bytes(chunk.box) for chunk in entry.chunks)
     about = {"dtype": entry.dtype, "shape": entry.shape, "placements": entry.placements}
     return {**about, "num_bytes": num_bytes, "num_chunks": len(entry.chunks)}
@@ -104,7 +104,7 @@ def _names(manifest: Manifest) -> dict[str, str]:
     return {**own, **manifest.aliases}
 
 
-def _unlike(a: Entry, b: Entry) -> str | None:
+def _unlike(a: TensorEntry, b: TensorEntry) -> str | None:
     kinds = [f"{entry.dtype} {entry.shape}" for entry in (a, b)]
     return None if kinds[0] == kinds[1] else " -> ".join(kinds)
 

@@ -28,7 +28,7 @@ from accordion.checkpoint.contents import (
     own_box,
     state_name,
 )
-from accordion.checkpoint.format import DTYPES, Entry, Manifest, holds
+from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.manifest_of_files import OF_RANKS
 from accordion.checkpoint.prune import before
@@ -37,7 +37,7 @@ from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, 
 from accordion.checkpoint.restore import differences, restored
 from accordion.checkpoint.shared_states import same_kind_on_all
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.engine.autograd import engine_of
+from accordion.engine.hooks import engine_of
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.optim import LocalStep
 from accordion.state import settle
@@ -257,7 +257,7 @@ def _plan(
     return _Plan(reads, kept, extra, _state_source(manifest, team) if state else None, unlike)
 
 
-def _fits(entry: Entry, tensor: Tensor) -> bool:
+def _fits(entry: TensorEntry, tensor: Tensor) -> bool:
     return entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype])
 
 
@@ -320,7 +320,7 @@ def _no_tensor(name: str) -> Tensor:
     raise CheckpointError(f"extra refers to the tensor {name}; it can hold none.")
 
 
-def _reads(name: str, entry: Entry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
+def _reads(name: str, entry: TensorEntry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
     """The parts of chunks that make up what this rank holds of `tensor`."""
     local = local_data(tensor)
     if local.is_meta:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import summer, sums_of
-from accordion.checkpoint.format import Chunk, Entry, File, Manifest, dump, parse, split_entry_name
+from accordion.checkpoint.format import File, Manifest, TensorChunk, TensorEntry, dump, parse, split_entry_name
 from accordion.checkpoint.storage.folders import Folder, Reader
 from accordion.checkpoint.writing import SUMS
 from accordion.errors import CheckpointError
@@ -19,7 +19,7 @@ LENGTH_BYTES = 8  # before the header of a safetensors file
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a safetensors file: its bytes [at, end) from the file's first on."""
 
     name: str
@@ -32,8 +32,8 @@ class Stored:
 def described(form: Manifest, folder: Folder) -> Manifest:
     """`form` with the chunks that the files of `folder` hold. Raises `CheckpointError` where they do not make it up."""
     files: dict[str, File] = {}
-    chunks: dict[str, list[Chunk]] = {name: [] for name in form.tensors}
-    of_ranks: dict[str, Entry] = {}
+    chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
+    of_ranks: dict[str, TensorEntry] = {}
     sum_of = summer(form.checksum)
     try:
         names = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
@@ -51,9 +51,9 @@ def described(form: Manifest, folder: Folder) -> Manifest:
         assert stored[-1].name.endswith(f"/{SUMS}[0]"), "layout() puts the checksums at the end"
         for held in stored:
             name, offset = split_entry_name(held.name)
-            chunk = Chunk(file_name, Box(offset, held.shape), held.at, tuple(sums[held.name]))
+            chunk = TensorChunk(file_name, Box(offset, held.shape), held.at, tuple(sums[held.name]))
             if name.startswith(OF_RANKS):
-                of_ranks[name] = Entry(dtype=held.dtype, shape=held.shape, placements=None, chunks=(chunk,))
+                of_ranks[name] = TensorEntry(dtype=held.dtype, shape=held.shape, placements=None, chunks=(chunk,))
             else:
                 chunks[name].append(chunk)
     tensors = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in form.tensors.items()}
@@ -79,15 +79,15 @@ def read_head(reader: Reader) -> bytes:
     return bytes(head)
 
 
-def stored_in(head: bytes) -> Iterator[Stored]:
+def stored_in(head: bytes) -> Iterator[StoredTensor]:
     """The tensors that a header describes, in its order."""
     for name, words in json.loads(head[LENGTH_BYTES:]).items():
         if name != "__metadata__":
             at, end = (len(head) + offset for offset in words["data_offsets"])
-            yield Stored(name, words["dtype"], tuple(words["shape"]), at, end)
+            yield StoredTensor(name, words["dtype"], tuple(words["shape"]), at, end)
 
 
-def _bytes(reader: Reader, stored: Stored) -> bytearray:
+def _bytes(reader: Reader, stored: StoredTensor) -> bytearray:
     data = bytearray(stored.end - stored.at)
     reader.read_into(memoryview(data), stored.at)
     return data

@@ -15,7 +15,7 @@ from torch import Tensor
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
-from accordion.checkpoint.format import DTYPES, MANIFEST, Chunk, Entry, Manifest, parse
+from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
 from accordion.checkpoint.storage.folders import Folder, Local, Reader
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
@@ -123,8 +123,8 @@ class Read:
     """
 
     name: str
-    entry: Entry
-    chunk: Chunk
+    entry: TensorEntry
+    chunk: TensorChunk
     box: Box
     into: Tensor | None
     fresh: bool = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from accordion.checkpoint.contents import Contents, optimizer_name
-from accordion.checkpoint.format import CODES, DTYPES, Entry, Manifest, holds
+from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.rank_states import OwnStates
 from accordion.errors import CheckpointError
@@ -151,7 +151,7 @@ def restored(
     return {"state": state, "param_groups": groups}, made
 
 
-def _fitting(name: str, entry: Entry, param: Tensor | None, present: Tensor | None) -> Tensor:
+def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None) -> Tensor:
     """A tensor of the optimizer to be filled: the one that is present if it fits, else one placed like its parameter.
 
     A count of steps is never placed like a parameter, though a 0-d parameter has its shape: torch keeps it plain.

@@ -33,14 +33,14 @@ from accordion.checkpoint.contents import (
     state_name,
     writes,
 )
-from accordion.checkpoint.format import MANIFEST, Entry, Manifest, code_of, dump, file_name
+from accordion.checkpoint.format import MANIFEST, Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.json_values import Json, encode
 from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.prune import check_keep, prune_before
 from accordion.checkpoint.shared_states import OfRank, same_on_all
 from accordion.checkpoint.storage.folders import Folder, Local, folder_at
-from accordion.checkpoint.writing import Layout, Part, layout, write
-from accordion.engine.autograd import engine_of
+from accordion.checkpoint.writing import FileLayout, WritePart, layout, write
+from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle
 
@@ -105,7 +105,7 @@ def save(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SaveJob:
     """All that a save will write on this rank, decided before it writes any of it.
 
     `name`: of this save, the same on all ranks. `place`: rank 0's target, in words. `form`: the manifest without files.
@@ -115,7 +115,7 @@ class Job:
     name: str
     place: str
     form: Manifest
-    plan: Layout
+    plan: FileLayout
     team: Team
     keep: int
 
@@ -169,11 +169,11 @@ def _target(path: str | os.PathLike[str], state: Mapping[str, Stateful], keep: i
 
 
 def _job(
-    target: Folder, name: str, place: str, found: Contents, team: Team, extra: Json, own: list[Part], keep: int
-) -> Job:
+    target: Folder, name: str, place: str, found: Contents, team: Team, extra: Json, own: list[WritePart], keep: int
+) -> SaveJob:
     """`own`: what this rank keeps for itself."""
     parts = [*_own_parts(found.tensors, team), *own]
-    return Job(
+    return SaveJob(
         target=target,
         name=name,
         place=place,
@@ -184,17 +184,17 @@ def _job(
     )
 
 
-def _own_parts(tensors: Mapping[str, Tensor], team: Team) -> list[Part]:
+def _own_parts(tensors: Mapping[str, Tensor], team: Team) -> list[WritePart]:
     parts = []
     for name, tensor in tensors.items():
         box = own_box(name, tensor)
         mine = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
         if mine and box.numel:
-            parts.append(Part(name, box, local_data(tensor)))
+            parts.append(WritePart(name, box, local_data(tensor)))
     return parts
 
 
-def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[Part]:
+def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[WritePart]:
     """What this rank keeps for itself: JSON as a tensor of bytes, and the tensors to which it refers."""
     if not state:
         return []
@@ -209,7 +209,7 @@ def _state_parts(state: Mapping[str, Stateful], team: Team) -> list[Part]:
     return _whole_parts({where: _as_bytes(words), **tensors})
 
 
-def _optimizer_parts(of_rank: OfRank | None) -> list[Part]:
+def _optimizer_parts(of_rank: OfRank | None) -> list[WritePart]:
     """What this rank keeps of the optimizer for itself, in the same way."""
     if of_rank is None:
         return []
@@ -220,14 +220,14 @@ def _as_bytes(words: Json) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(words, allow_nan=False).encode()), dtype=torch.uint8)
 
 
-def _whole_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
-    return [Part(name, box_of(t.shape, ()), t.detach()) for name, t in tensors.items() if t.numel()]
+def _whole_parts(tensors: Mapping[str, Tensor]) -> list[WritePart]:
+    return [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in tensors.items() if t.numel()]
 
 
 def _form(found: Contents, team: Team, extra: Json) -> Manifest:
     """The manifest with every tensor and no chunk."""
     tensors = {
-        name: Entry(
+        name: TensorEntry(
             dtype=code_of(name, tensor.dtype), shape=tuple(tensor.shape), placements=placement_words(tensor), chunks=()
         )
         for name, tensor in found.tensors.items()

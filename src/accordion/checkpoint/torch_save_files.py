@@ -67,7 +67,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Memory:
+class SharedMemory:
     """The storage that tensors share: bytes [at, end), elements of `dtype`; whoever reads it first checks it."""
 
     at: int
@@ -80,7 +80,7 @@ class Memory:
 class Held:
     """A tensor that is not made yet. `shape`, `strides`, `offset`: in elements of `memory`, within it."""
 
-    memory: Memory
+    memory: SharedMemory
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class Saved:
             raise CheckpointError(f"bytes {record.at} to {record.end} are damaged: their checksum does not fit.")
         return found
 
-    def _stored(self, key: Any) -> Memory:
+    def _stored(self, key: Any) -> SharedMemory:
         word, kind, name, _, count = key
         if word != "storage" or kind not in STORAGES or type(count) is not int or not isinstance(name, str):
             raise CheckpointError("its pickle refers to something that is no storage.")
@@ -131,7 +131,7 @@ class Saved:
         dtype = STORAGES[kind]
         if record is None or record.end - record.at != count * dtype.itemsize:
             raise CheckpointError(f"its storage {name[:50]!r} of {count} elements is not there, or of another size.")
-        return Memory(record.at, record.end, dtype, record.crc)
+        return SharedMemory(record.at, record.end, dtype, record.crc)
 
     def tensor(self, held: Held) -> Tensor:
         """The tensor itself; its memory is the file's. Raises `CheckpointError` where its bytes are damaged."""
@@ -185,7 +185,7 @@ def called_list(what: Name, args: tuple[Any, ...]) -> Any:
 
 def _held(what: Name, args: tuple[Any, ...]) -> Held | Record:
     memory, offset, shape, strides = args[:4]
-    if not isinstance(memory, Memory):
+    if not isinstance(memory, SharedMemory):
         raise CheckpointError("its pickle makes a tensor of something that is no storage.")
     dtype = memory.dtype
     if what == REBUILD_WITH_DTYPE:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
-from accordion.checkpoint.manifest_of_files import LENGTH_BYTES, Stored
+from accordion.checkpoint.manifest_of_files import LENGTH_BYTES, StoredTensor
 from accordion.errors import CheckpointError
 from accordion.files import NOT_REGULAR, open_regular
 
@@ -53,7 +53,7 @@ def most_words(data_bytes: int) -> int:
 # -- safetensors
 
 
-def read_header(path: Path) -> list[Stored]:
+def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file in the order of their bytes, which they fill without gaps and overlaps.
 
     Raises `CheckpointError` where the header says anything else, a key twice, or what no file of its size can hold.
@@ -77,7 +77,7 @@ def read_header(path: Path) -> list[Stored]:
         raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
-def _stored(head: bytes, start: int, end: int) -> list[Stored]:
+def _stored(head: bytes, start: int, end: int) -> list[StoredTensor]:
     if not head.startswith(b"{"):
         raise CheckpointError("its header is no JSON object.")
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
@@ -98,7 +98,7 @@ def _stored(head: bytes, start: int, end: int) -> list[Stored]:
     return found
 
 
-def _one(name: str, said: Any, start: int, end: int) -> Stored:
+def _one(name: str, said: Any, start: int, end: int) -> StoredTensor:
     """What the header says of one tensor, its bytes counted from the file's first on."""
     dtype, shape, (at, to) = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -108,7 +108,7 @@ def _one(name: str, said: Any, start: int, end: int) -> Stored:
     fits = fits and at <= to <= end - start and math.prod(max(1, rows) for rows in shape) <= MOST_ELEMENTS
     if not fits or to - at != math.prod(shape) * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{name[:100]} cannot be {dtype} of shape {str(shape)[:100]} in bytes {at} to {to}.")
-    return Stored(name, dtype, tuple(shape), start + at, start + to)
+    return StoredTensor(name, dtype, tuple(shape), start + at, start + to)
 
 
 def read_index(folder: Path) -> dict[str, str]:

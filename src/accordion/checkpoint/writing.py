@@ -19,7 +19,7 @@ SUMS = "sums"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WritePart:
     """The box of a tensor that this rank writes; `data`: its elements, on any device."""
 
     name: str
@@ -32,11 +32,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """What a file holds, in this order, from its first byte on: `head`, the bytes of each part, and `sums_bytes` of sums."""
 
     head: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[WritePart, ...]
     kind: str
     sums_bytes: int
 
@@ -51,7 +51,7 @@ def sums_name(rank: int) -> str:
     return f"rank/{rank:05d}/{SUMS}"
 
 
-def layout(parts: Iterable[Part], rank: int) -> Layout:
+def layout(parts: Iterable[WritePart], rank: int) -> FileLayout:
     """Lay out a rank's file: large elements first, so that each part begins at a multiple of its own element's size."""
     parts = tuple(sorted(parts, key=lambda part: -part.data.element_size()))
     kind = kind_here()
@@ -59,10 +59,10 @@ def layout(parts: Iterable[Part], rank: int) -> Layout:
     empty = {_entry_name(part): [zero for _ in pieces(0, part.num_bytes, PIECE_BYTES)] for part in parts}
     length = len(_as_json(empty))
     words = [(_entry_name(part), code_of(part.name, part.data.dtype), tuple(part.data.shape)) for part in parts]
-    return Layout(header([*words, (entry_name(sums_name(rank), (0,)), "U8", (length,))]), parts, kind, length)
+    return FileLayout(header([*words, (entry_name(sums_name(rank), (0,)), "U8", (length,))]), parts, kind, length)
 
 
-def _entry_name(part: Part) -> str:
+def _entry_name(part: WritePart) -> str:
     return entry_name(part.name, part.box.offset)
 
 
@@ -70,7 +70,7 @@ def _as_json(sums: dict[str, list[str]]) -> bytes:
     return json.dumps(sums, separators=(",", ":")).encode()
 
 
-def write(folder: Folder, name: str, plan: Layout, host: memoryview | None = None) -> None:
+def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None = None) -> None:
     """Write the file that `plan` lays out, and wait until it is on the disk.
 
     `host`: the bytes of its parts, where they were copied. Without it they are copied from their devices one at a time:
@@ -96,7 +96,7 @@ def _write_summed(file: Writer, piece: memoryview, total: Running) -> str:
     return total.hexdigest()
 
 
-def _parts_of(plan: Layout, host: memoryview | None) -> Iterator[tuple[Part, memoryview]]:
+def _parts_of(plan: FileLayout, host: memoryview | None) -> Iterator[tuple[WritePart, memoryview]]:
     at = 0
     for part in plan.parts:
         if host is None:
@@ -120,7 +120,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._held: Arena | None = None
 
-    def copy(self, plan: Layout) -> memoryview:
+    def copy(self, plan: FileLayout) -> memoryview:
         """A copy of the bytes of all parts; it stands when this returns."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._held is None or self._held.num_bytes < plan.num_bytes:

@@ -44,7 +44,7 @@ class Pending(NamedTuple):
     `sends`: begun by every rank before `works` end, and waited for then: a time-out would close gloo's connections.
     """
 
-    link: Communicator
+    communicator: Communicator
     works: Sequence[Any] = ()
     sends: Sequence[Any] = ()
 
@@ -158,19 +158,22 @@ def alone(device: torch.device) -> Communicator:
     return Communicator(None, device)
 
 
-def own_communicator(link: Communicator, device: torch.device) -> Communicator:
-    """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same link.
+def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
+    """A second communicator over the same ranks where one would serialise gather and reduce (NCCL), else the same communicator.
 
     All models over one group share it, as they share the first: a program that shards many would run out of them, and of
     the hundreds of megabytes that each takes on a device. It goes with the job's groups.
     """
-    if link.num_ranks == 1 or not link.is_ordered:
-        return link
-    second = _torch.companion_of(link.group)
+    if communicator.num_ranks == 1 or not communicator.is_ordered:
+        return communicator
+    second = _torch.companion_of(communicator.group)
     if second is None:
-        name, (timeout, options) = f"accordion/{common_name([link])}", _torch.options_of(link.group, device)
-        second = _torch.named_group(name, link.ranks, device, timeout, options)
-        _torch.keep_companion(link.group, second)
+        name, (timeout, options) = (
+            f"accordion/{common_name([communicator])}",
+            _torch.options_of(communicator.group, device),
+        )
+        second = _torch.named_group(name, communicator.ranks, device, timeout, options)
+        _torch.keep_companion(communicator.group, second)
     return Communicator(second, device)
 
 
@@ -179,42 +182,44 @@ def carried(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
-def gathered_rows(row: Tensor, link: Communicator) -> Tensor:
+def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
     """(num_ranks, n): the 1-D `row` of every rank of a link of several; waits."""
-    out = row.new_empty(link.num_ranks * row.numel())
-    for work in link.gather([carried(out)], [carried(row)]).works:
+    out = row.new_empty(communicator.num_ranks * row.numel())
+    for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()
-    return out.view(link.num_ranks, -1)
+    return out.view(communicator.num_ranks, -1)
 
 
-def reduced(value: Tensor, links: Sequence[Communicator], op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """`value` reduced over every link in place; waits."""
-    for link in links:
-        if link.num_ranks > 1:
-            dist.all_reduce(value, op=op, group=link.group)
+def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """`value` reduced over every communicator in place; waits."""
+    for communicator in communicators:
+        if communicator.num_ranks > 1:
+            dist.all_reduce(value, op=op, group=communicator.group)
     return value
 
 
-def extremes(value: Tensor, links: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
+def extremes(value: Tensor, communicators: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
     """The smallest and the largest of each element over all ranks; equal where all ranks hold the same."""
-    return reduced(value.clone(), links, dist.ReduceOp.MIN), reduced(value.clone(), links, dist.ReduceOp.MAX)
+    return reduced(value.clone(), communicators, dist.ReduceOp.MIN), reduced(
+        value.clone(), communicators, dist.ReduceOp.MAX
+    )
 
 
-def broadcast(tensors: Sequence[Tensor], links: Sequence[Communicator]) -> None:
-    """Every tensor takes the value of the first rank of each link; waits. As bytes: gloo knows few dtypes."""
-    for link in links:
-        if link.num_ranks > 1:
+def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) -> None:
+    """Every tensor takes the value of the first rank of each communicator; waits. As bytes: gloo knows few dtypes."""
+    for communicator in communicators:
+        if communicator.num_ranks > 1:
             for tensor in tensors:
                 whole = tensor.detach().contiguous()
-                dist.broadcast(whole.view(-1).view(torch.uint8), group=link.group, group_src=0)
+                dist.broadcast(whole.view(-1).view(torch.uint8), group=communicator.group, group_src=0)
                 if whole.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(whole)
 
 
-def common_name(links: Sequence[Communicator]) -> str:
+def common_name(communicators: Sequence[Communicator]) -> str:
     """A name that nothing else of this job has, the same on all ranks; a collective."""
-    if not links:
+    if not communicators:
         return ""
-    number = torch.tensor(secrets.randbits(62), device=links[0].device)
-    broadcast([number], links)
+    number = torch.tensor(secrets.randbits(62), device=communicators[0].device)
+    broadcast([number], communicators)
     return f"{int(number):x}"

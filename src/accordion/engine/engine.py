@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
-from accordion.engine.finite import FiniteCheck, spread
 from accordion.engine.group import ShardingContext
 from accordion.engine.late_gradients import DelayedWrites, UndecidedGradients
-from accordion.engine.order import PassHistory, Phase, UnitOrder
+from accordion.engine.observer import Observers, Purpose
+from accordion.engine.order import Phase, UnitOrder
 from accordion.engine.pending_reduce import PendingReduce
-from accordion.engine.reads import WeightReads
 from accordion.engine.streams import Transfer
-from accordion.engine.together import OrderAgreement, UnitCall
 from accordion.engine.unit import TrainedParams, Unit
-from accordion.errors import DivergenceError
-
-if TYPE_CHECKING:
-    from accordion.engine.autograd import Call
-    from accordion.engine.hooks import Hooks
 
 IN_BACKWARD = -1  # the root call of what is recomputed in a backward
 WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their leases end and a backward gathers again
+
+
+class CallInBackward(Protocol):
+    """A call of a unit that takes part in a backward. `root`: the number of the outermost call that it lies in."""
+
+    unit: Unit
+    root: int
+    shown: dict[int, Sequence[Tensor]]
+
+    @property
+    def reduces(self) -> bool: ...
+    def end(self, task: int) -> None: ...
+    def end_all(self) -> None: ...
+    def drop(self) -> None: ...
+
+
+class CallStack(Protocol):
+    """The calls of one unit whose forwards are under way."""
+
+    def forget(self) -> None: ...
+    def reserve(self, root_call: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -42,158 +57,122 @@ class KeptLease:
 class Engine:
     """Owns the bookkeeping of one sharded model; made by `shard`, reachable from each unit's module."""
 
-    def __init__(
-        self,
-        context: ShardingContext,
-        strategy: Strategy,
-        precision: Precision,
-        prefetch: Prefetch,
-        *,
-        announce: bool = False,
-    ) -> None:
+    def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision, self.prefetch = context, strategy, precision, prefetch
+        self.observers = Observers()
         self.units: list[Unit] = []
-        self.hooks_by_unit: dict[int, Hooks] = {}  # the hooks of each unit, by index
+        self.call_stacks: list[CallStack] = []  # of each unit
         self.order = UnitOrder()
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every token
         self.anchor = torch.zeros((), device=context.device, requires_grad=True)  # in place of a token under no_sync
-        self.announced = PassHistory()
-        self.announce = announce  # ranks agree on everything, and not only on what is new
-        self.silent = False  # the forward under way needs nothing of other ranks, and may be this one's alone
-        self.together = OrderAgreement(context.watch, self.announced, self.hooks_by_unit, always=announce)
-        self.finite: FiniteCheck | None = None  # looks for NaN and inf
-        self.after_backward: list[Callable[[], None]] = []
-        self.after_unit: Callable[[Unit], None] | None = None  # its gradients come; those of the one before are there
         self.sync = True
         self.unfilled: set[int] = set()  # ids of the sharded parameters that `shard` found on the meta device
         self.suspended = False  # inside `full_params`: the registry holds full parameters, hooks stand aside
-        self.pre_backward_nodes: list[Tensor] = []  # marks of the calls of the outermost call under way
-        self.saving: list[Callable[[Tensor], Any]] = []  # hooks of calls under way on what autograd saves
-        self._marks_of = -1  # the backward in which that call runs
-        self.reads = WeightReads()
+        # Forwards.
         self.depth = 0  # calls of units under way on the forward path
-        self.root_call = 0
+        self.root_call = 0  # the number of the outermost call
         self.kept: list[KeptLease] = []
-        self.flying: dict[int, list[PendingReduce]] = {}  # reduces under way, by id of their list
-        self.put_off = DelayedWrites()
+        self.pre_backward_nodes: list[Tensor] = []  # of the calls of the outermost call under way
+        self._nodes_of = -1  # the backward in which that call runs
+        # Backwards.
+        self.reduces_under_way: dict[int, list[PendingReduce]] = {}  # reduces under way, by id of their list
+        self.delayed_writes = DelayedWrites()
         self.undecided = UndecidedGradients()
         self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
         self._to_add: list[tuple[Tensor, Tensor]] = []  # those of them that are added to others: (sum, term)
-        self._tasks: dict[int, list[Call]] = {}
+        self._tasks: dict[int, list[CallInBackward]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
         self._asked = -1, False  # a backward task, and whether it accumulates
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
+    def add_unit(self, unit: Unit, calls: CallStack) -> None:
+        """Take a unit, the next one by its index, and what owns the stack of its calls."""
+        assert unit.index == len(self.units), "units come in the order of their indices"
+        self.units.append(unit)
+        self.call_stacks.append(calls)
+
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
-        for part in [part for parts in self.flying.values() for part in parts if self.context.watch.broken is None]:
+        for part in [
+            part for parts in self.reduces_under_way.values() for part in parts if self.context.watch.broken is None
+        ]:
             part.finish()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
             call.drop()
         for unit in self.units:
-            unit.window.hide_all()
+            unit.module_params.hide_all()
             unit.dismantle()
-        self.units, self.kept, self.pre_backward_nodes = [], [], []
-        self.reads.clear()
-        self.hooks_by_unit.clear()
+        self.units, self.kept, self.pre_backward_nodes, self.call_stacks = [], [], [], []
+        self.observers.clear()
         self._tasks.clear()
-        self.flying.clear()
-        self.put_off.clear()
+        self.reduces_under_way.clear()
+        self.delayed_writes.clear()
         self.undecided.forget()
 
     # -- forward
 
     def enter(self) -> None:
         """A unit is called. The outermost call outside a backward is a root call: leftovers of failed steps go first."""
-        if self.depth == 0:
-            self.reads.clear()
-            self.pre_backward_nodes, self._marks_of = [], _torch.current_graph_task()
-        if self.depth == 0 and _torch.current_graph_task() == -1:
+        if self.depth:
+            return
+        self.pre_backward_nodes, self._nodes_of = [], _torch.current_graph_task()
+        if self._nodes_of != -1:
+            return
+        self.root_call += 1
+        self.context.watch.check()
+        self.recover()
+        self.order.begin(Phase.FORWARD)
+        changed = [unit.refresh() for unit in self.units]
+        if any(changed):
             self.root_call += 1
-            self.context.watch.num_calm += 1
-            self.context.watch.check()
-            self.recover()
-            self.context.watch.forget()
-            self.order.begin(Phase.FORWARD)
-            changed = [unit.refresh() for unit in self.units]
-            if any(changed):
-                self.root_call += 1
-            how = (torch.is_grad_enabled(), self.sync)
-            self.silent = self.context.resident and not how[0] and all(unit.resident for unit in self.units)
-            if not self.silent:
-                self.together.begin(is_new=not self.announced.knows(how))
-                if not self.announced.begin(Phase.FORWARD, how) or self.announce:
-                    self.together.must("begins a forward with gradients {}, communicating {}".format(*how))
-            if self.kept:
-                stale = not all(kept.unit.resident for kept in self.kept)
-                self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
+        for tell in self.observers.forward_begins:
+            tell(torch.is_grad_enabled(), self.sync)
+        if self.kept:
+            stale = not all(kept.unit.is_full for kept in self.kept)
+            self.drop_kept(lambda kept: stale or kept.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
         """Whether calls made now are below the outermost call, and not in a backward that runs inside of it."""
-        return _torch.current_graph_task() == self._marks_of
+        return _torch.current_graph_task() == self._nodes_of
 
-    def take_marks(self) -> list[Tensor]:
-        """At the end of the outermost call: the marks of all calls below it."""
+    def take_pre_backward_nodes(self) -> list[Tensor]:
+        """At the end of the outermost call: the pre-backward nodes of all calls below it."""
         if self.depth > 1 or not self.collects():
             return []
-        marks, self.pre_backward_nodes = self.pre_backward_nodes, []
-        return marks
+        nodes, self.pre_backward_nodes = self.pre_backward_nodes, []
+        return nodes
 
     def leave(self, error: BaseException | None) -> None:
-        self.together.close(0)
+        """A call of a unit has ended, with an error or without."""
         self.depth -= 1
-        if self.depth == 0:
-            self.pre_backward_nodes = []
-        if self.depth == 0 and _torch.current_graph_task() == -1:
-            self.order.end(Phase.FORWARD)
-            self.announced.end(Phase.FORWARD)
-            self.let_go()
-            if not torch.is_grad_enabled():
-                # No backward follows in which the host waits: a step may, that writes what is read.
-                self.synchronize()
-            if isinstance(error, DivergenceError):
-                return  # every rank knows
-            if error is not None:
-                self.context.watch.tell(f"{type(error).__name__}: {error}")
-            else:
-                self.report_non_finite()
-
-    def enters(self, unit: Unit, differentiable: bool, reads: bool = False) -> None:
-        """`unit` is about to be called outside a backward. Where others do something else, this rank takes part in that first."""
-        depth = self.depth - len(self.together.standing)
-        step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=reads)
-        if not (self.silent or (self.together.calm and self.announced.comes(Phase.FORWARD, step))):
-            training = f"training {len(step.trained)} of {len(unit.params)} parameters"
-            doing = training if differentiable else "without gradients"
-            self.together.come(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
-
-    def leaves(self, unit: Unit) -> None:
-        """The call of `unit` outside a backward is about to end, and others may be about to enter units inside of it."""
-        if self.silent or not self.together.has_inner(unit.index):
+        if self.depth:
             return
-        step = UnitCall(unit.index, False, self.depth - len(self.together.standing), (), leaves=True)
-        following: Any = self.announced.following(Phase.FORWARD)
-        if not self.together.calm or (following is not None and following.depth >= step.depth):
-            self.together.come(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
-
-    def comes_back(self, unit: Unit) -> None:
-        """`unit` is needed in a backward. Where it was not in the last one, ranks agree first: no collective is out of step."""
-        event = (unit.index, unit.trained.indices)
-        if not self.announced.comes(Phase.BACKWARD, event):
-            self.announced.note(Phase.BACKWARD, event)
-        elif not self.announce:
+        self.pre_backward_nodes = []
+        if _torch.current_graph_task() != -1:
             return
-        self.together.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
+        self.order.end(Phase.FORWARD)
+        self.let_go()
+        if not torch.is_grad_enabled():
+            # No backward follows in which the host waits: a step may, that writes what is read.
+            self.synchronize()
+        for tell in self.observers.forward_ends:
+            tell(error)
 
-    def finder(self) -> FiniteCheck:
-        """A new one for `finite`."""
-        return FiniteCheck([self.context.shard.gather, self.context.replicate.gather], self.context.device)
+    def launch(self, unit: Unit) -> None:
+        """Begin to gather a unit, unless its full parameters stand or are on their way."""
+        for tell in self.observers.memory_is_taken:
+            tell(Purpose.GATHERED)
+        unit.launch()
+        for told in self.observers.memory_was_taken:
+            told()
 
-    def report_non_finite(self) -> None:
-        if self.finite is not None:
-            self.finite.report([unit.name for unit in self.units])
+    def acquire(self, unit: Unit) -> int:
+        """`Unit.acquire`, gathering the unit if nobody has begun to."""
+        if not unit.is_launched:
+            self.launch(unit)
+        return unit.acquire()
 
     def let_go(self) -> None:
         """Free what was gathered ahead and not used."""
@@ -220,28 +199,28 @@ class Engine:
 
     def reset(self) -> None:
         """After a forward that was interrupted (torch runs no hooks then): nothing is under way."""
-        for hooks in self.hooks_by_unit.values():
-            hooks.forget()
-        self.together.forget()
+        for calls in self.call_stacks:
+            calls.forget()
+        for tell in self.observers.interrupted:
+            tell()
         self.recover()
         self.kept.clear()
-        self.reads.clear()
         self.depth = 0
         for unit in self.units:
             unit.leases = 0
-            unit.window.hide_all()
+            unit.module_params.hide_all()
             unit.let_go()
 
     def recover(self) -> None:
         """After a backward that raised (its callbacks never ran): wait for what flies, then end every lease it left."""
         self.land_gradients()
-        if not self._tasks and not self.flying:
+        if not self._tasks and not self.reduces_under_way:
             return
-        for parts in self.flying.values():
+        for parts in self.reduces_under_way.values():
             for part in parts:
                 part.finish()
-        self.flying.clear()
-        self.put_off.clear()
+        self.reduces_under_way.clear()
+        self.delayed_writes.clear()
         self.undecided.forget()
         for calls in self._tasks.values():
             for call in calls:
@@ -251,12 +230,12 @@ class Engine:
         self._synced.clear()
         self.drop_kept()
         for unit in self.units:
-            unit.window.hide_all()
+            unit.module_params.hide_all()
             unit.let_go()
 
     # -- backward
 
-    def join(self, task: int, call: Call) -> None:
+    def join(self, task: int, call: CallInBackward) -> None:
         """`call` takes part in backward `task`."""
         self._follow(task)
         self._tasks[task].append(call)
@@ -268,8 +247,8 @@ class Engine:
             return
         if not self._tasks:
             self.order.begin(Phase.BACKWARD)
-            if not self.announced.begin(Phase.BACKWARD, "backward") or self.announce:
-                self.together.must("begins a backward")
+            for tell in self.observers.backward_begins:
+                tell()
         self._tasks[task] = []
         _torch.queue_callback(partial(self._end_of, task))
 
@@ -278,9 +257,43 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        unit.add_up(TrainedParams((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
+        self.add_up(unit, TrainedParams((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
 
-    def add(self, held: Tensor, grad: Tensor) -> None:
+    # -- gradients
+
+    def add_up(self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
+        """`Unit.add_up`."""
+        self.writes_here()
+        for tell in self.observers.memory_is_taken:
+            tell(Purpose.GRADIENTS)
+        unit.add_up(trained, grads)
+        for told in self.observers.memory_was_taken:
+            told()
+
+    def reduce(
+        self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
+    ) -> list[PendingReduce]:
+        """`Unit.reduce`."""
+        for tell in self.observers.memory_is_taken:
+            tell(Purpose.GRADIENTS)
+        parts = unit.reduce(trained, grads, ours)
+        for told in self.observers.memory_was_taken:
+            told()
+        return parts
+
+    def as_gradients(
+        self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
+    ) -> list[DTensor | None]:
+        """`Unit.as_gradients`; the copies to where gradients rest are `arriving` then."""
+        for tell in self.observers.memory_is_taken:
+            tell(Purpose.GRADIENTS)
+        grads, copies = unit.as_gradients(trained, parts, adding, decide)
+        for told in self.observers.memory_was_taken:
+            told()
+        self.arriving += copies
+        return grads
+
+    def add_to_gradient(self, held: Tensor, grad: Tensor) -> None:
         """Add a gradient to what stands in `grad` already, once it is there."""
         if self.arriving:
             self._to_add.append((held, grad))
@@ -291,8 +304,8 @@ class Engine:
         """Let the host wait for gradients that travel to where they rest."""
         if not self.arriving:
             return
-        for flight in self.arriving:
-            flight.synchronize()
+        for transfer in self.arriving:
+            transfer.synchronize()
         self.arriving.clear()
         for held, grad in self._to_add:  # none where nothing arrives
             held.add_(grad)
@@ -303,7 +316,7 @@ class Engine:
         self.land_gradients()
         for unit in self.units:
             for group in unit.groups:
-                group.home.synchronize()
+                group.shard_buffer.synchronize()
 
     def accumulates(self) -> bool:
         """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
@@ -324,45 +337,39 @@ class Engine:
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
-        if self.put_off:
+        if self.delayed_writes:
             self.writes_here()
-            self.put_off.write()
+            self.delayed_writes.write()
         if self._tasks:
             return
         self.land_gradients()
         self.drop_kept(lambda kept: kept.root == IN_BACKWARD or kept.root in self._walked)
         self._walked.clear()
         self.order.end(Phase.BACKWARD)
-        if not self.announced.end(Phase.BACKWARD) or self.announce:
-            self.together.must("ends its backward")
+        for tell in self.observers.backward_ends:
+            tell()
         # Autograd lets the caller's stream wait for those on which it accumulated itself.
         self.context.reduce_stream.join(self._wrote_on)
         self._wrote_on.clear()
-        if self._synced:
+        reduced = bool(self._synced)
+        if reduced:
             self._synced.clear()
             self._reduce_leftovers()
             self.undecided.settle()
-            params = [p for u in self.units if any(g.dtype == torch.float16 for g in u.groups) for p in u.params]
-            spread(
-                [(p.cut.dim is None, p.sharded.grad) for p in params],
-                self.context.cut_communicators,
-                self.context.device,
-            )
             for unit in self.units:
                 unit.mark_stale()
         self.let_go()
-        for function in self.after_backward:
-            function()
-        self.report_non_finite()
+        for told in self.observers.backward_ended:
+            told(reduced)
 
     def _reduce_leftovers(self) -> None:
         """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
         for unit in [unit for unit in self.units if unit.adding_up and unit.unit_policy.reduces]:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
-            parts = unit.reduce(trained, nothing, [False] * len(nothing))
-            decide = any(_torch.have_hooks(trained.params)) or self.after_unit is not None
-            grads = unit.as_gradients(trained, parts, [False] * len(nothing), decide)
+            parts = self.reduce(unit, trained, nothing, [False] * len(nothing))
+            decide = any(_torch.have_hooks(trained.params)) or bool(self.observers.gradients_arrive)
+            grads = self.as_gradients(unit, trained, parts, [False] * len(nothing), decide)
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]
             for param, grad, place in zip(trained.params, grads, counted, strict=True):
@@ -384,8 +391,9 @@ class Engine:
         if chosen is None:
             chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
         for index in chosen:
-            if phase is Phase.FORWARD or self.units[index].needs_full_in_backward:
-                self.units[index].launch()
+            following = self.units[index]
+            if not following.is_launched and (phase is Phase.FORWARD or following.needs_full_in_backward):
+                self.launch(following)
 
     def _full_bytes(self, index: int) -> int:
         return self.units[index].full_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ EXCHANGE_BYTES_PER_PEER = 256 * KIB  # below it latency rules and one reduce-sca
 
 
 class Axis:
-    """The ranks of one mesh axis: a link to gather, another to reduce, and how to reduce."""
+    """The ranks of one mesh axis: a communicator to gather, another to reduce, and how to reduce."""
 
     def __init__(
         self,
@@ -43,11 +43,31 @@ class Axis:
         return self.one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
 
 
+class FullMemory(Protocol):
+    """Where the full parameters of a group stand, as units use it.
+
+    `views`: what the model computes with, a tensor for each parameter. `flat`: counts writes into them by its version.
+    """
+
+    flat: Tensor
+    views: list[Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """While it is gathered."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is one that `close` lets go."""
+
+    def close(self) -> None:
+        """Let the memory go."""
+
+
 class FullBuffer:
     """Owns the storage in which full tensors of one dtype stand, each parameter-major and padded to chunk * num_ranks rows.
 
     Writes of a gather go through `raw`, whose version counter is not the views': autograd may have saved a view,
-    and its storage is let go and filled again before the backward reads it. In a `relay` tensors lie as shards do, the
+    and its storage is let go and filled again before the backward reads it. In a `secondary shard` tensors lie as shards do, the
     cut dim first.
     """
 
@@ -64,7 +84,7 @@ class FullBuffer:
         self.flat = flat
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
-        self._key, self.num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
+        self._key, self._num_bytes = _torch.storage_key(self._storage), self._storage.nbytes()
         self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # each in the tensor's shape: what the model computes with
@@ -78,9 +98,14 @@ class FullBuffer:
                 rows = rows.view(c.rows, *c.row_shape).movedim(0, c.dim) if relay else rows.view(c.shape)
             self.rows.append(rows)
 
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
     def open(self) -> None:
+        """Take the memory again; what is in it is not told."""
         if not self._is_open:  # resizing to the same size would allocate anew, and copy
-            self._storage.resize_(self.num_bytes)
+            self._storage.resize_(self._num_bytes)
             self._is_open = True
         if self._poison:  # a full copy that stood until now: without a wait the last step's numbers would pass
             self.flat.data.fill_(float("nan"))
@@ -98,51 +123,51 @@ class FullBuffer:
 
 
 class AxisGather:
-    """How a group is gathered: shards of `home` to the tensors of `room`. Made once; `steps` runs each time.
+    """How a group is gathered: shards of `shards` to the tensors of `full_buffer`. Made once; `steps` runs each time.
 
     Owns the packed message, one row a rank: it has memory from `open` to `close`, and views that are cut once.
     """
 
-    def __init__(self, axis: Axis, msg: Message, home: ShardBuffer, room: FullBuffer) -> None:
+    def __init__(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
         num = axis.num_ranks
-        self._axis, self._msg, self._room = axis, msg, room
-        cast = home.dtype != room.flat.dtype or num == 1 or home.away
-        self.away = home.away
-        # Alone on its axis everything is copied; a relay asks for it.
+        self._axis, self._msg, self._full_buffer = axis, msg, full_buffer
+        cast = shard_buffer.dtype != full_buffer.flat.dtype or num == 1 or shard_buffer.off_device
+        self.off_device = shard_buffer.off_device
+        # Alone on its axis everything is copied; a secondary shard asks for it.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
-        self._to, self._source = [room.own[i] for i in copied], [home.padded[i] for i in copied]
-        self._fulls = [room.rows[i] for i in msg.direct]
-        self._shards = [(room.own if cast else home.padded)[i] for i in msg.direct]
-        self._own = [] if cast else [room.own[i] for i in msg.direct]
+        self._to, self._source = [full_buffer.own[i] for i in copied], [shard_buffer.padded[i] for i in copied]
+        self._fulls = [full_buffer.rows[i] for i in msg.direct]
+        self._shards = [(full_buffer.own if cast else shard_buffer.padded)[i] for i in msg.direct]
+        self._own = [] if cast else [full_buffer.own[i] for i in msg.direct]
         self._arrive, self._travel = [carried(t) for t in self._fulls], [carried(t) for t in self._shards]
         self._storage: torch.UntypedStorage | None = None
         packs = num > 1 and msg.row_numel > 0
         if packs:
-            self._pack(room.flat.new_empty(msg.row_numel * num), home, cast)
+            self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
         # The packed message stays a collective, which a rank can wait for in turns.
         self._sends = axis.gather.sends and packs and bool(self._fulls)
         # Made at the first run: torch cuts no storage of no bytes.
         self._sent: list[tuple[Sequence[Tensor], list[Tensor]]] = []
 
-    def _pack(self, packed: Tensor, home: ShardBuffer, cast: bool) -> None:
+    def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
         """Cut what travels packed into the rows of ranks and the parts of tensors."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)
-        row = rows[self._axis.rank] if cast or home.pack_row is None else home.pack_row
-        if row is not home.pack_row:
-            if home.away and home.pack_row is not None:  # from elsewhere in one copy
-                self._to, self._source = [*self._to, row], [*self._source, home.pack_row]
+        row = rows[self._axis.rank] if cast or shard_buffer.pack_row is None else shard_buffer.pack_row
+        if row is not shard_buffer.pack_row:
+            if shard_buffer.off_device and shard_buffer.pack_row is not None:  # from elsewhere in one copy
+                self._to, self._source = [*self._to, row], [*self._source, shard_buffer.pack_row]
             else:
                 self._to += row.split([*sizes, msg.num_flags])
-                self._source += [*(home.padded[i] for i in msg.packed), home.tag]
+                self._source += [*(shard_buffer.padded[i] for i in msg.packed), shard_buffer.tag]
         self._arrive.append(carried(packed))
         self._travel.append(carried(row))
         self._tags, self._rows = rows[:, msg.pack_numel :], rows
         self._sizes = [*sizes, msg.num_flags] if msg.num_flags else sizes
         parts = rows[:, : msg.pack_numel].split(sizes, dim=1)
         pairs = zip(msg.packed, parts, strict=True)
-        places = [both for i, part in pairs for both in unpacked(msg.cuts[i], self._room.rows[i], part)]
+        places = [both for i, part in pairs for both in unpacked(msg.cuts[i], self._full_buffer.rows[i], part)]
         self._outs, self._parts = [to for to, _ in places], [part for _, part in places]
         plain = bool(places) and all(msg.cuts[i].dim == 0 for i in msg.packed)
         self._one_kernel = plain and packed.device.type != "cpu"
@@ -168,14 +193,14 @@ class AxisGather:
     def load(self) -> None:
         """Copy what does not travel from where it lies."""
         if self._to:
-            _torch.foreach_copy_(self._to, self._source, non_blocking=self.away)
+            _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """After `load` where the home is away.
+        """After `load` where the shard buffer is away.
 
         `check`: called with the tags of all ranks (num_ranks, num_flags) once they are there.
         """
-        if self._to and not self.away:
+        if self._to and not self.off_device:
             self.load()
         if self._axis.num_ranks == 1:
             return

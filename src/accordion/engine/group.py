@@ -5,22 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.engine.around import TensorParallelView
 from accordion.engine.communicator import CARRIED, Communicator, carried, gathered_rows
-from accordion.engine.gather import Axis, AxisGather, FullBuffer
+from accordion.engine.gather import Axis, AxisGather, FullBuffer, FullMemory
 from accordion.engine.late_gradients import runs
 from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
-from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.reduce import ReducePlan
-from accordion.engine.shards import ShardBuffer, ShardBufferMaker
-from accordion.engine.streams import SideStream, Steps, Transfer
-from accordion.engine.watch import ADVICE, DivergenceMonitor
+from accordion.engine.shards import FlatShards, ShardBuffer, ShardBufferMaker
+from accordion.engine.streams import SideStream, Steps, Transfer, Waiter
 
 KEPT_FLAG_BYTES = 16 * KIB
 NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
@@ -30,30 +27,30 @@ NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
 class ShardingContext:
     """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
 
-    `relay`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step. `resident`: full copies
-    outlive a step. `scale`: what sums over all ranks are multiplied by.
+    `relay`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: a secondary shard.
+    `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by.
     """
 
     shard: Axis
     replicate: Axis
     relay: bool
-    resident: bool
+    keeps_full: bool
     keep_until_backward: bool
     scale: float
     gather_stream: SideStream
     reduce_stream: SideStream
     replicate_stream: SideStream  # what goes on over `replicate`, in a hybrid
-    fetch_stream: SideStream  # from homes elsewhere to the device
-    watch: DivergenceMonitor
+    fetch_stream: SideStream  # from shard buffers elsewhere to the device
+    watch: Waiter
     device: torch.device
-    home: ShardBufferMaker
+    shard_buffers: ShardBufferMaker
 
     @property
     def num_ranks(self) -> int:
         return self.shard.num_ranks * self.replicate.num_ranks
 
     def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """How a tensor is cut, the outermost cut first: over `shard`, then this rank's rows over `replicate` with a relay.
+        """How a tensor is cut, the outermost cut first: over `shard`, then, for a secondary shard, over `replicate`.
 
         Where rows do not divide evenly this is not what torch's strided placement does; its redistribution is never used.
         """
@@ -64,8 +61,30 @@ class ShardingContext:
 
     @property
     def cut_communicators(self) -> list[Communicator]:
-        """The links over whose ranks a sharded tensor has its rows."""
+        """The communicators over whose ranks a sharded tensor has its rows."""
         return [a.gather for a in ((self.shard, self.replicate) if self.relay else (self.shard,)) if a.num_ranks > 1]
+
+
+class ParamView(Protocol):
+    """What modules see around a full tensor that is itself this rank's part of a larger one: other parallelism.
+
+    `communicators`: over whose ranks it is cut beyond the engine's. `is_first`: this rank is the first on each of them.
+    """
+
+    @property
+    def communicators(self) -> Sequence[Communicator]: ...
+
+    @property
+    def is_first(self) -> bool: ...
+
+    def __call__(self, full: Tensor) -> Tensor:
+        """What stands for a full tensor in a module, with a gradient that is the full tensor's."""
+
+    def seen(self, full: Tensor) -> Tensor:
+        """The same without a gradient."""
+
+    def whole(self, full: Tensor) -> Tensor:
+        """The tensor of the model without any parallelism. A collective."""
 
 
 @dataclass(slots=True)
@@ -82,7 +101,7 @@ class Param:
     dtype: torch.dtype  # of the shard
     requires_grad: bool
     extension: Callable[[Tensor], Tensor] | None = None
-    around: TensorParallelView | None = None
+    around: ParamView | None = None
     sharded: nn.Parameter = field(init=False)
 
 
@@ -112,7 +131,7 @@ def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
-    """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a home keeps them."""
+    """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a shard buffer keeps them."""
     outer = message(cuts, dtype.itemsize, num_flags=1)
     if not context.relay:
         return outer, outer
@@ -132,7 +151,7 @@ class SecondaryShard(ShardBuffer):
         flat = torch.zeros(at, dtype=dtype, device=device)
         self.dtype = dtype
         self.tag = torch.zeros(msg.num_flags, dtype=dtype, device=device)
-        self.room = FullBuffer(inner.cuts, offsets, flat, rank, relay=True, poison=poison)
+        self.full_buffer = FullBuffer(inner.cuts, offsets, flat, rank, relay=True, poison=poison)
         self.padded = [flat.data[o : o + c.shard_numel] for o, c in zip(offsets, msg.cuts, strict=True)]
         self.pack_row = None
         self.filled = -1
@@ -147,46 +166,24 @@ class GroupPlan(NamedTuple):
 
 
 class Group:
-    """The parameters of one unit that are gathered in one dtype; owns their full storage and their shards."""
+    """The parameters of one unit that are gathered in one dtype: how they are gathered, and what their reduce needs.
+
+    `shard_buffer`: their shards. `full_buffer`: where they stand in full, None if the shards are the full parameters (`alias`);
+    `views`: the full parameters. `filled`: the version of the shards that they show.
+    """
+
+    shard_buffer: ShardBuffer
+    full_buffer: FullMemory | None
+    views: list[Tensor]
+    message: Message  # how the shards travel
+    _inner: Message  # how those of a secondary shard do
+    alias = False
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
-        self._prepare(context, planned, place)
-        params, dtype = self.params, self.dtype
-        cuts = [p.cut for p in params]
-        self.message, self._inner = messages(context, cuts, dtype)
-        rank, late = context.shard.rank, context.gather_stream.late
-        if context.relay:
-            over = context.replicate
-            self._relay = SecondaryShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
-        own = over.rank if context.relay else rank
-        self.home = context.home(self.index, self._inner, own, [p.dtype for p in params], dtype)
-        tagged = self._relay if context.relay else self.home
-        tagged.tag.fill_(self.tag)
-        self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
-        alone = context.shard.num_ranks == 1 and not context.relay
-        self.alias = alone and self.home.dtype == dtype and self.home.is_memory_of_locals
-        self.filled = -1  # version of the shards that the full copy shows
-        self.room: FullBuffer | None = None
-        if not self.alias:
-            offsets, numel = full_offsets(cuts, dtype.itemsize)
-            flat = torch.empty(numel, dtype=dtype, device=context.device)
-            self.room = FullBuffer(cuts, offsets, flat, rank, poison=late)
-        self.views = self.home.locals if self.room is None else self.room.views
-        if context.relay:
-            self._gatherings.append(AxisGather(context.replicate, self._inner, self.home, self._relay.room))
-        if self.room is not None:
-            self._gatherings.append(AxisGather(context.shard, self.message, tagged, self.room))
-            self.room.close()
-        self._is_direct = type(self.home) is ShardBuffer and not context.relay
-
-    def _prepare(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
-        """What does not depend on how shards rest."""
         self.index, self.name = place  # of the unit
         self.context = context
         self.params, self.dtype, self.reduce_dtype = planned
         self.tag = self.index % NUM_TAGS + 1
-        self._is_direct = False
-        self._gatherings: list[AxisGather] = []  # to the relay, where there is one, and to the room
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
@@ -194,6 +191,7 @@ class Group:
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
         self.sums_are_shards = all(p.dtype is self.reduce_dtype for p in self.params)  # in dtype
         self.rescale(context.scale)
+        self.filled = -1
 
     def rescale(self, scale: float) -> None:
         """What sums of gradients over all ranks are multiplied by."""
@@ -205,98 +203,35 @@ class Group:
 
     @property
     def full_bytes(self) -> int:
-        return 0 if self.room is None else self.room.num_bytes
+        return 0 if self.full_buffer is None else self.full_buffer.num_bytes
 
     @property
     def relay_bytes(self) -> int:
-        return self._relay.room.num_bytes if self.context.relay else 0
+        """What a secondary shard takes."""
+        return 0
 
     def version(self) -> int:
         """Grows with every write to any shard: an optimizer step, a load, a write of full parameters.
 
         Operators on a DTensor count on the DTensor and not on its local tensor, those on the local tensor only there, and
-        neither on `home.locals`, which are the same memory.
+        neither on `shard buffer.locals`, which are the same memory.
         """
         return _torch.versions_of([p.sharded for p in self.params])
 
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
         self.filled = -1
-        self.home.mark_stale()
-        if self.context.relay:
-            self._relay.filled = -1
+        self.shard_buffer.mark_stale()
 
     def is_stale(self) -> bool:
         return not self.alias and self.filled != self.version()
 
     def gather(self) -> Transfer | None:
-        """Begin to fill the full storage; `landed` follows."""
-        if self.room is None:
-            return None
-        if self._is_direct:  # the common case, without the questions below
-            self.filled = self.version()
-            self.room.open()
-            self._gatherings[0].open()
-            return self.context.gather_stream.start(self._gatherings[0].steps(self._check), [], self._gathers)
-        self.home.ready()
-        now = self.version()
-        self.room.open()
-        self.filled = now
-        todo = self._gatherings
-        if self.context.relay and self._relay.filled == now:
-            todo = todo[1:]
-        elif self.context.relay:
-            self._relay.filled = now
-            self._relay.room.open()
-        for gathering in todo:
-            gathering.open()
-        fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
-        lane = self.context.gather_stream
-        if fetched is None and len(todo) == 1:
-            return lane.start(todo[0].steps(self._check), [], self._gathers)
-
-        def steps() -> Steps:
-            if fetched is not None:
-                fetched.join(lane)
-            for gathering in todo:
-                yield from gathering.steps(self._check)
-
-        return lane.start(steps(), [fetched], self._gathers)
+        """Begin to fill the full parameters; `landed` follows when it has ended. None if there is nothing to fill."""
+        raise NotImplementedError
 
     def landed(self) -> None:
         """What `gather` began has landed: let go what it needed on the way."""
-        for gathering in self._gatherings:
-            gathering.close()
-
-    def _fetch(self, gathering: AxisGather, version: int) -> Transfer | None:
-        """Bring shards to the device, where they rest elsewhere."""
-        flight = self.home.refresh(version)
-        if gathering.away:
-            flight = self.context.fetch_stream.copy(gathering.load, [], f"fetches {self.place}")
-            self.home.read_by(flight)
-        return flight
-
-    def _check(self, tags: Tensor) -> None:
-        """Ranks that gather different units at the same time would take each other's numbers."""
-        if not self.context.watch.looks(self.context.device):
-            return
-
-        def text(tags: list[Any]) -> str:
-            said = tags if self.dtype in CARRIED else []
-            others = {r: int(tag[0]) - 1 for r, tag in enumerate(said) if int(tag[0]) - 1 != self.index % NUM_TAGS}
-            where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
-            return f"ranks are in different units: this rank gathers {self.place}, {where}; {ADVICE}"
-
-        self.context.watch.same_everywhere(tags, self._tag, text)
-
-    def reduce(
-        self, chosen: Sequence[int], grads: Sequence[Tensor | None], sent: torch.dtype, ours: Sequence[bool]
-    ) -> PendingReduce:
-        """Begin to reduce the full gradients of the parameters `chosen`, which are `sent`; None where this rank has none.
-
-        `ours`: which of them nobody else has, so that they may be written into.
-        """
-        return PendingReduce(self, chosen, grads, sent, ours)
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
         """How gradients of the parameters `chosen`, which are `sent`, are reduced over each axis that their rows are cut over."""
@@ -325,3 +260,107 @@ class Group:
             self.context.reduce_stream.settle()
             self._ones[key] = flags
         return flags
+
+
+class CutGroup(Group):
+    """A group whose parameters are cut by rows; owns its full buffer and its shards."""
+
+    def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
+        super().__init__(context, planned, place)
+        self._gatherings: list[AxisGather] = []  # to the secondary shard, if there is one, and to the full buffer
+        params, dtype = self.params, self.dtype
+        cuts = [p.cut for p in params]
+        self.message, self._inner = messages(context, cuts, dtype)
+        rank, late = context.shard.rank, context.gather_stream.late
+        if context.relay:
+            over = context.replicate
+            self._relay = SecondaryShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
+        own = over.rank if context.relay else rank
+        self.shard_buffer = context.shard_buffers(self.index, self._inner, own, [p.dtype for p in params], dtype)
+        tagged = self._relay if context.relay else self.shard_buffer
+        tagged.tag.fill_(self.tag)
+        self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
+        alone = context.shard.num_ranks == 1 and not context.relay
+        self.alias = alone and self.shard_buffer.dtype == dtype and self.shard_buffer.is_memory_of_locals
+        full_buffer: FullBuffer | None = None
+        if not self.alias:
+            offsets, numel = full_offsets(cuts, dtype.itemsize)
+            flat = torch.empty(numel, dtype=dtype, device=context.device)
+            full_buffer = FullBuffer(cuts, offsets, flat, rank, poison=late)
+        self.full_buffer = self._full = full_buffer
+        self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
+        if context.relay:
+            self._gatherings.append(
+                AxisGather(context.replicate, self._inner, self.shard_buffer, self._relay.full_buffer)
+            )
+        if full_buffer is not None:
+            self._gatherings.append(AxisGather(context.shard, self.message, tagged, full_buffer))
+            full_buffer.close()
+        self._is_direct = type(self.shard_buffer) is FlatShards and not context.relay
+
+    @property
+    def relay_bytes(self) -> int:
+        return self._relay.full_buffer.num_bytes if self.context.relay else 0
+
+    def mark_stale(self) -> None:
+        super().mark_stale()
+        if self.context.relay:
+            self._relay.filled = -1
+
+    def gather(self) -> Transfer | None:
+        if self._full is None:
+            return None
+        if self._is_direct:  # the common case, without the questions below
+            self.filled = self.version()
+            self._full.open()
+            self._gatherings[0].open()
+            return self.context.gather_stream.start(self._gatherings[0].steps(self._check), [], self._gathers)
+        self.shard_buffer.ready()
+        now = self.version()
+        self._full.open()
+        self.filled = now
+        todo = self._gatherings
+        if self.context.relay and self._relay.filled == now:
+            todo = todo[1:]
+        elif self.context.relay:
+            self._relay.filled = now
+            self._relay.full_buffer.open()
+        for gathering in todo:
+            gathering.open()
+        fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None
+        side_stream = self.context.gather_stream
+        if fetched is None and len(todo) == 1:
+            return side_stream.start(todo[0].steps(self._check), [], self._gathers)
+
+        def steps() -> Steps:
+            if fetched is not None:
+                fetched.join(side_stream)
+            for gathering in todo:
+                yield from gathering.steps(self._check)
+
+        return side_stream.start(steps(), [fetched], self._gathers)
+
+    def landed(self) -> None:
+        for gathering in self._gatherings:
+            gathering.close()
+
+    def _fetch(self, gathering: AxisGather, version: int) -> Transfer | None:
+        """Bring shards to the device, where they rest elsewhere."""
+        transfer = self.shard_buffer.refresh(version)
+        if gathering.off_device:
+            transfer = self.context.fetch_stream.copy(gathering.load, [], f"fetches {self.place}")
+            self.shard_buffer.read_by(transfer)
+        return transfer
+
+    def _check(self, tags: Tensor) -> None:
+        """Ranks that gather different units at the same time would take each other's numbers."""
+        if not self.context.watch.looks(self.context.device):
+            return
+
+        def text(tags: list[Any]) -> str:
+            said = tags if self.dtype in CARRIED else []
+            others = {r: int(tag[0]) - 1 for r, tag in enumerate(said) if int(tag[0]) - 1 != self.index % NUM_TAGS}
+            where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
+            return f"ranks are in different units: this rank gathers {self.place}, {where}"
+
+        self.context.watch.same_everywhere(tags, self._tag, text)

@@ -1,46 +1,43 @@
-"""What happens around the forward of a unit: leases, what its module sees, and marks by which a backward finds the call."""
+"""What happens around the forward of a unit: leases, what its module sees, and nodes by which a backward finds the call."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accordion import _torch
-from accordion.engine.autograd import Call, Gather, OutputNode, ReduceNode
-from accordion.engine.engine import IN_BACKWARD
-from accordion.engine.finite import Moment
+from accordion.engine.autograd import Gather, OutputNode, reduce_node_of
+from accordion.engine.calls import Call
+from accordion.engine.engine import IN_BACKWARD, Engine
 from accordion.engine.order import Phase
-from accordion.engine.reads import ListeningParameters, read_outside
-from accordion.engine.together import UnitCall
-from accordion.engine.tree import map_tensors, overlapping, tensors_in, tensors_of, written_into
+from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import Unit
+
+ATTACHED = "_accordion"  # the attribute by which a module of a unit names its hooks
 
 
 class Hooks:
-    """The forward hooks of one unit; owns its stack of calls and the number reserved for the Stage of its next one."""
+    """The forward hooks of one unit; owns its stack of calls and the number reserved for the AwaitReduce of its next one."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit, self.engine = unit, unit.engine
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.unit, self.engine = unit, engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
         self._reserved: tuple[int, int] | None = None  # in which root call, and the number
-        self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._handles: list[RemovableHandle] = []
         self.modules: list[weakref.ref[nn.Module]] = []
-        self._guarded: tuple[Any, Any] | None = None  # the root's forward, and the one of its own that it had
         self._last_hooks: dict[int, int] = {}  # by id of the module
-        self.engine.hooks_by_unit[unit.index] = self
+        engine.add_unit(unit, self)
 
     def attach(self, module: nn.Module) -> None:
         """Make each call of `module` one of the unit."""
-        module.__dict__["_accordion"] = self.unit
+        module.__dict__[ATTACHED] = self
         self.modules.append(weakref.ref(module))
         # Wrapped once: FSDP2 wraps at every call, 14.6 us each. Dynamo cannot trace a hook that communicates.
         before, after = _torch.unseen_by_dynamo(self.before), _torch.unseen_by_dynamo(self.after)
@@ -48,53 +45,18 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         self._last_hooks[id(module)] = self._handles[-1].id
-        if self.unit.index == 0:
-            self._guard(module)
-        # What makes a tensor subclass of a gathered tensor looks at its module while it is gathered: not a read from outside.
-        elif next(module.children(), None) is None and not self.unit.window.has_around:
-            read = partial(self.engine.reads.begin, self, weakref.ref(module))
-            module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
-        for name in ("__deepcopy__", "__reduce_ex__"):  # the hooks would fail first, obscurely
-            module.__dict__[name] = getattr(self.unit, name)
+
+    def attached_modules(self) -> list[nn.Module]:
+        """The modules whose calls are the unit's, as far as they are alive."""
+        return [module for module in (ref() for ref in self.modules) if module is not None]
 
     def detach(self, modules: Iterable[nn.Module]) -> None:
         """Take back what `attach` did to `modules`, all of the unit's."""
         for handle in self._handles:
             handle.remove()
         for module in modules:
-            for name in ("_accordion", "__deepcopy__", "__reduce_ex__"):
-                module.__dict__.pop(name, None)
-            module.__dict__["_parameters"] = dict(module._parameters)
-            if self._guarded is not None and module.__dict__.get("forward") is self._guarded[0]:
-                del module.__dict__["forward"]
-                if self._guarded[1] is not None:
-                    module.__dict__["forward"] = self._guarded[1]
-        self.unit.window.detach()
-
-    def _guard(self, module: nn.Module) -> None:
-        """Put the errors of the model's forward right that hooks do not see.
-
-        torch runs no hooks after a KeyboardInterrupt, and what was under way would seem so for ever. And who reads the weight
-        of a unit from outside of its forward gets a shard, of which torch's error says nothing.
-        """
-        own, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
-        engine = self.engine
-
-        @wraps(function)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
-            except Exception as error:
-                if "mixed torch.Tensor and DTensor" in str(error):
-                    raise read_outside(error, engine.units) from error
-                raise
-            except BaseException:
-                engine.reset()
-                raise
-
-        forward.__signature__ = inspect.signature(own or module.forward)  # type: ignore[attr-defined]
-        module.__dict__["forward"] = forward
-        self._guarded = (forward, own)
+            module.__dict__.pop(ATTACHED, None)
+        self.unit.module_params.detach()
 
     def attach_method(self, module: nn.Module, name: str) -> None:
         """Let `module.name(...)` enter the unit as a call of the module does."""
@@ -118,61 +80,75 @@ class Hooks:
             replaced = torch.compiler.disable(self.after)(module, args, kwargs, out)
         return out if replaced is None else replaced
 
-    # -- staging
+    # -- the node that waits for the reduce
 
     def forget(self) -> None:
+        """After an interrupt, for which torch runs no hooks: no call is under way."""
         self._calls.clear()
-        for watch in self._watches.values():  # an interrupt: torch ran no hooks
-            self._end_watch(watch)
-        self._watches.clear()
         self._reserved = None
 
-    def _stage(self, call: Call) -> Tensor:
-        """The token for a call's Gather. The number that was reserved for its Stage is older than the unit before."""
+    def _token(self, call: Call) -> Tensor:
+        """The token for a call's Gather. The number that was reserved for its AwaitReduce is older than the unit before."""
         if not call.sync:
             return self.engine.anchor
         reserved, self._reserved = self._reserved, None
         same = reserved is not None and reserved[0] == self.engine.root_call
         call.number = reserved[1] if same and reserved is not None else _torch.reserve_number()
-        call.staged = ReduceNode.of(call)
+        call.staged = reduce_node_of(call)
         return call.staged.token
 
-    def _stage_ahead(self) -> None:
+    def _reserve_for_next(self) -> None:
         following = self.engine.expected(self.unit)
         if following is not None and following.trained.indices:
-            hooks, root_call = self.engine.hooks_by_unit[following.index], self.engine.root_call
-            if hooks._reserved is None or hooks._reserved[0] != root_call:
-                hooks._reserved = root_call, _torch.reserve_number()
+            self.engine.call_stacks[following.index].reserve(self.engine.root_call)
+
+    def reserve(self, root_call: int) -> None:
+        """Take a number in autograd's order for the AwaitReduce of this unit's next call."""
+        if self._reserved is None or self._reserved[0] != root_call:
+            self._reserved = root_call, _torch.reserve_number()
 
     # -- one call
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any, *, reads: bool = False) -> Any:
+    def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
+        """The forward pre-hook: gather, and give the arguments that take the place of `args` and `kwargs`, if any do.
+
+        `by_read`: a read of the layer's weight begins the call, and not torch.
+        """
         engine, unit = self.engine, self.unit
         if engine.suspended:
             self._calls.append(None)
             return None
-        hooks: Any = module._forward_hooks
-        last = self._last_hooks.get(id(module))
-        if last is not None and next(reversed(hooks)) != last:  # hooks set since then see full parameters too
-            hooks.move_to_end(last)
+        self._stay_last(module)
         engine.enter()
         differentiable = torch.is_grad_enabled() and self._is_differentiable(args, kwargs)
         if _torch.current_graph_task() == -1:
-            engine.enters(unit, differentiable, reads)
+            for tell in engine.observers.unit_enters:
+                tell(unit, differentiable, by_read)
         elif not unit.leases:  # else it stands, and is not gathered
-            engine.comes_back(unit)
+            for returns in engine.observers.unit_returns:
+                returns(unit, None)
         engine.depth += 1
         try:
-            call, fulls = self._open(differentiable, reads)
+            call, fulls = self._begin(differentiable, by_read)
         except BaseException:
             engine.depth -= 1  # torch runs `after` now, and it finds no call
             raise
         self._calls.append((call, fulls))
-        unit.window.show(fulls)
-        if call.reached is not None and (unit.begins_at_reads is not False or not call.needs_full_in_backward):
-            self._watch_reads(call, fulls)
-        if engine.finite is not None:
-            engine.finite.look(unit.index, Moment.PARAMETERS, unit.views)
+        unit.module_params.show(fulls)
+        for watch in engine.observers.unit_is_full:
+            watch(call, fulls)
+        return self._cast_inputs(call, args, kwargs)
+
+    def _stay_last(self, module: nn.Module) -> None:
+        """Hooks that others have set since see full parameters too: `after` comes behind them."""
+        hooks: Any = module._forward_hooks
+        last = self._last_hooks.get(id(module))
+        if last is not None and next(reversed(hooks)) != last:
+            hooks.move_to_end(last)
+
+    def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """Arguments in the dtype in which the unit computes, and the nodes of those that need gradients; None: as they are."""
+        unit = self.unit
         if unit.inputs is None and not unit.views_inputs:
             if torch.is_grad_enabled():
                 call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
@@ -191,58 +167,33 @@ class Hooks:
             return True
         return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
-    def _open(self, differentiable: bool, reads: bool) -> tuple[Call, Sequence[Tensor]]:
-        """Take the lease of the forward, gather and stage ahead, and give what the module shall see."""
+    def _begin(
+        self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
+    ) -> tuple[Call, Sequence[Tensor]]:
+        """A call, with the lease of its forward, and the full parameters that its module shall see."""
         unit, engine = self.unit, self.engine
-        outside = _torch.current_graph_task() == -1
-        unit.window.check_registry()
-        unit.stays = False
-        version = unit.acquire()
+        unit.module_params.check_registry()
+        unit.keep_until_stale = False
+        version = engine.acquire(unit)
         try:
-            return self._opened(Call(unit, engine.sync, reads), differentiable, version, outside)
+            outside = _torch.current_graph_task() == -1
+            call = Call(engine, unit, by_read, is_dummy)
+            if outside:
+                engine.gather_ahead(Phase.FORWARD, unit)
+            if not differentiable:
+                return call, unit.module_params.around(unit.views)
+            call.version = version
+            token = self._token(call) if unit.trained.indices else engine.anchor
+            if outside:
+                self._reserve_for_next()
+            call.reached, *outs = _torch.apply(Gather, call, token)
+            fulls = list(unit.views)
+            for i, full in zip(call.trained.indices, outs, strict=True):
+                fulls[i] = full
+            return call, unit.module_params.around(fulls)
         except BaseException:
             unit.release()
             raise
-
-    def _opened(self, call: Call, differentiable: bool, version: int, outside: bool) -> tuple[Call, Sequence[Tensor]]:
-        engine, unit = self.engine, self.unit
-        if outside:
-            engine.gather_ahead(Phase.FORWARD, unit)
-        if not differentiable:
-            return call, unit.window.around(unit.views)
-        call.version = version
-        token = self._stage(call) if unit.trained.indices else engine.anchor
-        if outside:
-            self._stage_ahead()
-        call.reached, *outs = _torch.apply(Gather, call, token)
-        fulls = list(unit.views)
-        for i, full in zip(call.trained.indices, outs, strict=True):
-            fulls[i] = full
-        return call, unit.window.around(fulls)
-
-    def _watch_reads(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """Let a backward begin this call where it reads a full parameter, if nothing else has begun it.
-
-        So a loss that left the unit through a global or an object can be walked back alone. Each saved tensor costs two calls of
-        Python: so only until the first backward has come by a mark or an output, and after that where one did not. Where others
-        have such hooks (checkpointing, offload), theirs are left to work.
-        """
-        unit, begin, outer = self.unit, partial(call.begin_unseen, fulls), _torch.saving_hook()
-        if outer is not None and outer not in self.engine.saving:
-            return
-
-        def pack(tensor: Tensor) -> Any:
-            if unit.holds(tensor):
-                return SavedParam(begin, tensor)
-            return tensor if outer is None else outer(tensor)
-
-        watch = self._watches[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, read)
-        self.engine.saving.append(pack)
-        watch.__enter__()
-
-    def _end_watch(self, watch: torch.autograd.graph.saved_tensors_hooks) -> None:
-        self.engine.saving.pop()
-        watch.__exit__()
 
     def _input(self, nodes: list[Any], done: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Cast an input and keep its node: where it is watched, that of a view, whose gradient is what this call contributes.
@@ -262,38 +213,30 @@ class Hooks:
         return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        if not self._calls:
-            return None
-        if (entry := self._calls.pop()) is None:
+        """The forward hook, called after an error too, with `out` None: what takes the place of `out`, None if nothing does."""
+        if not self._calls or (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry
         engine, unit, given = self.engine, self.unit, out
         error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
-        inside, failed = _torch.current_graph_task() != -1, None
-        try:
-            out = engine.reads.end(engine.depth, out)
-            if not inside and error is None:
-                engine.leaves(unit)
-        except BaseException as caught:
-            error = failed = caught
-        watch_of_reads = self._watches.pop(id(call), None)
-        if watch_of_reads is not None:
-            self._end_watch(watch_of_reads)
-        unit.window.hide(fulls)
+        failed: BaseException | None = None  # an observer
+        for watch in engine.observers.unit_leaves:
+            try:
+                out = watch(call, out, error)
+            except BaseException as caught:  # the others end what they began, too
+                error = failed = caught
+        unit.module_params.hide(fulls)
         if (refused := unit.lost_write(call.writes, fulls)) is not None:
             unit.release()
             engine.leave(None)
             raise refused
-        if inside:
+        if call.root == IN_BACKWARD:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
         if error is None:
-            if engine.finite is not None:
-                engine.finite.look(unit.index, Moment.FORWARD, tensors_of(out))
+            out = map_tensors(self.own_memory, out)
             if torch.is_grad_enabled():
-                out = self._watch_outputs(call, fulls, map_tensors(self.own_memory, out), (args, kwargs))
-            else:
-                out = map_tensors(self.own_memory, out)
-        self._end_lease(call, keep=error is None and self._keeps_lease(inside))
+                out = self._watch_outputs(call, fulls, out, (args, kwargs))
+        self._end_forward(call, keep=error is None and self._keeps_lease(call))
         engine.leave(error)
         if failed is not None:
             raise failed
@@ -309,84 +252,89 @@ class Hooks:
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
         """See to it that a backward begins this call before it reaches any node of it, whichever way it comes.
 
-        By a mark, a node made now: autograd runs what is ready from the newest node to the oldest, and the outermost call
-        makes the marks of all calls below it ready. And by hooks on outputs, and on what was left in attributes, for
-        backwards that do not come through the outermost call's outputs or want no gradients of parameters.
+        By a pre-backward node, made now: autograd runs what is ready from the newest node to the oldest, and the outermost call
+        makes those of all calls below it ready. And by hooks on outputs, for backwards that do not come through the outermost
+        call's outputs or want no gradients of parameters; `safety/hidden_losses.py` adds what is hidden from here.
         """
         engine, begin = self.engine, partial(call.begin, fulls)
-        self._mark(call, begin)
-        single = isinstance(out, Tensor)
-        tensors = [out] if single else tensors_of(out)
+        self._make_pre_backward_node(call, begin)
+        tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
         found = list({id(t): t for t in tensors if t.requires_grad}.values())
-        pre_backward_nodes = engine.take_marks()
+        to_reach = engine.take_pre_backward_nodes()
         replaced: dict[int, Tensor] = {}
-        if found and pre_backward_nodes:
+        if found and to_reach:
             shared = overlapping(found, tensors_of(inputs))
-            left = OutputNode.apply(begin, engine.zero, len(found), shared, *found, *pre_backward_nodes)  # type: ignore[no-untyped-call]
+            left = OutputNode.apply(begin, engine.zero, len(found), shared, *found, *to_reach)  # type: ignore[no-untyped-call]
             replaced = {id(t): new for t, new in zip(found, left, strict=True)}
             out = map_tensors(lambda t: replaced.get(id(t), t), out)
-        others = [t for t in found if id(t) not in replaced]
-        hidden = () if single else tensors_in(out, opaque_depth=3)
-        for tensor in (*others, *hidden, *self.unit.window.leaked(), *written_into(inputs)):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+        for tensor in found:
+            if id(tensor) not in replaced and tensor.grad_fn is not None:
                 _torch.on_gradient(tensor, begin)
+        for tell in engine.observers.outputs_are_ready:
+            tell(call, fulls, out, inputs)
         return out
 
-    def _mark(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
+    def _make_pre_backward_node(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
         if call.reached is not None and self.engine.collects():
-            mark = call.reached.view(())  # a node without a kernel
-            _torch.on_gradient(mark, begin)
-            self.engine.pre_backward_nodes.append(mark)
+            node = call.reached.view(())  # without a kernel
+            _torch.on_gradient(node, begin)
+            self.engine.pre_backward_nodes.append(node)
 
-    def _end_lease(self, call: Call, *, keep: bool) -> None:
-        """A call's forward has ended: its lease waits for the backward, or ends too."""
+    def _end_forward(self, call: Call, *, keep: bool) -> None:
+        """Its lease waits for the backward, or ends too."""
         if call.reached is not None and keep and call.needs_full_in_backward:
             call.kept = self.engine.keep(self.unit, call.root)
         else:
             self.unit.release()
         call.reached = None
 
-    # -- a call for others, whose output nobody uses
-
-    def open_for_others(self, step: UnitCall) -> tuple[Call, Sequence[Tensor]]:
-        with torch.set_grad_enabled(step.differentiable):
-            self.engine.depth += 1
-            try:
-                opened = self._open(step.differentiable, step.reads)
-            except BaseException:
-                self.engine.depth -= 1
-                raise
-        if self.engine.finite is not None:  # all ranks look at the same places
-            self.engine.finite.look(self.unit.index, Moment.PARAMETERS, self.unit.views)
-        return opened
-
-    def close_for_others(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        if self.engine.finite is not None:
-            self.engine.finite.look(self.unit.index, Moment.FORWARD, ())
-        with torch.enable_grad():
-            self._mark(call, partial(call.begin, fulls))
-        self._end_lease(call, keep=self._keeps_lease(inside=False))
-        self.engine.depth -= 1
-
-    def _keeps_lease(self, inside: bool) -> bool:
+    def _keeps_lease(self, call: Call) -> bool:
         """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""
         engine, keep = self.engine, self.unit.unit_policy.keep
-        if inside:  # reentrant checkpointing recomputes calls and walks the last one at once; one waits at most
+        if (
+            call.root == IN_BACKWARD
+        ):  # reentrant checkpointing recomputes calls and walks the last at once; one waits at most
             return self.unit.leases == 1
         if keep is not None:
             return keep
         return engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(self.unit)
 
+    # -- a call for others, whose output nobody uses
 
-class SavedParam(NamedTuple):
-    """A full parameter that autograd saves, and what must be done before it is read."""
+    def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
+        """Begin a call that other ranks make and this one does not: it gathers, and reduces, with them."""
+        engine = self.engine
+        with torch.set_grad_enabled(differentiable):
+            engine.depth += 1
+            try:
+                call, fulls = self._begin(differentiable, by_read, is_dummy=True)
+            except BaseException:
+                engine.depth -= 1
+                raise
+        for watch in engine.observers.unit_is_full:
+            watch(call, fulls)
+        return call, fulls
 
-    begin: Callable[[], None]
-    tensor: Tensor
+    def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
+        """End such a call; in a backward it takes part with zeros for gradients."""
+        for watch in self.engine.observers.unit_leaves:
+            watch(call, (), None)
+        with torch.enable_grad():
+            self._make_pre_backward_node(call, partial(call.begin, fulls))
+        self._end_forward(call, keep=self._keeps_lease(call))
+        self.engine.depth -= 1
 
 
-def read(saved: Any) -> Tensor:
-    if isinstance(saved, SavedParam):
-        saved.begin()
-        return saved.tensor
-    return cast(Tensor, saved)
+def attached_to(module: nn.Module) -> Hooks | None:
+    """The hooks of the unit that `module` belongs to; None if it is no unit's own module."""
+    return module.__dict__.get(ATTACHED)
+
+
+def units_of(modules: Iterator[nn.Module]) -> list[Unit]:
+    """The units whose modules are among `modules`."""
+    return [hooks.unit for hooks in map(attached_to, modules) if hooks is not None]
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that shards `model` or a part of it; None if nothing is sharded."""
+    return next((hooks.engine for hooks in map(attached_to, model.modules()) if hooks is not None), None)

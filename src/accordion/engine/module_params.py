@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,17 +13,12 @@ from accordion import _torch
 from accordion.engine.group import Param
 from accordion.errors import UsageError
 
-if TYPE_CHECKING:
-    from accordion.engine.unit import Unit
-
-OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
-
 
 class ModuleParams:
     """Owns the stack of full parameters that are shown in place of shards, one entry a call under way."""
 
-    def __init__(self, module: nn.Module, params: Sequence[Param]) -> None:
-        self._module, self._params = weakref.ref(module), params
+    def __init__(self, params: Sequence[Param]) -> None:
+        self._params = params
         self.has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
         # Runs of parameters that lie in one module: it, their names, and which they are.
@@ -36,13 +31,14 @@ class ModuleParams:
                 self._runs.append((ref, [attr], slice(i, i + 1)))
         self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
-        self._inside: list[tuple[weakref.ref[nn.Module], int]] | None = None
         self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
 
-    def guard_conversions(self, unit: Unit) -> None:
-        """Let `module.to(...)` and its kin ask `unit` first."""
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules that hold one of the parameters, each once."""
         for ref in {ref for ref, _, _ in self._places}:
-            _guard_conversion(ref, weakref.ref(unit))
+            module = ref()
+            if module is not None:
+                yield module
 
     def check_registry(self) -> None:
         """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
@@ -59,25 +55,6 @@ class ModuleParams:
                     f"parameter {params[kept.index(False)].name!r} was replaced after shard(), by functional_call or by "
                     "assignment, and the sharded model would not use it; write into it under full_params(model, write=True)."
                 )
-
-    def leaked(self) -> Iterator[Tensor]:
-        """Tensors of a graph that the last forward left in attributes, such as a router's loss: other ways into the backward."""
-        if self._inside is None:
-            root = self._module()
-            self._inside = [(weakref.ref(m), _first_own(m)) for m in _modules_inside(root)] if root is not None else []
-        for ref, start in self._inside:
-            module = ref()
-            if module is None:
-                continue
-            for value in list(module.__dict__.values())[start:]:
-                kind = type(value)
-                if Tensor in kind.__mro__:  # isinstance would ask its metaclass
-                    if value.grad_fn is not None:
-                        yield value
-                elif kind is list or kind is tuple:
-                    yield from [v for v in value if isinstance(v, Tensor) and v.grad_fn is not None]
-                elif kind is dict:
-                    yield from [v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None]
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules see of full tensors: the same list where no parameter says otherwise."""
@@ -112,12 +89,10 @@ class ModuleParams:
             self._install()
 
     def detach(self) -> None:
-        """Leave the modules as they were before the unit was made, with shards for parameters."""
+        """Leave the modules with shards for parameters, in registries of torch's own."""
         self.hide_all()
-        for ref, _, _ in self._places:
-            module = ref()
-            if module is not None:
-                module.__dict__.pop("_apply", None)
+        for module in self.modules():
+            module.__dict__["_parameters"] = dict(module._parameters)
 
     def _install(self) -> None:
         """Let modules show what was shown last, or the shards."""
@@ -162,42 +137,3 @@ class ModuleParams:
                     f"parameter {self._params[i].name!r} is sharded as {now.dtype} on {now.device} and cannot become "
                     f"{new.dtype} on {new.device}; convert before shard(), or choose with Precision and the mesh's device."
                 )
-
-
-def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Unit]) -> None:
-    """Put `ModuleParams.convert` before what torch does to the parameters of a module in `to`, `half` and `to_empty`."""
-
-    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        module, unit = of(), by()
-        assert module is not None, "a module's method runs while the module lives"
-        if unit is not None and unit.unit_policy.on_convert is not None and unit.engine.depth == 0:
-            unit.unit_policy.on_convert()
-            changed: nn.Module = module._apply(function, recurse)
-            return changed
-        if unit is None or unit.engine.suspended:
-            converted: nn.Module = type(module)._apply(module, function, recurse)
-            return converted
-        unit.window.convert(module, function)
-        kept, module._parameters = module._parameters, {}
-        try:
-            type(module)._apply(module, function, recurse)
-        finally:
-            module._parameters = kept
-        return module
-
-    module = of()
-    if module is not None:
-        module.__dict__["_apply"] = apply
-
-
-def _first_own(module: nn.Module) -> int:
-    """Where a module's own attributes begin: behind torch's, unless some were set before `super().__init__()`."""
-    return len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
-
-
-def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
-    """`root` and the modules below it that are in no unit below it."""
-    yield root
-    for child in root.children():
-        if "_accordion" not in child.__dict__:
-            yield from _modules_inside(child)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from accordion import _torch
+from accordion.engine.group import Group
 from accordion.engine.reduce import AxisReduce, dense
 from accordion.engine.streams import Steps, Transfer
-from accordion.engine.watch import ADVICE
-
-if TYPE_CHECKING:
-    from accordion.engine.group import Group
 
 
 class PendingReduce:
-    """The gradients of a group on their way; `finish` gives this rank's rows of the sum, None where no rank had any."""
+    """The gradients of a group on their way; `finish` gives this rank's rows of the sum, None where no rank had any.
+
+    Begins to reduce the full gradients `grads` of the parameters `chosen`, which are sent in the dtype `sent`; None where this
+    rank has none. `ours`: which of them nobody else has, so that they may be written into.
+    """
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class PendingReduce:
     ) -> None:
         self._group, self._chosen, context = group, chosen, group.context
         self._absent = [k for k, g in enumerate(grads) if g is None]
-        self._flight: Transfer | None = None
+        self._transfer: Transfer | None = None
         self._outer: Transfer | None = None  # in a hybrid the second one, over `replicate`
         self.goes_on = context.shard.num_ranks > 1 and context.replicate.num_ranks > 1
         self._results: Sequence[Tensor | None]
@@ -53,9 +53,9 @@ class PendingReduce:
         reductions[0].load(present, flags, ours)
         self._first, self._last = reductions[0], reductions[-1]
         steps = self._first.steps() if self.goes_on else self._steps()
-        self._flight = context.reduce_stream.start(steps, self._first.held, group.reduces)
+        self._transfer = context.reduce_stream.start(steps, self._first.held, group.reduces)
         self._results = self._last.results
-        if self.goes_on and self._flight.ended:
+        if self.goes_on and self._transfer.ended:
             self._go_on()
 
     def _steps(self) -> Steps:
@@ -74,18 +74,18 @@ class PendingReduce:
         self._finish_sums(last.buffers, last.flag_sums)
 
     def _go_on(self) -> None:
-        """Begin what follows the first axis, on a lane of its own: the next unit's gradients need not wait for that."""
-        assert self._flight is not None, "it has begun on the first axis"
-        lane, held = self._group.context.replicate_stream, self._first.buffers
+        """Begin what follows the first axis, on a side stream of its own: the next unit's gradients need not wait for that."""
+        assert self._transfer is not None, "it has begun on the first axis"
+        side_stream, held = self._group.context.replicate_stream, self._first.buffers
         if self._last is not self._first:
             held = [*held, *self._last.held]
-        self._flight.join(lane)
-        self._outer = lane.start(self._outer_steps(), held, self._group.reduces)
+        self._transfer.join(side_stream)
+        self._outer = side_stream.start(self._outer_steps(), held, self._group.reduces)
 
     def arrive(self) -> None:
         """Wait for the first axis, and let go what only that needed: from here on a reduce holds memory of a shard's size."""
-        if self._flight is not None:
-            self._flight.land()
+        if self._transfer is not None:
+            self._transfer.land()
             if self.goes_on and self._outer is None:
                 self._go_on()
             if self.goes_on:
@@ -109,7 +109,7 @@ class PendingReduce:
         """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
         group, watch = self._group, self._group.context.watch
         if watch.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
-            text = f"ranks reduce different units: this rank {group.place}; {ADVICE}"
+            text = f"ranks reduce different units: this rank {group.place}"
             watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
 
     def bring_home(
@@ -118,13 +118,18 @@ class PendingReduce:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `ShardBuffer.put`."""
         rows, group = self.finish(decide), self._group
         made_by = (
-            (self._outer or self._flight) if group.sums_are_shards else None
+            (self._outer or self._transfer) if group.sums_are_shards else None
         )  # else by the compute stream, which casts
-        return group.home.put(self._chosen, rows, adding, made_by)
+        return group.shard_buffer.put(self._chosen, rows, adding, made_by)
+
+    @property
+    def lacks_some(self) -> bool:
+        """Whether this rank has no gradient of some chosen parameter, and others may have one."""
+        return bool(self._absent)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
         """For each chosen parameter without a gradient of this rank's, the place of the count of ranks that have one."""
-        if not self._absent or self._flight is None:
+        if not self._absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self._absent)
         return [(sums, k) if k in absent else None for k in range(len(self._chosen))]
@@ -134,7 +139,7 @@ class PendingReduce:
 
         `decide`: None for what no rank has, for which a rank that lacked a gradient reads the device; else zeros.
         """
-        if self._flight is not None:
+        if self._transfer is not None:
             self.arrive()
             if self._outer is not None:
                 self._outer.land()

@@ -164,31 +164,31 @@ class AxisReduce:
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
 
     def steps(self) -> Steps:
-        link = self._axis.reduce
-        if link.num_ranks == 1:
+        communicator = self._axis.reduce
+        if communicator.num_ranks == 1:
             if self._direct:
                 _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
             if not self._plan.sums_in_place:
                 self._out_pack.copy_(self._pack[0])
         elif self._plan.sends:
             parts = self._parts()
-            sends = link.send_each(parts)
-            yield joined(link.exchange(self._sends()[-1:]), link.sum(self._whole))._replace(sends=sends)
+            sends = communicator.send_each(parts)
+            yield joined(communicator.exchange(self._sends()[-1:]), communicator.sum(self._whole))._replace(sends=sends)
             for (row_of_each, _), out in zip(parts, self._direct_out, strict=True):
                 add_rows(row_of_each, out)
             sum_rows(self._received[-1], self._out_pack)
         elif self._plan.exchange:
             sends, outs = self._sends(), [*self._direct_out, self._out_pack]
             for piece in self._plan.pieces:
-                pending = link.exchange(sends[piece])
-                yield joined(pending, link.sum(self._whole)) if piece.stop is None else pending
+                pending = communicator.exchange(sends[piece])
+                yield joined(pending, communicator.sum(self._whole)) if piece.stop is None else pending
                 for received, out in zip(self._received[piece], outs[piece], strict=True):
                     sum_rows(received, out)
         else:
             for outs, inputs in self._scattered():
-                yield link.scatter_sum(outs, inputs)
+                yield communicator.scatter_sum(outs, inputs)
             if self._whole:
-                yield link.sum(self._whole)
+                yield communicator.sum(self._whole)
 
     def _scattered(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """What is scattered together, as (outs, inputs). What is cast lies where the piece before it lay, and that was read."""
@@ -232,8 +232,8 @@ class AxisReduce:
 
 
 def joined(first: Pending, second: Pending) -> Pending:
-    """Both, of one link."""
-    return Pending(first.link, [*first.works, *second.works])
+    """Both, of one communicator."""
+    return Pending(first.communicator, [*first.works, *second.works])
 
 
 def add_rows(rows: Sequence[Tensor], out: Tensor) -> None:

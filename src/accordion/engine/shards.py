@@ -18,38 +18,22 @@ Allocate = Callable[[int, torch.dtype], Tensor]
 
 
 class ShardBuffer:
-    """Owns the shards of one group of parameters on one device, each in its own dtype.
+    """The shards of one group of parameters between uses: what gathers read, optimizers step and gradients come to.
 
-    Shards of one dtype lie in one buffer in the order of `message`, so that packed shards are already the row that travels.
-    `tag` stands behind the packed shards and travels with them: every rank of a gather must show the same one.
-    A tier elsewhere keeps the same names: `padded`, `pack_row`, `tag` and `dtype` are what gathers read, `locals` what
-    optimizers step. Where it is `away`, what gathers read is not on the device, and they copy it there first.
+    `padded`: this rank's rows of each parameter as 1-D tensors of equal parts, padding included, which gathers read; `dtype` is
+    theirs, None if they differ. `locals`: its real rows in the parameter's own dims, which optimizers step. `pack_row`: the
+    small ones of `padded` and the tag as one 1-D tensor, None if they lie apart. `tag` travels with them: every rank of a gather
+    must show the same one. `flats`: the memory of all of it. If the buffer is `off_device`, gathers copy from it to the device.
     """
 
-    away = False
+    off_device = False
     is_memory_of_locals = True  # what gathers read is what optimizers write
-
-    def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
-        self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
-        self.padded: list[Tensor] = [torch.empty(0, device="cpu")] * len(
-            dtypes
-        )  # each (chunk, ...) as 1-D, padding included
-        self.locals: list[Tensor] = list(self.padded)  # each rank's real rows, in the parameter's shape
-        self.pack_row: Tensor | None = None  # the packed shards and the tag as one 1-D tensor
-        self.flats: list[Tensor] = []
-        for dtype, chosen, part in flats_of(msg, dtypes):
-            flat = allocate(part.shard_numel, dtype)
-            self.flats.append(flat)
-            if self.dtype is not None:
-                self.pack_row = flat[msg.pack_start : msg.pack_start + msg.row_numel]
-            for i, at in zip(chosen, part.shard_offsets, strict=True):
-                self.padded[i] = flat[at : at + msg.cuts[i].shard_numel]
-                self.locals[i] = own_storage(local_view(self.padded[i], msg.cuts[i], rank))
-        self.tag = (
-            allocate(msg.num_flags, dtypes[0])
-            if self.pack_row is None
-            else self.pack_row[msg.row_numel - msg.num_flags :]
-        )
+    dtype: torch.dtype | None
+    padded: list[Tensor]
+    locals: list[Tensor]
+    pack_row: Tensor | None
+    tag: Tensor
+    flats: list[Tensor]
 
     def num_bytes(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
@@ -58,8 +42,8 @@ class ShardBuffer:
         """Bring what gathers read up to shards of `version`, which grows with each write; None where no copy is under way."""
         return None
 
-    def read_by(self, flight: Transfer) -> None:
-        """A copy that reads this home is under way: writes must wait for it."""
+    def read_by(self, transfer: Transfer) -> None:
+        """A copy that reads this shard buffer is under way: writes must wait for it."""
 
     def ready(self) -> None:
         """Let the host wait for an optimizer step of these shards that is under way."""
@@ -79,14 +63,40 @@ class ShardBuffer:
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Take reduced gradients of the parameters `chosen` to where those rest: local rows there, and the copy under way.
 
-        `adding`: which of them the caller only adds to others, and then drops. `after`: the flight that makes the rows; None if
+        `adding`: which of them the caller only adds to others, and then drops. `after`: the transfer that makes the rows; None if
         the compute stream has changed them since.
         """
         return rows, None
 
 
+class FlatShards(ShardBuffer):
+    """Shards in flat memory that `allocate` gives, one buffer a dtype.
+
+    Those of one dtype lie in the order of `message`, so that packed shards are already the row that travels.
+    """
+
+    def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
+        self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
+        self.padded = [torch.empty(0, device="cpu")] * len(dtypes)
+        self.locals = list(self.padded)
+        self.pack_row, self.flats = None, []
+        for dtype, chosen, part in flats_of(msg, dtypes):
+            flat = allocate(part.shard_numel, dtype)
+            self.flats.append(flat)
+            if self.dtype is not None:
+                self.pack_row = flat[msg.pack_start : msg.pack_start + msg.row_numel]
+            for i, at in zip(chosen, part.shard_offsets, strict=True):
+                self.padded[i] = flat[at : at + msg.cuts[i].shard_numel]
+                self.locals[i] = own_storage(local_view(self.padded[i], msg.cuts[i], rank))
+        self.tag = (
+            allocate(msg.num_flags, dtypes[0])
+            if self.pack_row is None
+            else self.pack_row[msg.row_numel - msg.num_flags :]
+        )
+
+
 class ShardBufferMaker(Protocol):
-    """What makes the home of a group: `unit` is the index of its unit, `gathered` the dtype in which it is gathered."""
+    """What makes the shard buffer of a group: `unit` is the index of its unit, `gathered` the dtype in which it is gathered."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
@@ -94,10 +104,10 @@ class ShardBufferMaker(Protocol):
 
 
 def on_device(device: torch.device) -> ShardBufferMaker:
-    """Homes whose shards lie where the model computes."""
+    """Buffers whose shards lie where the model computes."""
 
     def make(unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> ShardBuffer:
-        return ShardBuffer(msg, rank, dtypes, zeros_on(device))
+        return FlatShards(msg, rank, dtypes, zeros_on(device))
 
     return make
 
@@ -110,7 +120,7 @@ def zeros_on(device: torch.device) -> Allocate:
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
-    """The buffers of a home: dtype, the shards in it by index, and how they lie."""
+    """The buffers of a shard buffer: dtype, the shards in it by index, and how they lie."""
     result = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]

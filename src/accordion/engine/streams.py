@@ -4,38 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.communicator import Pending
-from accordion.engine.watch import DivergenceMonitor
 
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
 
 
+class Waiter(Protocol):
+    """How a rank waits for others, and what it does if they do not come: `safety/divergence.py`.
+
+    `broken`: why no collective is safe any more, None while all are.
+    """
+
+    broken: str | None
+
+    def check(self) -> None:
+        """Raise `DivergenceError` if collectives are not safe any more."""
+
+    def wait(self, pending: Pending, what: str) -> None:
+        """Let the host wait for works; `what` this rank does, for messages."""
+
+    def looks(self, device: torch.device) -> bool:
+        """Whether tags of messages are compared now."""
+
+    def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
+        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,). `text`: says what differs, given the rows."""
+
+    def tell(self, text: str) -> None:
+        """Let those who wait for this rank know that it will not come, and why."""
+
+
 class SideStream:
-    """Owns one side stream; the collectives started on a lane run in the order in which they were started.
+    """Owns one side stream; the collectives started on a side stream run in the order in which they were started.
 
     Memory rule, which makes `record_stream` needless: every buffer is allocated and freed by the thread that runs forward
-    and backward, on the compute stream. A flight waits for the event recorded after its buffers were allocated, and
+    and backward, on the compute stream. A transfer waits for the event recorded after its buffers were allocated, and
     holds them until the compute stream waits for its end. Where a caller computes on several streams, the one on which a
     buffer was allocated waits for all that used it before it is freed. With `late`, to show waits that are missing, nothing
-    arrives before it is waited for: the host starts a flight when it lands, and a device stream sleeps first.
+    arrives before it is waited for: the host starts a transfer when it lands, and a device stream sleeps first.
     """
 
     _event: Callable[[], Any] = staticmethod(lambda: None)  # an event to record; None: the device's own kind
+    makes: Callable[..., Transfer]  # what `start` makes: a `Transfer`, or one that writes down what it does
 
-    def __init__(self, device: torch.device, watch: DivergenceMonitor, late: bool = False) -> None:
+    def __init__(self, device: torch.device, watch: Waiter, late: bool = False) -> None:
         self._device, self.watch, self.late = device, watch, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
+        self.makes = Transfer
         self.sleeps = self._module is not None  # work runs on a stream, and the host goes on
 
     def for_threads(self) -> SideStream:
-        """This lane, for whose work threads wait: they give the processor away meanwhile, where the device can."""
+        """This side stream, for whose work threads wait: they give the processor away meanwhile, where the device can."""
         if self._module is not None:
             self._event = _torch.blocking_events(self._module)
         return self
@@ -45,23 +71,23 @@ class SideStream:
         return None if self._module is None else self._module.current_stream(self._device)
 
     def record(self) -> Any:
-        """What has been begun on this lane by now."""
+        """What has been begun on this side stream by now."""
         return None if self._module is None else self.stream.record_event(self._event())
 
     def wait(self, event: Any) -> None:
-        """Let this lane wait for what another one recorded."""
+        """Let this side stream wait for what another one recorded."""
         if self._module is not None:
             self.stream.wait_event(event)
 
     def follow(self) -> Any:
-        """Let this lane wait for what was begun on the compute stream by now; gives that stream."""
+        """Let this side stream wait for what was begun on the compute stream by now; gives that stream."""
         now = self.compute()
         if now is not None:
             self.stream.wait_event(now.record_event())
         return now
 
     def lead(self, event: Any) -> Any:
-        """Let the compute stream wait for what this lane recorded; gives that stream."""
+        """Let the compute stream wait for what this side stream recorded; gives that stream."""
         now = self.compute()
         if now is not None:
             now.wait_event(event)
@@ -81,19 +107,19 @@ class SideStream:
                 now.wait_stream(stream)
 
     def entered(self) -> AbstractContextManager[Any]:
-        """What runs inside runs on this lane; only where it sleeps."""
+        """What runs inside runs on this side stream; only where it sleeps."""
         return self._module.stream(self.stream)  # type: ignore[no-any-return]
 
     def copy(self, copies: Callable[[], None], held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
-        """Begin copies on this lane; nothing is waited for. `after`: what makes the source, if no other work must end before."""
+        """Begin copies on this side stream; nothing is waited for. `after`: what makes the source, if only that must end."""
         return self.start(_copying(copies), held, what, after)
 
     def start(self, steps: Steps, held: list[Any], what: str, after: Transfer | None = None) -> Transfer:
-        """Begin `steps` on this lane. `held`: every tensor that they read or write. `what`: of this rank, for messages.
+        """Begin `steps` on this side stream. `held`: every tensor that they read or write. `what`: of this rank, for messages.
 
         `after`: what these steps follow, in place of all that the compute stream has been given by now.
         """
-        return Transfer(self, steps, held, what, after)
+        return self.makes(self, steps, held, what, after)
 
 
 def _copying(copies: Callable[[], None]) -> Steps:
@@ -108,61 +134,61 @@ class Transfer:
     has been begun, and no host needs to wait.
     """
 
-    __slots__ = ("_end", "_held", "_lane", "_pending", "_steps", "_what", "aside", "begun_on", "ended")
+    __slots__ = ("_end", "_held", "_pending", "_side_stream", "_steps", "_what", "aside", "begun_on", "ended")
 
     def __init__(
-        self, lane: SideStream, steps: Steps, held: list[Any], what: str, after: Transfer | None = None
+        self, side_stream: SideStream, steps: Steps, held: list[Any], what: str, after: Transfer | None = None
     ) -> None:
-        self._lane, self._steps, self._held, self._what = lane, steps, held, what
+        self._side_stream, self._steps, self._held, self._what = side_stream, steps, held, what
         self._pending: Pending | None = None
         self.ended = False
         self._end: Any = None
         self.begun_on: Any = None
         self.aside: Any = None
-        if not lane.sleeps:
-            if not lane.late:
+        if not side_stream.sleeps:
+            if not side_stream.late:
                 self._run()
             return
         if after is None:
-            self.begun_on = lane.follow()
+            self.begun_on = side_stream.follow()
         else:
-            self.begun_on = lane.compute()
+            self.begun_on = side_stream.compute()
             after._finish()
-            lane.wait(after._end)
-        if lane.late:
-            with lane.entered():
+            side_stream.wait(after._end)
+        if side_stream.late:
+            with side_stream.entered():
                 _torch.sleep_on_device()
         self._advance()
 
     def _advance(self) -> None:
-        lane = self._lane
-        if not lane.sleeps:
+        side_stream = self._side_stream
+        if not side_stream.sleeps:
             self._run()
             return
         try:
-            with lane.entered():
+            with side_stream.entered():
                 self._run()
         except BaseException:
-            lane.lead(lane.record())  # what was begun may be at work on buffers that the caller drops now
+            side_stream.lead(side_stream.record())  # what was begun may be at work on buffers that the caller drops now
             raise
 
     def _run(self) -> None:
         """Go on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
         if self._pending is not None:
-            self._lane.watch.wait(self._pending, self._what)
+            self._side_stream.watch.wait(self._pending, self._what)
             self._pending = None
         for pending in self._steps:
             if pending.works:
                 self._pending = pending
                 return
         self.ended = True
-        self._end = self._lane.record()  # not at landing: the lane goes on with other flights
+        self._end = self._side_stream.record()  # not at landing: the side stream goes on with other transfers
 
     def land(self) -> None:
         """Wait for the end (the host only where the backend needs it), make the compute stream wait, let the buffers go."""
         self._finish()
         if self._end is not None:
-            now = self._lane.lead(self._end)
+            now = self._side_stream.lead(self._end)
             if now is not None and now != self.begun_on:
                 self.lead(self.begun_on)
                 self.aside = now
@@ -173,10 +199,10 @@ class Transfer:
         if self._end is not None and stream is not None:
             stream.wait_event(self._end)
 
-    def join(self, lane: SideStream) -> None:
-        """Let another lane wait for the end; the buffers stay until this flight, or a later one of that lane, has landed."""
+    def join(self, side_stream: SideStream) -> None:
+        """Let another side stream wait for the end; the buffers stay until this transfer, or a later one there, has landed."""
         self._finish()
-        lane.wait(self._end)
+        side_stream.wait(self._end)
 
     def block(self) -> None:
         """Let the calling thread, any one, wait for the end of what was begun; nothing is let go."""

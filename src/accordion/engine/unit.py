@@ -5,31 +5,39 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.group import Group
+from accordion.engine.group import Group, ShardingContext
 from accordion.engine.module_params import ModuleParams
 from accordion.engine.order import Phase
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
 from accordion.errors import UsageError
 
-if TYPE_CHECKING:
-    from accordion.engine.autograd import ReduceNode
-    from accordion.engine.engine import Engine
-
-
 _ADDRESS = Tensor.data_ptr
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class ReduceNode:
+    """The node that waits for the reduces of some parameters: one for all their calls, for to make it takes 40 us.
+
+    `token`: its output, of which Gather makes full parameters. `stream`: the one on which it was made, and runs. `reducing`:
+    by backward task, the calls whose gradients are being reduced, each with its reduces.
+    """
+
+    token: Tensor
+    stream: Any
+    reducing: dict[int, list[tuple[Any, list[PendingReduce]]]]
 
 
 @dataclass(slots=True)
 class TrainedParams:
-    """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their Stage."""
+    """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their node."""
 
     indices: tuple[int, ...]
     params: list[nn.Parameter]
@@ -64,8 +72,8 @@ class Unit:
 
     def __init__(
         self,
-        engine: Engine,
-        name: str,
+        context: ShardingContext,
+        place: tuple[int, str],
         module: nn.Module,
         groups: list[Group],
         *,
@@ -73,24 +81,22 @@ class Unit:
         outputs: torch.dtype | None,
         unit_policy: UnitPolicy | None = None,
     ) -> None:
-        self.engine, self.name, self.groups = engine, name, groups
+        self.context, self.groups = context, groups
+        self.index, self.name = place
         self.unit_policy = unit_policy or UnitPolicy()
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
-        self.index = len(engine.units)
         # Other units of whose parameters this one's module reads some: inner ones, owners of ties.
         self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
         self.full_bytes = sum(g.full_bytes for g in groups)
         self._gathered = [g for g in groups if not g.alias]
-        self._rooms = [g.room for g in groups if g.room is not None]
+        self._full_buffers = [g.full_buffer for g in groups if g.full_buffer is not None]
         self.leases = 0
-        self.resident = False  # the full parameters stand
-        self.stays = False  # they outlive their leases
-        # Whether some backward reached it by neither mark nor output; None: no backward came yet.
-        self.begins_at_reads: bool | None = None
-        self._flights: list[Transfer] = []
+        self.is_full = False  # the full parameters stand
+        self.keep_until_stale = False  # they outlive their leases
+        self._transfers: list[Transfer] = []
         self._opened_on: Any = (
             None  # the compute stream on which the full parameters have got their memory, of a device
         )
@@ -100,17 +106,15 @@ class Unit:
         self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
         self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
         self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
-        self.takes_grads = engine.context.shard.num_ranks == 1  # large gradients are summed where they are
-        self._on_device = engine.context.device.type != "cpu"
+        self.takes_grads = context.shard.num_ranks == 1  # large gradients are summed where they are
+        self._on_device = context.device.type != "cpu"
         self.trained = self._trained_now()
-        self.window = ModuleParams(module, self.params)
+        self.module_params = ModuleParams(self.params)
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
-        self.window.guard_conversions(self)
         # The memory of each full parameter, as nobody else sees it; an address of fake tensors tells nothing.
-        is_told = not self.window.has_around and all(_torch.told_device(v) is None for v in self.views)
+        is_told = not self.module_params.has_around and all(_torch.told_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_told else None
-        engine.units.append(self)
 
     def _trains_now(self) -> tuple[int, ...]:
         return _torch.which_train([p.sharded for p in self.params])
@@ -134,11 +138,11 @@ class Unit:
 
     def drop_stale(self) -> None:
         """A full copy older than the shards is filled again at its next use."""
-        if (self.resident or self._flights) and any(g.is_stale() for g in self.groups):
+        if (self.is_full or self._transfers) and any(g.is_stale() for g in self.groups):
             self._land()
-            self.resident = False
+            self.is_full = False
             if self._aside:  # who writes them anew waits for who read them
-                self.engine.context.gather_stream.join(self._aside)
+                self.context.gather_stream.join(self._aside)
 
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
@@ -148,78 +152,72 @@ class Unit:
             self.trained = self._trained_now()
         return changed
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(
-            "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before shard(), or build it "
-            "again and load_state_dict(model.state_dict())."
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError(
-            "a sharded model cannot be pickled; use accordion.save for a checkpoint of shards, or full_state_dict(model) "
-            "for full tensors."
-        )
-
     # -- leases
 
     def launch(self) -> None:
-        if self.resident or self._flights:
+        if self.is_full or self._transfers:
             return
         try:
             for group in self.groups:
-                flight = group.gather()
-                if flight is not None:
-                    self._flights.append(flight)
+                transfer = group.gather()
+                if transfer is not None:
+                    self._transfers.append(transfer)
         except BaseException:  # out of memory, say: the next use gathers all of it anew
-            for flight in self._flights:
-                flight.land()
+            for transfer in self._transfers:
+                transfer.land()
             for group in self.groups:
                 group.landed()
-            self._flights = []
+            self._transfers = []
             self._close()
             self.mark_stale()
             raise
-        self.resident = not self._flights
-        if self._opened_on is None and self._flights:
-            self._opened_on = self._flights[0].begun_on
+        self.is_full = not self._transfers
+        if self._opened_on is None and self._transfers:
+            self._opened_on = self._transfers[0].begun_on
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the full parameters stand, or are on their way."""
+        return self.is_full or bool(self._transfers)
 
     def acquire(self) -> int:
-        """Promise that the full parameters stand until `release`; the version of the shards that they show."""
-        if self.resident:
+        """Promise that the full parameters, which `launch` has begun to gather, stand until `release`.
+
+        Gives the version of the shards that they show.
+        """
+        if self.is_full:
             if self._on_device:
                 self._join()
             version = self.version()
         else:
-            if not self._flights:
-                self.launch()
             self._land()
             version = sum([g.filled for g in self._gathered])
         self.leases += 1
         return version
 
     def _land(self) -> None:
-        for flight in self._flights:
-            flight.land()
-        if self._flights:
+        for transfer in self._transfers:
+            transfer.land()
+        if self._transfers:
             for group in self.groups:
                 group.landed()
-            self._aside += [f.aside for f in self._flights[:1] if f.aside is not None]
-            self._landed, self._flights = self._flights, []
-        self.resident = True
+            self._aside += [f.aside for f in self._transfers[:1] if f.aside is not None]
+            self._landed, self._transfers = self._transfers, []
+        self.is_full = True
 
     def _join(self) -> None:
         """The full parameters stand; the compute stream may be one that did not wait for that yet."""
-        now = self.engine.context.gather_stream.compute()
+        now = self.context.gather_stream.compute()
         if now != self._opened_on and now not in self._aside:
             self._aside.append(now)
-            for flight in self._landed:
-                flight.lead(now)
+            for transfer in self._landed:
+                transfer.lead(now)
 
     def dismantle(self) -> None:
         """The model is gone: what is being gathered waits for nobody, but its memory for what is at work on it."""
-        for flight in self._flights:
-            if flight.ended:
-                flight.land()
+        for transfer in self._transfers:
+            if transfer.ended:
+                transfer.land()
 
     def release(self) -> None:
         self.leases -= 1
@@ -229,22 +227,22 @@ class Unit:
 
     def let_go(self) -> None:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
-        if self.leases == 0 and (self.resident or self._flights) and self.engine.context.watch.broken is None:
-            if self._flights:
+        if self.leases == 0 and (self.is_full or self._transfers) and self.context.watch.broken is None:
+            if self._transfers:
                 self._land()
-            if not (self.engine.context.resident or self.stays):
+            if not (self.context.keeps_full or self.keep_until_stale):
                 self._close()
 
     def _close(self) -> None:
         if self._opened_on is not None:
-            lane = self.engine.context.gather_stream
-            lane.join((*self._aside, lane.compute()), self._opened_on)
+            side_stream = self.context.gather_stream
+            side_stream.join((*self._aside, side_stream.compute()), self._opened_on)
             self._opened_on = None
         self._aside.clear()
         self._landed.clear()
-        for room in self._rooms:
-            room.close()
-        self.resident = False
+        for full_buffer in self._full_buffers:
+            full_buffer.close()
+        self.is_full = False
 
     def version(self) -> int:
         """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""
@@ -256,7 +254,7 @@ class Unit:
 
     def writes(self) -> int:
         """Counts writes into full parameters, which are lost; a gather does not count."""
-        return sum([room.flat._version for room in self._rooms])
+        return sum([full_buffer.flat._version for full_buffer in self._full_buffers])
 
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
         """What to raise where a forward, before which `writes` were counted, changed full parameters: shards do not follow.
@@ -288,7 +286,7 @@ class Unit:
         if tensor.layout is not torch.strided:
             return False
         storage = tensor.untyped_storage()
-        return any(room.holds(storage) for room in self._rooms)
+        return any(full_buffer.holds(storage) for full_buffer in self._full_buffers)
 
     # -- gradients
 
@@ -311,7 +309,6 @@ class Unit:
         A parameter without a gradient gets one of zeros, which tells later whether somebody has called zero_grad.
         """
         self.adding_up = True
-        self.engine.writes_here()
         for i, param, grad in zip(trained.indices, trained.params, grads, strict=True):
             if grad is None:
                 continue
@@ -357,10 +354,10 @@ class Unit:
         if len(self.groups) == 1:
             group = self.groups[0]
             sent = group.reduce_dtype if added else group.dtype
-            return [group.reduce(trained.indices, grads, sent, ours)]
+            return [PendingReduce(group, trained.indices, grads, sent, ours)]
         by_group = zip(self._by_group(trained, grads), self._by_group(trained, ours), strict=True)
         return [
-            group.reduce(chosen, given, group.reduce_dtype if added else group.dtype, mine)
+            PendingReduce(group, chosen, given, group.reduce_dtype if added else group.dtype, mine)
             for (group, chosen, given), (_, _, mine) in by_group
         ]
 
@@ -376,17 +373,18 @@ class Unit:
 
     def as_gradients(
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
-    ) -> list[DTensor | None]:
+    ) -> tuple[list[DTensor | None], list[Transfer]]:
         """Wait for the reduce and give what autograd accumulates: one sharded gradient a trained parameter.
 
-        Where gradients rest off the device, the copies that bring them there are `arriving` then.
+        And the copies under way that bring them to where they rest, if that is off the device.
         `adding`: see `ShardBuffer.put`. `decide`: see `PendingReduce.finish`.
         """
         local: list[Tensor | None] = []
+        copies: list[Transfer] = []
         by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]
         for mine, part in zip(by_group, parts, strict=True):
-            rows, flight = part.bring_home(mine, decide)
+            rows, transfer = part.bring_home(mine, decide)
             local += rows
-            if flight is not None:
-                self.engine.arriving.append(flight)
-        return _torch.as_dtensors(local, trained.params)
+            if transfer is not None:
+                copies.append(transfer)
+        return _torch.as_dtensors(local, trained.params), copies

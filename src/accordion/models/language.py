@@ -20,7 +20,7 @@ def language_model(config: Any, where: str) -> nn.Module:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(
             f"{where} is of type {config.model_type!r}, of which transformers has no causal language model; plan and "
-            "train a module of any other kind from Python, with accordion.plan(model, loss, batch) and accordion.shard.api."
+            "train a module of any other kind from Python, with accordion.plan(model, loss, batch) and accordion.shard."
         )
     try:
         with torch.device("meta"):

@@ -98,28 +98,32 @@ Shapes = Sequence[Sequence[Shape]]
 class HostNeeds:
     """What the arena is for, bytes: shards and gradients that rest there, gradients that land, shards on their way from disk."""
 
-    homes: int
+    shard_buffers: int
     landing: int
-    bays: tuple[int, ...]
+    staging_buffers: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        return self.homes + self.landing + sum(self.bays)
+        return self.shard_buffers + self.landing + sum(self.staging_buffers)
 
 
 def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
     """What is allocated on the host before the first step."""
     chosen = [(i, o, s) for i, (o, mine) in enumerate(zip(offloads, shapes, strict=True)) if o.offloads for s in mine]
-    homes = 0
+    shard_buffers = 0
     landing: dict[int, int] = {}
-    berths: dict[int, int] = {}
+    staged: dict[int, int] = {}
     for i, offload, s in chosen:
-        homes += ALIGN_BYTES if folder_of(offload.params) else s.home_bytes  # a tag
-        homes += s.slots_bytes if offload.rest_of_grads == HOST else 0
+        shard_buffers += ALIGN_BYTES if folder_of(offload.params) else s.home_bytes  # a tag
+        shard_buffers += s.slots_bytes if offload.rest_of_grads == HOST else 0
         landing[i] = landing.get(i, 0) + s.landing_bytes
-        berths[i] = berths.get(i, 0) + (s.row_bytes if folder_of(offload.params) else 0)
-    bays = [max((b for i, b in berths.items() if i % NUM_BAYS == which), default=0) for which in range(NUM_BAYS)]
-    return HostNeeds(homes, max(landing.values(), default=0), tuple(bays) if any(bays) else ())
+        staged[i] = staged.get(i, 0) + (s.row_bytes if folder_of(offload.params) else 0)
+    staging_buffers = [
+        max((b for i, b in staged.items() if i % NUM_BAYS == which), default=0) for which in range(NUM_BAYS)
+    ]
+    return HostNeeds(
+        shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if any(staging_buffers) else ()
+    )
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:

@@ -1,4 +1,4 @@
-"""Homes of shards on disk: read ahead of their gather into a piece of host memory that units share."""
+"""Shards on disk: read ahead of their gather into a piece of host memory that units share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StagingBuffer:
     unit: int = -1
     times: int = 0  # how often it went to another unit
     filling: list[Future[None]] = field(default_factory=list)
-    emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the home
+    emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
 
     def claim(self, unit: int) -> int:
         """Give it to `unit` once nothing is under way in it; returns which tenancy that is."""
@@ -38,8 +38,8 @@ class StagingBuffer:
 
     def wait(self) -> None:
         self.filled()
-        for flight in self.emptying.values():
-            flight.synchronize()
+        for transfer in self.emptying.values():
+            transfer.synchronize()
         self.emptying.clear()
 
     def filled(self) -> None:
@@ -50,13 +50,13 @@ class StagingBuffer:
 
 
 class DiskShards(OffDeviceShards):
-    """Owns the shards of one group on disk: `locals` are mapped from the file, for the outside; rows travel through a bay.
+    """Owns the shards of one group on disk: `locals` are mapped from the file; rows travel through a staging buffer.
 
-    Each shard begins at a page of the file, as in the bay, and rows that are gathered in another dtype lie there beside it:
+    Each shard begins at a page of the file, as in the staging buffer; rows that are gathered in another dtype lie beside it:
     one run of the file is what is read for a gather. A step reads and writes the file past the map.
     """
 
-    away = True
+    off_device = True
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class DiskShards(OffDeviceShards):
         gathered: torch.dtype,
         means: Means,
         *,
-        shelf: FileAllocator,
-        bay: tuple[StagingBuffer, int],
+        allocator: FileAllocator,
+        staging_buffer: tuple[StagingBuffer, int],
         place: tuple[int, Callable[[], None]],
     ) -> None:
         self._unit, self._ahead = place
-        self._bay, start = bay
-        self._rows = [shelf.take(c.shard_numel, gathered) for c in msg.cuts]
+        self._staging_buffer, start = staging_buffer
+        self._rows = [allocator.take(c.shard_numel, gathered) for c in msg.cuts]
         self._own = [
-            row if dtype == gathered else shelf.take(c.shard_numel, dtype)
+            row if dtype == gathered else allocator.take(c.shard_numel, dtype)
             for row, c, dtype in zip(self._rows, msg.cuts, dtypes, strict=True)
         ]
         pairs = list(zip(msg.cuts, self._own, self._rows, strict=True))
@@ -82,13 +82,15 @@ class DiskShards(OffDeviceShards):
         self._shown_rows = [own_storage(local_view(row.mapped(), c, rank)) for c, _, row in pairs]
         self._low = self._rows[0].offset
         self._high = self._rows[-1].offset + page_aligned(self._rows[-1].numel * gathered.itemsize)
-        self._memory = self._bay.memory[start : start + self._high - self._low]
+        self._memory = self._staging_buffer.memory[start : start + self._high - self._low]
         self.padded = [
             self._memory[r.offset - self._low :][: r.numel * gathered.itemsize].view(gathered) for r in self._rows
         ]
         self.pack_row, self.dtype, self.flats = None, gathered, []
         self.tag = means.allocate(msg.num_flags, gathered)
-        self._held: tuple[int, int] | None = None  # the tenancy and the version of the shards that are in the bay
+        self._held: tuple[int, int] | None = (
+            None  # the tenancy and the version of the shards that are in the staging buffer
+        )
         self._furnish(msg, rank, dtypes, means)
         self._pool = means.pool
 
@@ -112,32 +114,32 @@ class DiskShards(OffDeviceShards):
 
     def refresh(self, version: int) -> Transfer | None:
         self.begin_read(version)
-        self._bay.filled()
+        self._staging_buffer.filled()
         self._ahead()
         return None
 
     def begin_read(self, version: int) -> None:
-        """Let threads bring the shards of `version` into the bay, unless they are there, or on their way."""
+        """Let threads bring the shards of `version` into the staging buffer, unless they are there, or on their way."""
         self.settle(version)
-        tenancy = self._bay.claim(self._unit)
+        tenancy = self._staging_buffer.claim(self._unit)
         if self._held == (tenancy, version):
             return
-        self._bay.filled()
-        for flight in self._reading:  # the last gather of this unit may still copy from it
-            flight.synchronize()
+        self._staging_buffer.filled()
+        for transfer in self._reading:  # the last gather of this unit may still copy from it
+            transfer.synchronize()
         self._held = (tenancy, version)
         file = self._rows[0].file
         for at in range(0, self._high - self._low, CHUNK_BYTES):
             part = self._memory[at : at + CHUNK_BYTES]
-            self._bay.filling.append(self._pool().submit(file.read, self._low + at, part))
+            self._staging_buffer.filling.append(self._pool().submit(file.read, self._low + at, part))
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._bay.filled()  # what was read ahead for nothing, of pages that may be written now
+        self._staging_buffer.filled()  # what was read ahead for nothing, of pages that may be written now
 
-    def read_by(self, flight: Transfer) -> None:
-        super().read_by(flight)
-        self._bay.emptying[id(self)] = flight
+    def read_by(self, transfer: Transfer) -> None:
+        super().read_by(transfer)
+        self._staging_buffer.emptying[id(self)] = transfer
 
     def mark_stale(self) -> None:
         super().mark_stale()

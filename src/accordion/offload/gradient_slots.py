@@ -20,7 +20,7 @@ from accordion.offload.swap_file import FileRange
 class Gradients:
     """Owns the slots of one group's gradients, and the part of the `landing` into which they come first.
 
-    What a device adds to others lands there and is added from there; what rests on disk is written from there. All homes
+    What a device adds to others lands there and is added from there; what rests on disk is written from there. All shard buffers
     share the landing, so what lands is waited for before the next unit's gradients come.
     """
 
@@ -29,11 +29,11 @@ class Gradients:
         slots: Sequence[Slot],
         landing: Tensor,
         locals_: Sequence[Tensor],
-        lane: SideStream,
+        side_stream: SideStream,
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
-        self._slots, self._locals, self._lane, self._pool = slots, locals_, lane, pool
-        self.comes_from_device = lane.sleeps  # else what is added to others is added from where it is
+        self._slots, self._locals, self._side_stream, self._pool = slots, locals_, side_stream, pool
+        self.comes_from_device = side_stream.sleeps  # else what is added to others is added from where it is
         self._landing: list[Tensor] = []  # for each parameter its part, bytes
         at = 0
         for local in locals_:
@@ -72,17 +72,17 @@ class Gradients:
         if not to:
             return result, None
         copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
-        flight = self._lane.copy(copies, source, "copies gradients to the host", after)
+        transfer = self._side_stream.copy(copies, source, "copies gradients to the host", after)
         if writes:
-            flight = cast(Transfer, Written(flight, writes, None if self._lane.late else self._pool()))
-        return result, flight
+            transfer = cast(Transfer, Written(transfer, writes, None if self._side_stream.late else self._pool()))
+        return result, transfer
 
-    def spot(self, i: int, grad: Tensor) -> FileRange | None:
+    def file_range(self, i: int, grad: Tensor) -> FileRange | None:
         """Where `grad`, of parameter `i`, is on disk; None where it is in memory."""
-        return self._slots[i].spot if self._slots[i].lies_at(grad) else None
+        return self._slots[i].file_range if self._slots[i].lies_at(grad) else None
 
     def is_on_disk(self, i: int) -> bool:
-        return self._slots[i].spot is not None
+        return self._slots[i].file_range is not None
 
     def settle(self, i: int) -> None:
         """What a caller wrote into the gradient of parameter `i` is on disk."""
@@ -95,8 +95,8 @@ class Slot:
     `rest`: the gradient as the outside sees it, mapped where it lies at a `spot` of a file.
     """
 
-    def __init__(self, rest: Tensor, spot: FileRange | None = None) -> None:
-        self._rest, self.spot = own_storage(rest), spot
+    def __init__(self, rest: Tensor, file_range: FileRange | None = None) -> None:
+        self._rest, self.file_range = own_storage(rest), file_range
         self._alone = _torch.holders_of_memory(self._rest)
 
     def take(self) -> Tensor:
@@ -106,33 +106,33 @@ class Slot:
         return self._rest.detach()
 
     def lies_at(self, grad: Tensor) -> bool:
-        return self.spot is not None and grad.data_ptr() == self._rest.data_ptr()
+        return self.file_range is not None and grad.data_ptr() == self._rest.data_ptr()
 
     def write(self, landed: Tensor) -> None:
-        assert self.spot is not None, "only what lies on disk is written there"
-        self.spot.file.write(self.spot.offset, landed)
+        assert self.file_range is not None, "only what lies on disk is written there"
+        self.file_range.file.write(self.file_range.offset, landed)
 
     def settle(self) -> None:
-        if self.spot is not None and self._rest.numel():
-            self.spot.file.settle(self.spot.offset, page_aligned(self._rest.nbytes))
+        if self.file_range is not None and self._rest.numel():
+            self.file_range.file.settle(self.file_range.offset, page_aligned(self._rest.nbytes))
 
 
 class Written:
     """Gradients on their way to the host and from there to the disk; answers as the `Transfer` of their copy does."""
 
-    def __init__(self, flight: Transfer, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
-        self._flight, self._writes = flight, writes
+    def __init__(self, transfer: Transfer, writes: list[tuple[Slot, Tensor]], pool: ThreadPoolExecutor | None) -> None:
+        self._transfer, self._writes = transfer, writes
         self._started: Future[list[Future[None]]] | None = None
         if pool is not None:  # else nothing has arrived before it is waited for
             self._started = pool.submit(self._start, pool)
 
     def _start(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
         """Once they are on the host: one thread waits for all, the others have work meanwhile."""
-        self._flight.block()
+        self._transfer.block()
         return [pool.submit(slot.write, landed) for slot, landed in self._writes]
 
     def synchronize(self) -> None:
-        self._flight.synchronize()
+        self._transfer.synchronize()
         if self._started is not None:
             for future in self._started.result():
                 future.result()

@@ -1,4 +1,4 @@
-"""Homes of shards in host memory: what every home off the device has, and copies on streams of their own to the device."""
+"""Shards in host memory: what every shard buffer off the device has, and copies on streams of their own to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.layout import Message, message
-from accordion.engine.shards import Allocate, ShardBuffer, flats_of, local_view, zeros_on
+from accordion.engine.shards import Allocate, FlatShards, ShardBuffer, flats_of, local_view, zeros_on
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import page_aligned
 from accordion.offload.gradient_slots import Gradients, Slot
@@ -25,7 +25,7 @@ ALIGNED_ITEMSIZE = 4  # of what never travels: only where each tensor begins dep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What homes off the device are made with: host memory, the landing of this group's gradients, streams and threads.
+    """What shard buffers off the device are made with: host memory, the landing of this group's gradients, streams and threads.
 
     `grads`: the file in which gradients rest; None: in host memory.
     """
@@ -35,12 +35,12 @@ class Means:
     grads: FileAllocator | None
     device: torch.device
     fetch_stream: SideStream
-    store_lane: SideStream
+    store_stream: SideStream
     pool: Callable[[], ThreadPoolExecutor]
 
 
 class OffDeviceShards(ShardBuffer):
-    """A home off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
+    """A shard buffer off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
 
     Gradients come back into slots. Owns the steps of its shards that are under way, and the copies that read it.
     """
@@ -50,11 +50,11 @@ class OffDeviceShards(ShardBuffer):
     def _furnish(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], means: Means) -> None:
         """What does not depend on where the shards are. `locals` are there."""
         if means.grads is None:
-            slots = [Slot(local) for local in ShardBuffer(_plain(msg), rank, dtypes, means.allocate).locals]
+            slots = [Slot(local) for local in FlatShards(_plain(msg), rank, dtypes, means.allocate).locals]
         else:
-            spots = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
-            slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(spots, msg.cuts, strict=True)]
-        self.grads = Gradients(slots, means.landing, self.locals, means.store_lane, means.pool)
+            file_ranges = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
+            slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
+        self.grads = Gradients(slots, means.landing, self.locals, means.store_stream, means.pool)
         self._shown = -1  # version of the shards in the rows that travel
         self._reading: list[Transfer] = []
         self._steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
@@ -89,14 +89,14 @@ class OffDeviceShards(ShardBuffer):
             self.write_rows()
         self._shown, self._is_written = version, False
 
-    def read_by(self, flight: Transfer) -> None:
-        self._reading = [flight]  # of one lane, so that it ends after those before it
+    def read_by(self, transfer: Transfer) -> None:
+        self._reading = [transfer]  # of one side stream, so that it ends after those before it
 
     def synchronize(self) -> None:
         self.ready()
         self._is_written = False  # a caller who waits may write
-        for flight in self._reading:
-            flight.synchronize()
+        for transfer in self._reading:
+            transfer.synchronize()
         self._reading.clear()
 
     def mark_stale(self) -> None:
@@ -136,20 +136,20 @@ class HostShards(OffDeviceShards):
         *,
         keeps: bool,
     ) -> None:
-        self._travel = ShardBuffer(msg, rank, [gathered] * len(dtypes), means.allocate)
+        self._travel = FlatShards(msg, rank, [gathered] * len(dtypes), means.allocate)
         self._wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
         own = [dtypes[i] for i in self._wide]
-        masters = ShardBuffer(_some(msg, self._wide), rank, own, means.allocate) if self._wide else None
+        masters = FlatShards(_some(msg, self._wide), rank, own, means.allocate) if self._wide else None
         self.locals = list(self._travel.locals)
         for i, local in zip(self._wide, masters.locals if masters is not None else [], strict=True):
             self.locals[i] = local
-        self._stage = ShardBuffer(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
+        self._stage = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(means.device)) if keeps else None
         source = self._travel if self._stage is None else self._stage
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
-        self.away = self._stage is None
+        self.off_device = self._stage is None
         self.flats = [*self._travel.flats, *(masters.flats if masters is not None else [])]
         self.tag = self._travel.tag
-        self._fetch_lane = means.fetch_stream
+        self._fetch_stream = means.fetch_stream
         self._staged = -1  # version of the shards in `_stage`
         self._furnish(msg, rank, dtypes, means)
 
@@ -167,7 +167,7 @@ class HostShards(OffDeviceShards):
             return None
         self._staged = version
         copies = partial(_torch.foreach_copy_, self._stage.flats, self._travel.flats, non_blocking=True)
-        self.read_by(self._fetch_lane.copy(copies, [], "copies shards to the device"))
+        self.read_by(self._fetch_stream.copy(copies, [], "copies shards to the device"))
         return self._reading[-1]
 
     def mark_stale(self) -> None:

@@ -181,10 +181,10 @@ class FileAllocator:
         self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
 
     def take(self, numel: int, dtype: torch.dtype) -> FileRange:
-        spot = FileRange(self.file, self._used, numel, dtype)
+        file_range = FileRange(self.file, self._used, numel, dtype)
         self._used += page_aligned(numel * dtype.itemsize)
         assert self._used <= self.file.num_bytes, "the file is sized for all that is taken from it"
-        return spot
+        return file_range
 
 
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:

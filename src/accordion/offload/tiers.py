@@ -1,4 +1,4 @@
-"""Where each unit's shards rest, as `Offload` says: the maker of homes that `shard` hands to the engine."""
+"""Where each unit's shards rest, as `Offload` says: the maker of shard buffers that `shard` hands to the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import ShardingContext
 from accordion.engine.layout import Message
-from accordion.engine.order import Phase
+from accordion.engine.order import Phase, UnitOrder
 from accordion.engine.shards import ShardBuffer, on_device
 from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
@@ -39,7 +39,7 @@ log = logging.getLogger("accordion")
 
 
 class Tiers:
-    """Owns the host memory, the files of shards and gradients and the streams of a model; called by each group for its home.
+    """Owns the host memory, the files of shards and gradients and the streams of a model; each group calls it for its buffer.
 
     `offloads`, `shapes`: of each unit. All that shards and gradients will ever take is counted and allocated now.
     """
@@ -49,8 +49,9 @@ class Tiers:
     ) -> None:
         self.offloads, self._context = offloads, context
         self.late = context.gather_stream.late
-        self._store_lane = SideStream(context.device, context.watch, self.late).for_threads()
+        self.store_stream = SideStream(context.device, context.watch, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
+        self._order = UnitOrder()  # in which the engine uses them
         self.in_backward: InBackward | None = None  # where some unit is stepped there
         self.waited_s = 0.0  # for which callers, forwards and backwards have stood still for a step
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
@@ -66,16 +67,18 @@ class Tiers:
         needs = host_needs(offloads, shapes)
         self.arena = Arena(needs.total, context.device)
         self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)
-        self._bays = [StagingBuffer(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.bays]
+        self._staging_buffers = [
+            StagingBuffer(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.staging_buffers
+        ]
         self._landed: dict[int, int] = {}  # bytes of the landing that groups of a unit have, by unit
-        self._berthed: dict[int, int] = {}  # and of their bay
+        self._staged: dict[int, int] = {}  # and of their staging buffer
         kind = "pinned" if context.device.type != "cpu" else "ordinary"
         counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
         log.info(
             "offload: %d bytes of %s host memory for %d of %d units, the optimizer's states of %d on disk, %d bytes of "
             "parameters and gradients there",
             needs.total, kind, counts[0], len(offloads), counts[1],
-            sum(shelf.file.num_bytes for shelf in self._shelves.values()),
+            sum(allocator.file.num_bytes for allocator in self._shelves.values()),
         )  # fmt: skip
 
     @property
@@ -86,18 +89,18 @@ class Tiers:
     def states_of(self, optimizer: Optimizer) -> States:
         """Where an optimizer's states rest whose step is streamed, made at the first use."""
         if optimizer not in self.states:
-            lanes = self._context.fetch_stream, self._store_lane
-            self.states[optimizer] = States(self._context.device, self._threads, lanes, self._checksums)
+            side_streams = self._context.fetch_stream, self.store_stream
+            self.states[optimizer] = States(self._context.device, self._threads, side_streams, self._checksums)
         return self.states[optimizer]
 
     def _threads(self) -> ThreadPoolExecutor:
         return self.pool
 
     @cached_property
-    def parking(self) -> ActivationOffload:
+    def activation_offload(self) -> ActivationOffload:
         """Where inputs of recomputed units wait off the device."""
-        lanes = self._context.fetch_stream, self._store_lane
-        return ActivationOffload(self._context.device, lanes, self._threads, self._checksums)
+        side_streams = self._context.fetch_stream, self.store_stream
+        return ActivationOffload(self._context.device, side_streams, self._threads, self._checksums)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -121,16 +124,16 @@ class Tiers:
         if before_step not in _torch.hooks_before_any_step():
             register_optimizer_step_pre_hook(before_step)
 
-    def follow(self, unit: Unit) -> None:
-        """Know a unit by its index, for what is read ahead."""
-        self._units[unit.index] = weakref.ref(unit)
+    def follow(self, unit: Unit, order: UnitOrder) -> None:
+        """Know a unit by its index, and the order in which units are used, for what is read ahead."""
+        self._units[unit.index], self._order = weakref.ref(unit), order
 
     def home_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
-        """The home of a parameter and which of its shards it is; None where it rests on the device."""
+        """The shard buffer of a parameter and which of its shards it is; None where it rests on the device."""
         for group in unit.groups:
             for i, mine in enumerate(group.params):
                 if mine.sharded is param:
-                    return (group.home, i) if isinstance(group.home, OffDeviceShards) else None
+                    return (group.shard_buffer, i) if isinstance(group.shard_buffer, OffDeviceShards) else None
         return None
 
     def read_ahead(self, index: int) -> None:
@@ -139,16 +142,16 @@ class Tiers:
         if unit is None:
             return
         phase = Phase.FORWARD if _torch.current_graph_task() == -1 else Phase.BACKWARD
-        following = unit.engine.order.after(phase, index)
-        if following is None or self._bay_of(following) is self._bay_of(index):
+        following = self._order.after(phase, index)
+        if following is None or self._staging_buffer_of(following) is self._staging_buffer_of(index):
             return
         other = self._units[following]() if following in self._units else None
         for group in other.groups if other is not None else ():
-            if isinstance(group.home, DiskShards) and not group.home.is_stepping:
-                group.home.begin_read(group.version())
+            if isinstance(group.shard_buffer, DiskShards) and not group.shard_buffer.is_stepping:
+                group.shard_buffer.begin_read(group.version())
 
-    def _bay_of(self, unit: int) -> StagingBuffer | None:
-        return self._bays[unit % NUM_BAYS] if self._bays else None
+    def _staging_buffer_of(self, unit: int) -> StagingBuffer | None:
+        return self._staging_buffers[unit % NUM_BAYS] if self._staging_buffers else None
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
@@ -161,22 +164,31 @@ class Tiers:
         means = Means(
             allocate=self.arena.take,
             landing=self._landing[start:stop],
-            grads=self._shelf(offload.rest_of_grads),
+            grads=self._allocator(offload.rest_of_grads),
             device=self._context.device,
             fetch_stream=self._context.fetch_stream,
-            store_lane=self._store_lane,
+            store_stream=self.store_stream,
             pool=self._threads,
         )
-        shelf, bay = self._shelf(offload.params), self._bay_of(unit)
-        if shelf is None or bay is None:
+        allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
+        if allocator is None or staging_buffer is None:
             return HostShards(msg, rank, dtypes, gathered, means, keeps=offload.params == DEVICE)
-        start = self._berthed.get(unit, 0)
-        self._berthed[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
+        start = self._staged.get(unit, 0)
+        self._staged[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
         tiers = weakref.ref(self)
         ahead = partial(_read_ahead, tiers, unit)
-        return DiskShards(msg, rank, dtypes, gathered, means, shelf=shelf, bay=(bay, start), place=(unit, ahead))
+        return DiskShards(
+            msg,
+            rank,
+            dtypes,
+            gathered,
+            means,
+            allocator=allocator,
+            staging_buffer=(staging_buffer, start),
+            place=(unit, ahead),
+        )
 
-    def _shelf(self, place: str) -> FileAllocator | None:
+    def _allocator(self, place: str) -> FileAllocator | None:
         folder: Path | None = folder_of(place)
         return None if folder is None else self._shelves[folder]
 
@@ -187,12 +199,12 @@ def _read_ahead(tiers: weakref.ref[Tiers], unit: int) -> None:
         alive.read_ahead(unit)
 
 
-def parking_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
+def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
     """What takes the inputs of a recomputed unit off the device; None where they stay."""
-    tiers = engine.context.home
+    tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
-    return partial(tiers.parking.park, place=tiers.offloads[unit].activations)
+    return partial(tiers.activation_offload.park, place=tiers.offloads[unit].activations)
 
 
 def _choose(device: torch.device) -> None:

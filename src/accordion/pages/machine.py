@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accordion import _torch
-from accordion.devices import name_of
+from accordion.devices import name_of, num_cores
 from accordion.version import VERSION
 
 # Dense bf16, without sparsity: NVIDIA's data sheets of each product. The first name found in the device's name counts.
@@ -42,11 +42,6 @@ def describe(device_type: str) -> dict[str, Any]:
         **({} if device_type == "cpu" else {"devices": torch.accelerator.device_count()}),
         **({} if driver is None else {device_type: driver}),
     }
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def known_peak_flops(device_name: str, bf16: bool) -> float | None:

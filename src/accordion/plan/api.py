@@ -20,7 +20,7 @@ from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
 from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
-from accordion.plan.search.search import Found, search
+from accordion.plan.search.search import SearchResult, search
 from accordion.plan.search.space import (
     CHECKPOINTING,
     MICRO_BATCHES,
@@ -197,7 +197,7 @@ def _strategies(strategy: str | None, offload: str | None, engine: str) -> Seque
     return known if offload in (None, NO_OFFLOAD) else [s for s in known if strategy_named(s).grads is Place.SHARD]
 
 
-def log_of_choice(found: Found, choice: Choice, space: Space) -> Log | None:
+def log_of_choice(found: SearchResult, choice: Choice, space: Space) -> Log | None:
     """The log of a choice that was traced, with its offload; None where it was not."""
     if moved_as(choice) in found.logs:
         return found.logs[moved_as(choice)]

@@ -24,7 +24,7 @@ class Category(Enum):
     OTHER = "other"  # gradients of activations, temporaries of the backward
 
 
-class Phase(Enum):
+class StepPhase(Enum):
     """Which part of a step; `STEP` is clipping, the optimizer's step and clearing of gradients."""
 
     BUILD = "build"
@@ -33,16 +33,16 @@ class Phase(Enum):
     STEP = "step"
 
 
-class Place(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step that repeats from block to block: the forward or backward of one unit."""
 
-    phase: Phase
+    phase: StepPhase
     unit: int
 
 
-def begins(place: Place) -> bool:
+def begins(place: StepPart) -> bool:
     """Whether a micro-batch begins there."""
-    return place == Place(Phase.FORWARD, -1)
+    return place == StepPart(StepPhase.FORWARD, -1)
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Wait:
 class Enter:
     """What follows belongs to `place`."""
 
-    place: Place
+    place: StepPart
 
 
 Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter

@@ -11,7 +11,7 @@ import torch
 from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
-from accordion.plan.search.search import Found, closest, unsettled
+from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
 from accordion.units import AUTO
 
@@ -31,7 +31,7 @@ class Plan:
     model: str
     cluster: Cluster
     space: Space
-    found: Found
+    found: SearchResult
     log: Log | None
     num_params: int
     measured: str = ""

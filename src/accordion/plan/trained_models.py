@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -20,42 +20,18 @@ from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
 from accordion.garbage import without_collections
 from accordion.models.language import brief, language_model
+from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A Llama's, from the configuration that its makers published."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    vocab: int = 128256
-    tied: bool = False
-
-
-PRESETS: Mapping[str, Shape] = {
-    "llama3-405b": Shape(hidden=16384, layers=126, heads=128, kv_heads=8, mlp=53248),
-    "llama3-70b": Shape(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672),
-    "llama3-8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
-    "llama3-3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, mlp=8192, tied=True),
-    "llama3-1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, tied=True),
-    "llama2-13b": Shape(hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824, vocab=32000),
-    "llama2-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000),
-    "mistral-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=32768),
-}
 
 
 def configuration(model: str, seq: int) -> Any:
     """What transformers builds a model from: a preset, a folder with a config.json, or that file. Raises `UsageError`."""
     if find_spec("transformers") is None:
         raise UsageError("a model by name or configuration needs transformers; pip install 'accordion[plan]'.")
-    if model in PRESETS:
+    if model in PUBLISHED:
         with without_collections():
-            return _llama(PRESETS[model], seq)
+            return llama_config(PUBLISHED[model], max(8192, seq))
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -64,7 +40,7 @@ def configuration(model: str, seq: int) -> Any:
             if path.is_dir()
             else f"model {model!r} is no file, folder or preset"
         )
-        raise UsageError(f"{missing}; {nearest(model, PRESETS)}")
+        raise UsageError(f"{missing}; {nearest(model, PUBLISHED)}")
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -83,23 +59,6 @@ def configuration(model: str, seq: int) -> Any:
             f"seq is {seq}, longer than the {longest} positions of {model!r}; take --seq {longest} or less."
         )
     return config
-
-
-def _llama(shape: Shape, seq: int) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=max(8192, seq),
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
 
 
 class Built:
@@ -151,7 +110,7 @@ def _token_loss(where: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EqualBlocks:
     """Equal blocks in one container. `container`: its name. `first_unit`: index of the first block's unit. `each`: units of one
     block, itself and those inside it.
     """
@@ -162,7 +121,7 @@ class Run:
     each: int = 1
 
 
-def longest_run(model: nn.Module, units: UnitChoice) -> Run | None:
+def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
     """The most equal units that follow each other in one list; None where no two do."""
     chosen = choose_units(model, units)
     tops: list[tuple[int, int]] = []  # units that are in no other but the root, and how many each of them holds
@@ -192,7 +151,7 @@ def longest_run(model: nn.Module, units: UnitChoice) -> Run | None:
     holder = model.get_submodule(container)
     if len(list(holder.children())) != count:
         return None
-    return Run(container=container, count=count, first_unit=first, each=dict(tops)[first])
+    return EqualBlocks(container=container, count=count, first_unit=first, each=dict(tops)[first])
 
 
 def unit_rules(model: nn.Module) -> list[str]:
@@ -217,7 +176,7 @@ def _place(holder: nn.Module, module: nn.Module) -> int:
     return next(i for i, child in enumerate(holder.children()) if child is module)
 
 
-def shortened(model: nn.Module, run: Run, count: int) -> nn.Module:
+def shortened(model: nn.Module, run: EqualBlocks, count: int) -> nn.Module:
     """`model` with the first `count` blocks of a run alone, changed in place."""
     holder: Any = model.get_submodule(run.container)
     del holder[count:]

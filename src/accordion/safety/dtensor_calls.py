@@ -94,7 +94,7 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rows.shape != local.shape:
         raise UsageError(
             f"random numbers for a tensor of shape {tuple(tensor.shape)} at {tensor.placements} lie otherwise on this version of "
-            f"torch than its rows do; use accordion.weights.initialise, or {INSTEAD}."
+            f"torch than its rows do; use accordion.initialise, or {INSTEAD}."
         )
     if operator not in DRAWS_INTO:
         return drawn

@@ -1,1 +1,1 @@
-"""`accordion.shard.api`: from a model and what the user asked for to an engine."""
+"""`accordion.shard`: from a model and what the user asked for to an engine."""

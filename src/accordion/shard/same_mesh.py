@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,7 +40,9 @@ def same_mesh(mesh: DeviceMesh) -> None:
     Raises `DivergenceError` on every rank where ranks that gave other meshes wait for each other: groups that do not fit would
     wait for good, each for ranks that are in another one. A rank that does not come is named after the job's time-out.
     """
-    if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return
+    if _torch.backend_of(mesh.get_group(0), torch.device(mesh.device_type)) == "fake":  # the other ranks are simulated
         return
     ranks, store, mine = _torch.ranks_of(mesh), _torch.default_store(), dist.get_rank()
     text = f"{tuple(mesh.shape)} of ranks {ranks}"

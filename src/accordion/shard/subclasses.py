@@ -96,7 +96,7 @@ def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def extended_groups(
-    mine: list[tuple[Owned, Cut]],
+    mine: Sequence[tuple[Owned, Cut]],
     precision: Precision,
     context: ShardingContext,
     place: tuple[int, str],
@@ -118,7 +118,7 @@ def extended_groups(
         extended = Extended(param, dtype, context, mesh, policy)
         param.extension = extended.shown
         by_dtype.setdefault(dtype, []).append(extended)
-    return [_Group(context, found, precision, dtype, place) for dtype, found in by_dtype.items()]
+    return [_SubclassGroup(context, found, precision, dtype, place) for dtype, found in by_dtype.items()]
 
 
 class Extended:
@@ -213,21 +213,23 @@ class _Shown(torch.autograd.Function):
         return grad, None
 
 
-class _Landing(Transfer):
+class _SubclassGather(Transfer):
     """A gather that ends on the compute stream, where what it makes is read."""
 
     __slots__ = ("_then",)
 
-    def __init__(self, lane: SideStream, steps: Steps, held: list[Any], what: str, then: Callable[[], None]) -> None:
+    def __init__(
+        self, side_stream: SideStream, steps: Steps, held: list[Any], what: str, then: Callable[[], None]
+    ) -> None:
         self._then = then
-        super().__init__(lane, steps, held, what)
+        super().__init__(side_stream, steps, held, what)
 
     def land(self) -> None:
         super().land()
         self._then()
 
 
-class _Room:
+class _SubclassBuffers:
     """The memory of all extended parameters of a group, by the names that a `FullBuffer` has."""
 
     def __init__(self, extended: list[Extended]) -> None:
@@ -246,7 +248,7 @@ class _Room:
             e.close()
 
 
-class _Rest(ShardBuffer):
+class _SubclassShards(ShardBuffer):
     """The rows of extended parameters, which rest in their own tensors."""
 
     def __init__(self, extended: list[Extended]) -> None:
@@ -255,7 +257,7 @@ class _Rest(ShardBuffer):
         self.locals = [e.local for e in extended]
 
 
-class _Group(Group):
+class _SubclassGroup(Group):
     """Extended parameters of one unit and compute dtype: gathered as they say, their gradients reduced as any others."""
 
     def __init__(
@@ -267,16 +269,15 @@ class _Group(Group):
         place: tuple[int, str],
     ) -> None:
         planned = GroupPlan([e.param for e in extended], dtype, precision.reduce_dtype(dtype))
-        self._prepare(context, planned, place)
+        super().__init__(context, planned, place)
         self._extended = extended
         self.message = message([e.param.cut for e in extended], dtype.itemsize, num_flags=1)
-        self.home = _Rest(extended)
-        self.alias = False
-        self.room: Any = _Room(extended)
-        self.views = self.room.views
+        self.shard_buffer = _SubclassShards(extended)
+        self.full_buffer = _SubclassBuffers(extended)
+        self.views = self.full_buffer.views
 
     def gather(self) -> Transfer | None:
-        """Begin to gather; the flight ends with what the subclasses make of it."""
+        """Begin to gather; the transfer ends with what the subclasses make of it."""
         self.filled, axis = self.version(), self.context.shard
         with torch.no_grad():
             begun = [e.begin() for e in self._extended]
@@ -298,5 +299,5 @@ class _Group(Group):
                 for e, (_, metadata) in zip(self._extended, begun, strict=True):
                     e.end(metadata)
 
-        lane = self.context.gather_stream
-        return _Landing(lane, steps(), [pairs], f"gathers {self.place}", end)
+        side_stream = self.context.gather_stream
+        return _SubclassGather(side_stream, steps(), [pairs], f"gathers {self.place}", end)

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from accordion.config import Offload, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
+from accordion.models.llama import TRAINED
 from accordion.units import units_named
-
-# No `slots=True` here: jsonargparse reads defaults of nested dataclasses through `vars`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +258,12 @@ def check(config: Config) -> None:
     unset = next((key for key, value in values.items() if value is None and defaults[key] is not None), None)
     if unset is not None:
         raise UsageError(f"{unset} is null; leave it out for its default, {defaults[unset]!r}.")
+    for key in NUMBERS:
+        if isinstance(values[key], float) and not math.isfinite(values[key]):
+            raise UsageError(f"{key} is {values[key]}; it takes a number.")
     for key, least in AT_LEAST.items():
         value = values[key]
-        if not (math.isfinite(value) and least <= value <= LARGEST):
+        if not least <= value <= LARGEST:
             raise UsageError(f"{key} is {value}; it must be between {least} and {LARGEST}.")
     if config.train.lr == 0:
         raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
@@ -278,9 +280,9 @@ def check(config: Config) -> None:
             "take hybrid_shard or leave it out."
         )
     if config.model.path is None:
-        if config.model.preset not in PRESETS:
+        if config.model.preset not in TRAINED:
             raise UsageError(
-                f"model.preset {config.model.preset!r} does not exist; {nearest(config.model.preset, PRESETS)}"
+                f"model.preset {config.model.preset!r} does not exist; {nearest(config.model.preset, TRAINED)}"
             )
         if config.model.init == "pretrained":
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
@@ -306,25 +308,3 @@ def spread(config: Config, named: Collection[str], num_ranks: int) -> Config:
             "do not divide; take a multiple, or a smaller train.micro_batch."
         )
     return replace(config, train=replace(options, accumulate=accumulate))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A Llama shape; `vocab` is also the size of the tokenizer trained for it."""
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-
-
-PRESETS = {
-    "llama-tiny": Preset(vocab=1024, hidden=64, layers=2, heads=2, kv_heads=2, mlp=192),
-    "llama-10m": Preset(vocab=4096, hidden=320, layers=6, heads=5, kv_heads=5, mlp=864),
-    "llama-30m": Preset(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, mlp=1376),
-    "llama-125m": Preset(vocab=32768, hidden=768, layers=12, heads=12, kv_heads=12, mlp=2048),
-    "llama-1b": Preset(vocab=32768, hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192),
-    "llama-8b": Preset(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
-}

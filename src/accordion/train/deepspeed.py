@@ -44,7 +44,7 @@ def digest_of(config: Config) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class Translation:
     """What the file means for one key of the run. `names`: keys of the file that would say so."""
 
     key: str
@@ -89,28 +89,30 @@ def translated(config: Config, named: Collection[str], num_ranks: int) -> Config
     return result
 
 
-def _meanings(config: Config, settings: Settings, num_ranks: int) -> Iterator[Means]:
+def _meanings(config: Config, settings: Settings, num_ranks: int) -> Iterator[Translation]:
     groups = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
-    yield Means("shard.strategy", settings.strategy.name, ("zero_optimization.stage", *groups))
+    yield Translation("shard.strategy", settings.strategy.name, ("zero_optimization.stage", *groups))
     if settings.group_ranks is not None:
-        yield Means("shard.replicas", settings.replicas(num_ranks), groups)
-    yield Means("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
+        yield Translation("shard.replicas", settings.replicas(num_ranks), groups)
+    yield Translation("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
     z = "zero_optimization."
     optimizer = (f"{z}offload_optimizer.device", f"{z}cpu_offload")
-    yield Means("shard.offload_optimizer", settings.offload.optimizer, optimizer)
+    yield Translation("shard.offload_optimizer", settings.offload.optimizer, optimizer)
     params = tuple(z + name for name in ("offload_param.device", "cpu_offload_params", "cpu_offload_param"))
-    yield Means("shard.offload_params", settings.offload.params, params)
+    yield Translation("shard.offload_params", settings.offload.params, params)
     said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
     batch = replace(settings, said=said).batch(num_ranks)
-    yield Means("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))
-    yield Means("train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN))
-    yield Means("train.clip", settings.clip, ("gradient_clipping",))
+    yield Translation("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))
+    yield Translation("train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN))
+    yield Translation("train.clip", settings.clip, ("gradient_clipping",))
     if settings.optimizer is not None:
-        yield Means("train.lr", settings.optimizer.lr, ("optimizer.params.lr", "optimizer.type"))
+        yield Translation("train.lr", settings.optimizer.lr, ("optimizer.params.lr", "optimizer.type"))
         decay = ("optimizer.params.weight_decay", "optimizer.type")
-        yield Means("train.weight_decay", settings.optimizer.weight_decay, decay)
+        yield Translation("train.weight_decay", settings.optimizer.weight_decay, decay)
     if settings.scheduler is not None:
-        yield Means("train.warmup", settings.scheduler.warmup, ("scheduler.params.warmup_num_steps", "scheduler.type"))
+        yield Translation(
+            "train.warmup", settings.scheduler.warmup, ("scheduler.params.warmup_num_steps", "scheduler.type")
+        )
 
 
 def _precision(config: Config, settings: Settings) -> str:

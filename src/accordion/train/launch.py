@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
-from accordion.devices import Devices, devices_named
+from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, UsageError
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.owner import job_of
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Which rank this process is, and who said so."""
 
     rank: int
@@ -57,11 +57,11 @@ class Place:
     job: str | None = None  # its launcher's name for the job, over all hosts and restarts
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def place_of(environ: Mapping[str, str]) -> RankPlace | None:
     """Read torchrun's variables, else srun's; None in a process that no launcher started."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
-            return Place(
+            return RankPlace(
                 rank=int(environ["RANK"]),
                 world=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
@@ -81,7 +81,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _slurm_place(environ: Mapping[str, str]) -> Place | None:
+def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
     """A task of an srun step with several tasks. A batch script itself is none: it has a job id but no step id."""
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
     in_batch_script = "SLURM_JOB_ID" in environ and not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ)
@@ -91,7 +91,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place | None:
     host = environ.get("MASTER_ADDR", first_host(hosts))
     port = environ.get("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000))
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", "1")))
-    return Place(
+    return RankPlace(
         rank=int(environ["SLURM_PROCID"]),
         world=world,
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
@@ -110,7 +110,7 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def choose(choice: Choice, place: Place | None, here: Devices) -> tuple[str, int]:
+def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str, int]:
     """The type of device and the number of ranks in all. Raises `UsageError` for more ranks on this machine than devices."""
     devices = devices_named(choice.device, "launch.device", here)
     world = choice.nproc or devices.count or CPU_RANKS
@@ -200,7 +200,7 @@ def guarded(entry: Entry, *args: Any) -> None:
         os._exit(code)  # not sys.exit: that waits for collectives in flight
 
 
-def _reached(place: Place, environ: Mapping[str, str]) -> Store:
+def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
     """The job's store. Raises `UsageError` where its address is none, and `AccordionError` where nothing answers there."""
     if place.starter == "torchrun":
         for name in ADDRESS:
@@ -253,11 +253,6 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
     return PrefixStore(token, store)
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _tell(error: Exception, rank: int, store: Store) -> int:
     """Print why this rank ends, if it is the first one to fail. The exit code of the first, for all of them."""
     code = 2 if isinstance(error, UsageError) else 1
@@ -291,7 +286,7 @@ def _unreached(text: str) -> str | None:
     return None
 
 
-def first_of_all(place: Place, store: Store, do: Callable[[], T]) -> T | None:
+def first_of_all(place: RankPlace, store: Store, do: Callable[[], T]) -> T | None:
     """`do` on the first rank of the job, for which the others wait. A `UsageError` of it is raised by every rank."""
     key = "accordion/first"
     if place.rank == 0:
@@ -300,7 +295,7 @@ def first_of_all(place: Place, store: Store, do: Callable[[], T]) -> T | None:
     return None
 
 
-def once_per_host(place: Place, store: Store, do: Callable[[], T]) -> T:
+def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
     """`do` on the first rank of this host, then on its other ranks. A `UsageError` is raised by every rank of the host."""
     key = f"accordion/host/{socket.gethostname()}"
     if place.local_rank == 0:

@@ -25,8 +25,7 @@ from accordion import _torch
 from accordion.checkpoint import RandomState, load, save
 from accordion.checkpoint.background import saver_of
 from accordion.compat.deepspeed import Schedule, Settings
-from accordion.config import COMPUTE_DTYPES, strategy_named
-from accordion.config import Place as Lies
+from accordion.config import COMPUTE_DTYPES, Place, strategy_named
 from accordion.devices import backend_of
 from accordion.models.language import language_model
 from accordion.offload.step.deferred_step import engines_of
@@ -36,7 +35,7 @@ from accordion.train.config import Config, TrainConfig, as_yaml, flat
 from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
 from accordion.train.deepspeed import digest_of, settings_of
 from accordion.train.evaluate import sample, token_losses, validation_loss
-from accordion.train.launch import Place, first_of_all
+from accordion.train.launch import RankPlace, first_of_all
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.model import configuration, fill
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
@@ -49,7 +48,7 @@ LAST_LR = 0.1  # the cosine ends at this share of the peak
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
 
-def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: str) -> None:
+def train(place: RankPlace, store: Store, config: Config, prepared: Prepared, kind: str) -> None:
     """Train as `config` says: the whole of one rank."""
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -92,7 +91,7 @@ def train(place: Place, store: Store, config: Config, prepared: Prepared, kind: 
         claim.release()
 
 
-def _claim(config: Config, prepared: Prepared, place: Place, screen: Screen) -> Claim:
+def _claim(config: Config, prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
     """Have the run's folders, or raise `UsageError`; before anything in them is changed."""
     # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
     claim = Claim(prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
@@ -112,7 +111,7 @@ class Run:
 
     config: Config
     prepared: Prepared
-    place: Place
+    place: RankPlace
     device: torch.device
     share: Share
     model: nn.Module
@@ -128,7 +127,7 @@ class Run:
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
-def _join(place: Place, store: Store, kind: str, timeout: timedelta) -> torch.device:
+def _join(place: RankPlace, store: Store, kind: str, timeout: timedelta) -> torch.device:
     """Take this rank's device and join the group of all ranks, whose collectives fail after `timeout`."""
     if kind == "cpu":
         device = torch.device("cpu")
@@ -146,7 +145,7 @@ def _join(place: Place, store: Store, kind: str, timeout: timedelta) -> torch.de
     return device
 
 
-def _agree(config: Config, prepared: Prepared, place: Place) -> None:
+def _agree(config: Config, prepared: Prepared, place: RankPlace) -> None:
     """Raise `DivergenceError` on every rank where ranks found different data or another checkpoint."""
     tokens = prepared.tokens
     mine = {
@@ -166,7 +165,7 @@ def _agree(config: Config, prepared: Prepared, place: Place) -> None:
             )
 
 
-def _make(config: Config, prepared: Prepared, place: Place, device: torch.device) -> Run:
+def _make(config: Config, prepared: Prepared, place: RankPlace, device: torch.device) -> Run:
     """Build, shard, and connect what a run needs."""
     shard, options = config.shard, config.train
     strategy = strategy_named(shard.strategy)
@@ -204,7 +203,7 @@ def _make(config: Config, prepared: Prepared, place: Place, device: torch.device
             prepared.tokens.read("train"), config.data.seq_len, share, options.seed, pins=device.type != "cpu"
         ),
         decides_on_device=device.type != "cpu" and theirs is None and not engines_of(optimizer),
-        sums_locally=strategy.grads is Lies.REPLICATE,
+        sums_locally=strategy.grads is Place.REPLICATE,
         saves_behind=config.checkpoint.background and not offload.uses_disk,
     )
 

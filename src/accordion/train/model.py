@@ -15,7 +15,8 @@ import accordion as acc
 from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.models.language import brief
-from accordion.train.config import PRESETS, DataConfig, ModelConfig
+from accordion.models.llama import TRAINED, llama_config
+from accordion.train.config import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,22 +40,12 @@ def check_folder(path: str) -> dict[str, Any]:
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
     """What transformers builds the model from; dropout is off. Raises `UsageError` where it knows no such model."""
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
 
     if model.path is None:
-        shape = PRESETS[model.preset]
-        return LlamaConfig(
-            vocab_size=shape.vocab,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.mlp,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=max(4096, data.seq_len),
-            initializer_range=shape.hidden**-0.5,  # transformers' 0.02 suits 2048; at 320 it learns slower, in spikes
-            bos_token_id=None,
-            eos_token_id=0,
-        )
+        shape = TRAINED[model.preset]
+        # transformers' own range, 0.02, suits a width of 2048; at 320 it learns slower, in spikes
+        return llama_config(shape, max(4096, data.seq_len), initializer_range=shape.hidden**-0.5)
     try:
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
     except Exception as error:  # transformers checks its configurations with errors of many kinds

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accordion.engine.autograd import engine_of
+from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError
+from accordion.safety.finite import FiniteCheck
 
 FLEETING = (
     "it did not come up when the step was done again, so it is no matter of data or weights: look for a faulty machine or an "
@@ -55,13 +56,14 @@ def came_up_in(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], o
     """
     engine = engine_of(model)
     assert engine is not None, "the main job shards its model"
-    before, engine.finite = engine.finite, engine.finder()
+    check = FiniteCheck(engine)
+    engine.observers.attach(check)
     try:
         again(_finite_everywhere)
     except NonFiniteError as error:
         return f"{found}; {error}"
     finally:
-        engine.finite = before
+        engine.observers.detach(check)
     return None
 
 

@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class FolderOwner:
     """A process that has a folder. `job`: what its launcher calls the job, on all hosts and over restarts alike."""
 
     host: str = field(default_factory=socket.gethostname)
@@ -68,7 +68,7 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
             time.sleep(LOOK_S)
 
 
-def _holder_of(folder: Path) -> Owner | None:
+def _holder_of(folder: Path) -> FolderOwner | None:
     """Who holds the lock on `folder`'s file now."""
     try:
         handle = os.open(folder / FILE, os.O_RDWR)  # NFS locks no file that is not open for writing
@@ -95,7 +95,7 @@ class Claim:
         is followed. The kernel drops the lock of a process that ends, and a server that of a host. Where a file system has no
         locks, or one that other hosts do not see, the owner's signs of life tell.
         """
-        self._mine, self._say = Owner(job=job), say
+        self._mine, self._say = FolderOwner(job=job), say
         self._one_at_a_time = threading.Lock()  # of signs of life and the release: handles are closed between them
         self._held: dict[str, tuple[Path, int]] = {}
         self._done = threading.Event()
@@ -123,7 +123,7 @@ class Claim:
 
     def _wait(self, setting: str, folder: Path, wait_s: float) -> int:
         began, told = time.monotonic(), False
-        while isinstance(got := self._take(folder), Owner):
+        while isinstance(got := self._take(folder), FolderOwner):
             again = got.job is not None and got.job == self._mine.job
             if time.monotonic() - began > (wait_s if again else PATIENCE_S):
                 raise _taken(setting, folder, got)
@@ -133,7 +133,7 @@ class Claim:
             time.sleep(LOOK_S)
         return got
 
-    def _take(self, folder: Path) -> int | Owner:
+    def _take(self, folder: Path) -> int | FolderOwner:
         """The handle of the locked file, or who has it."""
         path = folder / FILE
         try:
@@ -196,7 +196,7 @@ class Claim:
             got = self._take(folder)
         except UsageError:  # no room, no permission: nobody else has it either
             return
-        if not isinstance(got, Owner):
+        if not isinstance(got, FolderOwner):
             self._held[setting] = folder, got
             os.close(handle)
         elif got.word not in (self._mine.word, ""):
@@ -208,30 +208,30 @@ class Claim:
             os._exit(1)
 
 
-def _taken(setting: str, folder: Path, holder: Owner) -> UsageError:
+def _taken(setting: str, folder: Path, holder: FolderOwner) -> UsageError:
     return UsageError(
         f"{setting} {str(folder)!r} is in use by another job: {holder}; wait until it ends, or take another {setting}."
     )
 
 
-def _unknown() -> Owner:
+def _unknown() -> FolderOwner:
     """One that has the lock and has not said its name yet."""
-    return Owner(host="", pid=0, since="", word="")
+    return FolderOwner(host="", pid=0, since="", word="")
 
 
-def _read(folder: Path) -> tuple[Owner | None, bytes]:
+def _read(folder: Path) -> tuple[FolderOwner | None, bytes]:
     """Who wrote the file last, None where nobody or where it cannot be read; and all of it."""
     try:
         text = (folder / FILE).read_bytes()
         said = json.loads(text)
-        return Owner(**{key: said[key] for key in ("host", "pid", "since", "job", "word")}), text
+        return FolderOwner(**{key: said[key] for key in ("host", "pid", "since", "job", "word")}), text
     except OSError:
         return None, b""
     except (ValueError, KeyError, TypeError):
         return None, text
 
 
-def _is_of(owner: Owner, folder: Path) -> bool:
+def _is_of(owner: FolderOwner, folder: Path) -> bool:
     found = _read(folder)[0]
     return found is not None and found.word == owner.word
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.language import language_model
+from accordion.models.llama import TRAINED
 from accordion.train import checkpoints
 from accordion.train.auto_plan import Expected
-from accordion.train.config import PRESETS, Config
+from accordion.train.config import Config
 from accordion.train.data import check_enough
 from accordion.train.model import check_folder, configuration
 from accordion.train.sources import Source, find
@@ -142,7 +143,7 @@ def _replicas(config: Config, world: int, local_world: int) -> int:
 def _model(config: Config) -> tuple[int, str]:
     """The vocabulary that the model has rows for, and a name for the run's folder."""
     if config.model.path is None:
-        return PRESETS[config.model.preset].vocab, config.model.preset
+        return TRAINED[config.model.preset].vocab, config.model.preset
     described = check_folder(config.model.path)
     vocab = described.get("vocab_size")
     if not isinstance(vocab, int):

@@ -112,7 +112,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundTensor:
     """A tensor of the folder under the model's name for it; `stored_as`: under which names it lies there."""
 
     rows: Rows
@@ -126,7 +126,7 @@ class Matched:
     `ties`: pairs of names of one tensor that the folder holds twice. `own`: parameters that the model's own init makes.
     """
 
-    found: dict[str, Found]
+    found: dict[str, FoundTensor]
     first: dict[int, str]
     ties: list[tuple[str, str]]
     own: set[int]
@@ -140,7 +140,7 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str], stack: ExitStack
-) -> tuple[dict[str, Found], set[int]]:
+) -> tuple[dict[str, FoundTensor], set[int]]:
     """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
     matched = _match(model, folder, ignore, stack)
     unlike = _listed(
@@ -218,7 +218,7 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
     return result
 
 
-def _misfits(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[str]:
+def _misfits(found: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:
     result = []
     for name, f in found.items():
         tensor = wanted[name]
@@ -229,7 +229,9 @@ def _misfits(found: Mapping[str, Found], wanted: Mapping[str, Tensor]) -> list[s
     return result
 
 
-def _untied(model: nn.Module, engine: Engine, found: Mapping[str, Found], ties: Iterable[tuple[str, str]]) -> list[str]:
+def _untied(
+    model: nn.Module, engine: Engine, found: Mapping[str, FoundTensor], ties: Iterable[tuple[str, str]]
+) -> list[str]:
     """Names of one tensor of the model under which the folder holds different values, in this rank's rows."""
     result = []
     for first, second in ties:
@@ -252,7 +254,7 @@ def _equal(a: Rows, b: Rows) -> bool:
 
 def _named(
     model: nn.Module, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
-) -> tuple[dict[str, Found], list[str], list[str]]:
+) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
     """What the folder holds by the model's names; what of it the model has no name for; what cannot be made."""
     found, extra, wrong = _converted(model, held, wanted) if is_of_transformers(model) else ({}, list(held), [])
     prefixes: tuple[str, ...] = PREFIXES
@@ -266,7 +268,7 @@ def _named(
         elif name in found:
             wrong.append(f"{key} and {', '.join(found[name].stored_as)} both stand for {name}")
         else:
-            found[name] = Found(held[key], (key,))
+            found[name] = FoundTensor(held[key], (key,))
     return found, left, wrong
 
 
@@ -287,7 +289,7 @@ def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) ->
 
 def _converted(
     model: Any, held: Mapping[str, Rows], wanted: Mapping[str, Tensor]
-) -> tuple[dict[str, Found], list[str], list[str]]:
+) -> tuple[dict[str, FoundTensor], list[str], list[str]]:
     """`_named` by the rules of transformers, which renames, merges and splits what other versions and formats hold."""
     from transformers import conversion_mapping, core_model_loading
 
@@ -295,7 +297,7 @@ def _converted(
     renamings = [rule for rule in rules if isinstance(rule, core_model_loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, core_model_loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    found: dict[str, Found] = {}
+    found: dict[str, FoundTensor] = {}
     extra, wrong = [], []
     makers: dict[str, tuple[Any, list[str]]] = {}
     for key in sorted(held, key=core_model_loading.dot_natural_key):
@@ -307,7 +309,7 @@ def _converted(
         if name not in wanted or (pattern is None and name in found):
             extra.append(key)
         elif pattern is None:
-            found[name] = Found(held[key], (key,))
+            found[name] = FoundTensor(held[key], (key,))
         else:
             maker, keys = makers.setdefault(name, (deepcopy(by_pattern[pattern]), []))
             maker.add_tensor(name, key, pattern, held[key])
@@ -319,7 +321,7 @@ def _converted(
                 if target in found:
                     wrong.append(f"{', '.join(keys)} and {', '.join(found[target].stored_as)} both stand for {target}")
                 elif target in wanted:
-                    found[target] = Found(rows, tuple(keys))
+                    found[target] = FoundTensor(rows, tuple(keys))
                 else:
                     wrong.append(f"{', '.join(keys)} become {target}, which the model has not")
         except Exception as error:  # whatever an operation of transformers meets
@@ -370,7 +372,7 @@ def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
     return rows if param is None else own_rows(rows, param.cut, engine.context)  # type: ignore[arg-type, return-value]
 
 
-def _read(model: nn.Module, engine: Engine, found: Mapping[str, Found]) -> None:
+def _read(model: nn.Module, engine: Engine, found: Mapping[str, FoundTensor]) -> None:
     wanted = names_of(model)
     for name, f in found.items():
         own, into = _own(f.rows, wanted[name], engine), local_data(wanted[name])

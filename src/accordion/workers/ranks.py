@@ -74,7 +74,7 @@ class World:
         ]
 
 
-class Team:
+class WorkerTeam:
     """Owns the processes of one contender; `with` ends them.
 
     `make(seat, *args)` is called in each and returns the object whose methods `ask` calls there: a function of a module, for
@@ -147,7 +147,7 @@ class Team:
         for end in self._ends:
             end.close()
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> WorkerTeam:
         return self
 
     def __exit__(
@@ -156,7 +156,7 @@ class Team:
         self.close()
 
 
-def interleaved(teams: Sequence[Team], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
+def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
     """Ask one team after the other, `rounds` times: A B C A B C. By team and round: the answers of its ranks."""
     found: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):

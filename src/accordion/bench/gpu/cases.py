@@ -14,8 +14,8 @@ from accordion import _torch
 from accordion.bench.contenders import OURS, WRAPPERS, Loop, mesh_of
 from accordion.bench.model import Llama
 from accordion.bench.trainer import Trainer
+from accordion.models.llama import LlamaShape
 from accordion.state import sharded_engine
-from accordion.train.config import Preset
 from accordion.workers.ranks import Seat
 
 BF16 = torch.bfloat16
@@ -30,7 +30,7 @@ class Case:
     `compiled`: backend with which each block is compiled.
     """
 
-    preset: Preset
+    preset: LlamaShape
     batch: int
     seq: int
     masters: bool = False
@@ -124,7 +124,7 @@ def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Mod
     return model
 
 
-def params_of(p: Preset) -> int:
+def params_of(p: LlamaShape) -> int:
     """Parameters of a Llama of that shape."""
     head = p.hidden // p.heads
     attention = 2 * p.hidden**2 + 2 * p.hidden * p.kv_heads * head

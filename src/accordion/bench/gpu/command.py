@@ -11,7 +11,6 @@ still run. A part, and a row of (b), begins if the time that is left is what it 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import math
@@ -21,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -31,11 +30,12 @@ from accordion.bench.gpu.offload import offloaded
 from accordion.bench.gpu.one_rank import one_rank
 from accordion.bench.gpu.planned import planned
 from accordion.bench.gpu.simulated import simulated
-from accordion.bench.gpu.sizes import GIB, ROOM_GIB, Sizes, full_sizes, tiny_sizes
+from accordion.bench.gpu.sizes import GIB, ROOM_GIB, PartSizes, full_sizes, tiny_sizes
 from accordion.bench.gpu.streams import safety
 from accordion.bench.gpu.wires import wires
 from accordion.devices import devices_here, devices_named
 from accordion.errors import UsageError
+from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import as_text
 from accordion.workers.ranks import BenchError
@@ -45,27 +45,29 @@ PATIENCE_S = 110  # for one answer of a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BenchPart:
     """`seconds`: thought to be enough on an H100, and for (b) enough for its first row; no part has run on one yet."""
 
-    run: Callable[[Sizes, str, Findings], None]
+    run: Callable[[PartSizes, str, Findings], None]
     seconds: float
     patience_s: float = PATIENCE_S
 
 
-PARTS: dict[str, Part] = {
-    "a": Part(
+PARTS: dict[str, BenchPart] = {
+    "a": BenchPart(
         run=lambda sizes, device, out: one_rank(sizes.one_rank, device, sizes.rounds, sizes.steps, out), seconds=110
     ),
-    "b": Part(run=lambda sizes, device, out: simulated(sizes.simulated, device, out), seconds=40),
-    "c": Part(run=lambda sizes, device, out: safety(sizes.safe, device, out), seconds=70),
-    "d": Part(run=lambda sizes, device, out: wires(sizes.unit_bytes, 5 * sizes.steps, device, out), seconds=15),
-    "e": Part(
+    "b": BenchPart(run=lambda sizes, device, out: simulated(sizes.simulated, device, out), seconds=40),
+    "c": BenchPart(run=lambda sizes, device, out: safety(sizes.safe, device, out), seconds=70),
+    "d": BenchPart(run=lambda sizes, device, out: wires(sizes.unit_bytes, 5 * sizes.steps, device, out), seconds=15),
+    "e": BenchPart(
         run=lambda sizes, device, out: compiled(sizes.one_rank, sizes.compiler, device, sizes.rounds, sizes.steps, out),
         seconds=100,
     ),
-    "f": Part(run=lambda sizes, device, out: planned(sizes.planned, sizes.card, device, sizes.steps, out), seconds=75),
-    "g": Part(  # pins most of the host's memory first
+    "f": BenchPart(
+        run=lambda sizes, device, out: planned(sizes.planned, sizes.card, device, sizes.steps, out), seconds=75
+    ),
+    "g": BenchPart(  # pins most of the host's memory first
         run=lambda sizes, device, out: offloaded(sizes.offload, sizes.link_bytes, sizes.steps, device, out),
         seconds=400,
         patience_s=400,
@@ -74,30 +76,28 @@ PARTS: dict[str, Part] = {
 IN_ORDER = "cdafeb"  # what tells soonest first, and last (b), which takes as many rows as there is time for
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; accordion bench gpu --help lists all.")
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Measure one accelerator.
+
+    Args:
+        parts: letters, in the order in which they run
+        device: auto, cpu, or the type of device of this machine
+        tiny: small shapes, which check the benchmark and measure nothing
+        dir: folder; a file of today's is added to
+    """
+
+    parts: str = IN_ORDER
+    device: str = "auto"
+    tiny: bool = False
+    dir: str = "runs/bench"
 
 
 def run(words: Sequence[str]) -> int:
     """What `words` ask for. Returns the exit code, 1 if a part failed. Raises `UsageError` before anything is measured."""
-    parser = _Parser(
-        prog="accordion bench gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--parts", default=IN_ORDER, help="letters, in the order in which they run (default: %(default)s)"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, or the type of device of this machine")
-    parser.add_argument(
-        "--tiny", action="store_true", help="small shapes, which check the benchmark and measure nothing"
-    )
-    parser.add_argument(
-        "--dir", default="runs/bench", help="folder; a file of today's is added to (default: %(default)s)"
-    )
-    options = parser.parse_args(words)
+    options = read(GpuOptions, words, "accordion bench gpu", __doc__ or "")
+    if options is None:
+        return 0
     if unknown := set(options.parts) - set(PARTS):
         raise UsageError(f"parts {''.join(sorted(unknown))!r} do not exist; take letters of {''.join(PARTS)!r}.")
     devices = devices_named(options.device, "--device", devices_here())
@@ -142,7 +142,7 @@ def earlier(path: Path, head: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_parts(
-    letters: str, sizes: Sizes, device: str, write: Callable[[dict[str, Any]], None], *, limited: bool
+    letters: str, sizes: PartSizes, device: str, write: Callable[[dict[str, Any]], None], *, limited: bool
 ) -> list[str]:
     """One part after the other; `write` gets all results as they come. Returns the letters of those that failed.
 
@@ -164,7 +164,7 @@ def run_parts(
 
 def one_part(
     letter: str,
-    sizes: Sizes,
+    sizes: PartSizes,
     device: str,
     results: dict[str, Any],
     write: Callable[[dict[str, Any]], None],

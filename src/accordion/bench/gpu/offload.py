@@ -16,17 +16,17 @@ import accordion as acc
 from accordion.bench.contenders import mesh_of
 from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
+from accordion.models.llama import LlamaShape
 from accordion.offload.arena import Arena
 from accordion.offload.estimate import MemoryEstimate, stated
 from accordion.offload.tiers import Tiers
 from accordion.pages.page import Table, spread
 from accordion.pages.stats import Spread, quartiles
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.state import sharded_engine
-from accordion.train.config import Preset
-from accordion.workers.ranks import BenchError, Seat, Team
+from accordion.workers.ranks import BenchError, Seat, WorkerTeam
 
 BF16 = torch.bfloat16
 GIB = 2**30
@@ -37,7 +37,7 @@ STEPPED_ON_HOST, STEPPED_HERE, PEER = "accordion host", "accordion device", "fsd
 class OffloadCase:
     """A Llama in bf16 over float32 masters, recomputed. `host_bytes`: the rest of what is offloaded stays on the device."""
 
-    preset: Preset
+    preset: LlamaShape
     batch: int
     seq: int
     host_bytes: int | None = None
@@ -65,7 +65,7 @@ def planned_peak(kind: str, case: OffloadCase, device: str) -> int:
         batch=lambda: batch_of(0, 0, (case.batch, case.seq), case.preset.vocab),
         loss=lambda model, batch: loss_of(model(batch[0]), batch[1]),
     )
-    return peak_of(trace(subject, Run(ranks=1, node=1, sharding=sharding, device=device))).num_bytes  # type: ignore[arg-type]
+    return peak_of(trace(subject, TrainingSetup(ranks=1, node=1, sharding=sharding, device=device))).num_bytes  # type: ignore[arg-type]
 
 
 class OffloadTrainer:
@@ -133,7 +133,7 @@ class OffloadTrainer:
         peak = 0 if self._seat.device.type == "cpu" else torch.accelerator.memory.max_memory_allocated()
         if self._said is None:
             return {"peak": peak}
-        tiers = sharded_engine(self._model, "bench").context.home
+        tiers = sharded_engine(self._model, "bench").context.shard_buffers
         assert isinstance(tiers, Tiers)
         states = list(tiers.states.values())
         copied = 2 * sum(one.host_bytes for one in states)
@@ -176,13 +176,13 @@ def offloaded(
     cases: Mapping[str, tuple[OffloadCase, tuple[str, ...]]], link_bytes: int, steps: int, device: str, out: Findings
 ) -> None:
     """(g) States on the host, one kind at a time on the device and in the host's memory; the peer, which takes most, last."""
-    with Team("link", out.world(device, threads=16), Links) as team:
+    with WorkerTeam("link", out.world(device, threads=16), Links) as team:
         out.data["link"] = team.ask("measure", link_bytes)[0]
     todo = [(shape, case, kind) for shape, (case, kinds) in cases.items() for kind in kinds]
     for shape, case, kind in sorted(todo, key=lambda one: one[2] == PEER):
         try:
             planned = {} if kind == PEER else {"planned": planned_peak(kind, case, device)}
-            with Team(kind, out.world(device, threads=16), OffloadTrainer, (kind, case)) as team:
+            with WorkerTeam(kind, out.world(device, threads=16), OffloadTrainer, (kind, case)) as team:
                 times = team.ask("turn", 1, steps)[0]
                 held = team.ask("bytes")[0] | planned
             out.data[f"{shape} {kind}"] = {"times": times, "bytes": held}

@@ -13,16 +13,16 @@ import accordion as acc
 from accordion.bench.contenders import OURS
 from accordion.bench.gpu.cases import BF16, Case, shape_trainer
 from accordion.bench.gpu.findings import Findings
-from accordion.bench.measure import Sizes, measured
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.pages.machine import describe
 from accordion.pages.page import Table
 from accordion.pages.stats import quartiles
+from accordion.plan.cli.measure import MeasureSizes, measured
 from accordion.plan.hardware import GIB, GPUS, REACHED, Cluster, Gpu
-from accordion.plan.replay.predict import Memory, memory_of, step_of
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.replay.predict import MemoryNeed, memory_of, step_of
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
-from accordion.workers.ranks import BenchError, Team
+from accordion.workers.ranks import BenchError, WorkerTeam
 
 
 def subject_of(case: Case) -> Subject:
@@ -39,7 +39,7 @@ def subject_of(case: Case) -> Subject:
     )
 
 
-def card_of(device: str, sizes: Sizes | None = None) -> Gpu:
+def card_of(device: str, sizes: MeasureSizes | None = None) -> Gpu:
     """The card of this machine as the planner's table has it; one that it has not, and a CPU, is measured, with `sizes`."""
     if device != "cpu":
         name = describe(device)["device"].lower().replace(" ", "")
@@ -50,12 +50,12 @@ def card_of(device: str, sizes: Sizes | None = None) -> Gpu:
     return Gpu(**measured(device, 1, sizes)["card"])
 
 
-def planned(cases: Sequence[Case], card: Sizes | None, device: str, steps: int, out: Findings) -> None:
+def planned(cases: Sequence[Case], card: MeasureSizes | None, device: str, steps: int, out: Findings) -> None:
     """Masters in float32, bf16 inside, fused AdamW. The first size's measured step calibrates the times of the others.
 
     `card`: with which sizes a card is measured that the planner does not know; None for those of `accordion bench machine`.
     """
-    run = Run(ranks=1, node=1, sharding={"precision": acc.Precision(params=BF16)}, device=device)  # type: ignore[arg-type]
+    run = TrainingSetup(ranks=1, node=1, sharding={"precision": acc.Precision(params=BF16)}, device=device)  # type: ignore[arg-type]
     cluster, rows = Cluster(gpu=card_of(device, card), node=1), list[list[str]]()
     columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
     title = f"(f) planned and measured, one rank, {cluster.gpu.name} ({cluster.gpu.source})"
@@ -65,7 +65,7 @@ def planned(cases: Sequence[Case], card: Sizes | None, device: str, steps: int, 
         log = trace(subject_of(case), run)
         memory, times = memory_of(log), {name: step_of(log, run, cluster, name).seconds for name in REACHED}
         try:
-            with Team(OURS, out.world(device), shape_trainer, (OURS, case)) as team:
+            with WorkerTeam(OURS, out.world(device), shape_trainer, (OURS, case)) as team:
                 team.ask("losses", 3)
                 turns = team.ask("turn", 2, steps)[0]
                 seen = team.ask("memory")[0]
@@ -81,7 +81,7 @@ def planned(cases: Sequence[Case], card: Sizes | None, device: str, steps: int, 
         out.keep(Table(title=title, columns=columns, rows=list(rows)))
 
 
-def _row(case: Case, memory: Memory, one: dict[str, Any]) -> list[str]:
+def _row(case: Case, memory: MemoryNeed, one: dict[str, Any]) -> list[str]:
     seen, seconds = one["memory"], one["seconds"]
     cells = [f"{case.preset.layers} layers of {case.preset.hidden}, {case.batch} x {case.seq}"]
     for key, said in (("allocated", memory.peak.num_bytes), ("reserved", memory.largest_reserved)):

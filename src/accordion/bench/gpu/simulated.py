@@ -11,7 +11,7 @@ from accordion.bench.gpu.cases import Case, params_of, shape_trainer
 from accordion.bench.gpu.findings import Findings
 from accordion.pages.page import Table, spread
 from accordion.pages.stats import quartiles
-from accordion.workers.ranks import BenchError, Team
+from accordion.workers.ranks import BenchError, WorkerTeam
 
 GIB = 2**30
 STATE_BYTES = 12  # a parameter: 2 of itself, 2 of its gradient, 8 of the optimizer
@@ -73,7 +73,7 @@ def _rows(row: Row, here: Mapping[str, Any]) -> list[list[str]]:
 
 def alone(name: str, case: Case, num_ranks: int, device: str, out: Findings) -> dict[str, Any]:
     try:
-        with Team(name, out.world(device, num_ranks, group="fake"), shape_trainer, (name, case)) as team:
+        with WorkerTeam(name, out.world(device, num_ranks, group="fake"), shape_trainer, (name, case)) as team:
             team.ask("losses", 2)
             memory, times = team.ask("memory")[0], team.ask("turn", 0, 3)[0]
     except BenchError as error:

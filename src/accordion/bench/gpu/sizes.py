@@ -9,43 +9,43 @@ from functools import partial
 from accordion.bench.gpu.cases import Case
 from accordion.bench.gpu.offload import PEER, STEPPED_HERE, STEPPED_ON_HOST, OffloadCase
 from accordion.bench.gpu.simulated import Row
-from accordion.bench.measure import Sizes as CardSizes
-from accordion.train.config import PRESETS, Preset
+from accordion.models.llama import PUBLISHED, TRAINED, LlamaShape
+from accordion.plan.cli.measure import MeasureSizes
 
 GIB = 2**30
 ROOM_GIB = 70  # what (a) takes: three contenders between steps, and the peak of one
 
 
-LLAMA_70B = Preset(vocab=128256, hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672)
-LLAMA_7B = Preset(vocab=32000, hidden=4096, layers=32, heads=32, kv_heads=32, mlp=11008)
-LLAMA_13B = Preset(vocab=32000, hidden=5120, layers=40, heads=40, kv_heads=40, mlp=13824)
-SMALL = Preset(vocab=512, hidden=256, layers=4, heads=4, kv_heads=2, mlp=768)
+SMALL = LlamaShape(vocab=512, hidden=256, layers=4, heads=4, kv_heads=2, mlp=768)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class PartSizes:
     """What the parts take, on an accelerator, or to check the benchmark."""
 
     one_rank: Case
     rounds: int
     steps: int
     simulated: tuple[Row, ...]
-    safe: Preset
+    safe: LlamaShape
     unit_bytes: tuple[int, ...]
     compiler: str
     planned: tuple[Case, ...]
-    card: CardSizes | None  # of what is measured of a card that the planner does not know; None for the usual
+    card: MeasureSizes | None  # of what is measured of a card that the planner does not know; None for the usual
     offload: dict[str, tuple[OffloadCase, tuple[str, ...]]]
     link_bytes: int
 
 
-def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
+def full_sizes(memory_gib: float = ROOM_GIB) -> PartSizes:
     """For a device with so much memory: half of `ROOM_GIB` halves the layers and the batch of (a) and (e), and so on."""
     halvings = max(0, math.ceil(math.log2(ROOM_GIB / memory_gib)))
-    llama = PRESETS["llama-1b"]
+    llama = TRAINED["llama-1b"]
     big = partial(Case, recompute=True, wide=True, meta=True)
-    of_8b, of_70b = big(preset=PRESETS["llama-8b"], batch=1, seq=2048), big(preset=LLAMA_70B, batch=1, seq=1024)
-    return Sizes(
+    of_8b, of_70b = (
+        big(preset=PUBLISHED["llama3-8b"], batch=1, seq=2048),
+        big(preset=PUBLISHED["llama3-70b"], batch=1, seq=1024),
+    )
+    return PartSizes(
         one_rank=Case(
             preset=replace(llama, layers=max(2, llama.layers >> halvings)), batch=max(1, 4 >> halvings), seq=2048
         ),
@@ -67,16 +67,22 @@ def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
         ),
         card=None,
         offload={
-            "6.7B": (OffloadCase(preset=LLAMA_7B, batch=4, seq=2048), (STEPPED_ON_HOST, STEPPED_HERE, PEER)),
-            "13B": (OffloadCase(preset=LLAMA_13B, batch=1, seq=1024, host_bytes=90 * GIB), (STEPPED_HERE,)),
+            "6.7B": (
+                OffloadCase(preset=PUBLISHED["llama2-7b"], batch=4, seq=2048),
+                (STEPPED_ON_HOST, STEPPED_HERE, PEER),
+            ),
+            "13B": (
+                OffloadCase(preset=PUBLISHED["llama2-13b"], batch=1, seq=1024, host_bytes=90 * GIB),
+                (STEPPED_HERE,),
+            ),
         },
         link_bytes=GIB,
     )
 
 
-def tiny_sizes() -> Sizes:
-    preset = Preset(vocab=64, hidden=32, layers=2, heads=2, kv_heads=2, mlp=64)
-    return Sizes(
+def tiny_sizes() -> PartSizes:
+    preset = LlamaShape(vocab=64, hidden=32, layers=2, heads=2, kv_heads=2, mlp=64)
+    return PartSizes(
         one_rank=Case(preset=preset, batch=1, seq=16),
         rounds=1,
         steps=1,
@@ -92,7 +98,7 @@ def tiny_sizes() -> Sizes:
         unit_bytes=(10**5,),
         compiler="aot_eager",
         planned=tuple(Case(preset=replace(preset, layers=n), batch=1, seq=16, masters=True) for n in (1, 2, 3)),
-        card=CardSizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02),
+        card=MeasureSizes(products=(64, 128), seq=64, copy_bytes=1 << 22, message_bytes=1 << 16, seconds=0.02),
         offload={
             "tiny": (OffloadCase(preset=preset, batch=1, seq=16), (STEPPED_ON_HOST, PEER)),
             "tiny, less host": (OffloadCase(preset=preset, batch=1, seq=16, host_bytes=300_000), (STEPPED_HERE,)),

@@ -24,11 +24,11 @@ from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.config import STRATEGIES, strategy_named
 from accordion.engine.communicator import Communicator
 from accordion.engine.streams import SideStream
-from accordion.engine.watch import DivergenceMonitor
+from accordion.models.llama import LlamaShape
 from accordion.pages.page import Table
 from accordion.pages.stats import compare_losses
-from accordion.train.config import Preset
-from accordion.workers.ranks import BenchError, Seat, Team
+from accordion.safety.divergence import DivergenceMonitor
+from accordion.workers.ranks import BenchError, Seat, WorkerTeam
 
 ON_LANE = {True: "yes", False: "NO", None: "not shown"}
 
@@ -36,7 +36,7 @@ ON_LANE = {True: "yes", False: "NO", None: "not shown"}
 class SafeRuns:
     """Ranks that share a device over gloo: the debug mode that shows waits that are missing, over all strategies."""
 
-    def __init__(self, seat: Seat, preset: Preset) -> None:
+    def __init__(self, seat: Seat, preset: LlamaShape) -> None:
         self._seat, self._preset = seat, preset
 
     def losses(self, strategy: str, steps: int) -> list[float]:
@@ -139,7 +139,7 @@ def device_work(events: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, i
     return found
 
 
-def safety(preset: Preset, device: str, out: Findings) -> None:
+def safety(preset: LlamaShape, device: str, out: Findings) -> None:
     """(c) Losses under the debug mode beside DistributedDataParallel's, and the stream of each collective."""
     columns = ["", "ranks", "last loss", "agrees"]
     rows: list[list[str]] = []
@@ -156,7 +156,7 @@ def safety(preset: Preset, device: str, out: Findings) -> None:
         rows += [[n, str(num_ranks), f"{v[-1]:.5f}", "NO" if n in wrong else "yes"] for n, v in losses.items()]
         rows += [[n, str(num_ranks), f"does not run: {f['failed']}"[:90], "NO"] for n, f in failed.items()]
         out.keep(Table(title='(c) debug="streams", ranks sharing the device', columns=columns, rows=list(rows)))
-    with Team("collectives", out.world(device, threads=1), Collectives) as team:
+    with WorkerTeam("collectives", out.world(device, threads=1), Collectives) as team:
         out.data["streams"] = found = team.ask("streams")[0]
     if all(f["on_lane"] is None for f in found.values()):
         out.tell_not("on which stream a collective runs: torch.profiler tells it of CUDA")
@@ -171,7 +171,7 @@ def can_share(device: str) -> bool:
 
 
 def safe_losses(
-    preset: Preset, num_ranks: int, device: str, out: Findings
+    preset: LlamaShape, num_ranks: int, device: str, out: Findings
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """The losses under each strategy, the mean over ranks, and what each one that failed said; ranks begin anew after it."""
     losses, failed = dict[str, list[float]](), dict[str, Any]()
@@ -182,7 +182,7 @@ def safe_losses(
                 if team is None:
                     backend = "gloo" if can_share(device) else ""
                     world = out.world(device, num_ranks, threads=1, backend=backend)
-                    team = stack.enter_context(Team(f"{num_ranks} ranks", world, SafeRuns, (preset,)))
+                    team = stack.enter_context(WorkerTeam(f"{num_ranks} ranks", world, SafeRuns, (preset,)))
                 losses[name] = [mean(step) for step in zip(*team.ask("losses", name, 4), strict=True)]
             except BenchError as error:
                 team, failed[name] = None, out.fail(f"{name}, {num_ranks} ranks", error)

@@ -12,7 +12,7 @@ from accordion.bench.gpu.cases import Case, shape_trainer
 from accordion.bench.gpu.findings import Findings
 from accordion.pages.page import spread
 from accordion.pages.stats import quartiles, ratio
-from accordion.workers.ranks import BenchError, Team
+from accordion.workers.ranks import BenchError, WorkerTeam
 
 NAMES = ("plain", OURS, "fsdp2")
 
@@ -21,11 +21,11 @@ def turns_of(cases: Mapping[str, Case], device: str, rounds: int, steps: int, ou
     """Interleaved turns; a key is a contender, or a contender, a blank and what is particular. One that fails is told of."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
-        teams: list[Team] = []
+        teams: list[WorkerTeam] = []
         for name, case in cases.items():
             start = time.perf_counter()
             try:
-                team = stack.enter_context(Team(name, out.world(device), shape_trainer, (name.split()[0], case)))
+                team = stack.enter_context(WorkerTeam(name, out.world(device), shape_trainer, (name.split()[0], case)))
                 found[name] = {"losses": team.ask("losses", 3)[0], "started_s": time.perf_counter() - start}
                 found[name] |= {"memory": team.ask("memory")[0], "turns": []}
                 teams.append(team)

@@ -17,7 +17,7 @@ from accordion.engine.communicator import Communicator
 from accordion.engine.reduce import sum_rows
 from accordion.pages.page import Table, spread
 from accordion.pages.stats import quartiles, ratio
-from accordion.workers.ranks import Seat, Team
+from accordion.workers.ranks import Seat, WorkerTeam
 
 AHEAD = 4  # milliseconds that the device sleeps while the host launches what is timed there, so that no launch is
 
@@ -124,7 +124,7 @@ def wires(unit_bytes: Sequence[int], repeats: int, device: str, out: Findings) -
     """(d) Device time of a unit's gather and reduce on one rank: copies and launches, for nothing goes over a wire."""
     columns = ["unit", "gather ms", "flat ms", "ratio", "exchange ms", "flat ms", "ratio"]
     rows: list[list[str]] = []
-    with Team("wires", out.world(device, threads=1), Wires) as team:
+    with WorkerTeam("wires", out.world(device, threads=1), Wires) as team:
         for num_bytes in unit_bytes:
             times = out.data[str(num_bytes)] = team.ask("unit", num_bytes, repeats)[0]
             row = [f"{num_bytes / 1e6:g} MB"]

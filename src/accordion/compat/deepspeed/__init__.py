@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 ELSEWHERE = {
-    "zero": "build the model inside `with torch.device('meta')` and fill it after shard() with accordion.weights.initialise",
+    "zero": "build the model inside `with torch.device('meta')` and fill it after shard() with accordion.initialise",
     "pipe": "pipelines are torch.distributed.pipelining's, with accordion.compat.fsdp2 for their stages",
     "PipelineModule": "pipelines are torch.distributed.pipelining's, with accordion.compat.fsdp2 for their stages",
     "checkpointing": "say checkpoint_activations= to shard(), or use torch.utils.checkpoint",

@@ -21,6 +21,7 @@ from accordion.compat.deepspeed.settings import Settings
 from accordion.config import Place
 from accordion.engine.communicator import device_type_of_job
 from accordion.errors import UsageError
+from accordion.files import read_text
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.shard.api import shard
 from accordion.state import no_sync
@@ -219,10 +220,20 @@ class DeepSpeedEngine(nn.Module):
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}
-        path = Path(load_dir, tag or newest.read_text(encoding="utf-8").strip())
+        path = Path(load_dir, tag or _tag_in(newest))
         extra: Any = checkpoint.load(path, self.module, self.optimizer)
         if self.lr_scheduler is not None and extra["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         self.scaler.load_state_dict(extra["scaler"])
         self.micro_steps, self.global_steps, self.skipped_steps = extra["steps"]
         return str(path), extra["client_state"]
+
+
+def _tag_in(newest: Path) -> str:
+    """The tag that a file names. Raises `UsageError` if it is no regular file, or no text."""
+    try:
+        return read_text(newest).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{newest} names no checkpoint: {getattr(error, 'strerror', None) or error}; pass load_checkpoint(tag=...)."
+        ) from error

@@ -64,7 +64,7 @@ OPTIMIZER: dict[str, Key] = {
         "mu-P ones are not in torch.optim, or step whole matrices with parameters split by use, and are refused"
     ),
     "optimizer.params": used(
-        "keyword arguments of that class; for Adam and AdamW weight_decay is 0 where it is not given, as in FusedAdam"
+        "keyword arguments of that class; for Adam and AdamW weight_decay is 0 if it is not given, as in FusedAdam"
     ),
     "optimizer.params.adam_w_mode": used("Adam is AdamW unless this is false"),
     "optimizer.params.torch_adam": used(
@@ -92,7 +92,7 @@ SCHEDULER: dict[str, Key] = {
     "scheduler.params.lr_range_test_step_size": used("LRRangeTest: steps in an interval"),
     "scheduler.params.lr_range_test_step_rate": used("LRRangeTest: growth in an interval"),
     "scheduler.params.lr_range_test_staircase": used("LRRangeTest: grow at the end of an interval only"),
-    "scheduler.params.last_batch_iteration": refused("a checkpoint knows where the schedule stands", -1),
+    "scheduler.params.last_batch_iteration": refused("a checkpoint knows how far the schedule is", -1),
     **{
         f"scheduler.params.{name}": refused(ONE_CYCLE)
         for name in (
@@ -123,7 +123,7 @@ PRECISION: dict[str, Key] = {
     "fp16.loss_scale_window": used("`growth_interval`"),
     "fp16.hysteresis": used("overflows before the scale is halved; `scaler()` counts them, torch's does not"),
     "fp16.consecutive_hysteresis": used("whether a good step resets that count"),
-    "fp16.min_loss_scale": used("where it would go below, `update` raises, as in DeepSpeed"),
+    "fp16.min_loss_scale": used("if it would go below, `update` raises, as in DeepSpeed"),
     "fp16.fp16_master_weights_and_grads": refused("fp16 masters need DeepSpeed's CPU Adam; masters are float32"),
     "fp16.fused_mode": not_needed("there is one implementation of a step"),
     "amp": refused("Apex is not used; take bf16 or fp16", section=True),
@@ -132,13 +132,11 @@ PRECISION: dict[str, Key] = {
         section=True,
     ),
     "communication_data_type": used(
-        "`Precision.reduce`, the dtype in which gradients are summed; float32 where not given"
+        "`Precision.reduce`, the dtype in which gradients are summed; float32 if not given"
     ),
     "seq_parallel_comm_data_type": not_needed("there is no sequence parallelism"),
     "data_types.grad_accum_dtype": not_needed("gradients add up in the dtype of masters"),
-    "data_types.buffer_dtype": used(
-        "`Precision.buffers`; not given, buffers stay as they are, where DeepSpeed casts them"
-    ),
+    "data_types.buffer_dtype": used("`Precision.buffers`; not given, buffers stay as they are; DeepSpeed casts them"),
     "data_types.param_dtype": refused("parameters keep their dtype; bf16 and fp16 choose that of the computation"),
     "gradient_clipping": used("`clip` for `acc.clip_grad_norm_`; 0 or not given: none"),
     "gradient_allreduce_op": used('`reduce_op`: "mean" or "sum"; here "sum" works in stage 3 too'),
@@ -159,12 +157,12 @@ ZERO: dict[str, Key] = {
         'stage 3: "cpu" is `Offload(params="host")`, rows are brought at each gather; "nvme" is `"disk:nvme_path"`, rows and '
         "masters in a file there, read ahead"
     ),
-    _Z + "offload_param.nvme_path": used('the folder, where the device is "nvme"'),
+    _Z + "offload_param.nvme_path": used('the folder, if the device is "nvme"'),
     _Z + "offload_optimizer.device": used(
         'from stage 1 on: "cpu" is `Offload(optimizer="host")`, states, masters and gradients; "nvme" is `"disk:nvme_path"`, the '
         "states in a file there"
     ),
-    _Z + "offload_optimizer.nvme_path": used('the folder, where the device is "nvme"'),
+    _Z + "offload_optimizer.nvme_path": used('the folder, if the device is "nvme"'),
     _Z + "cpu_offload": used("an older name of offload_optimizer to cpu"),
     _Z + "cpu_offload_params": used("an older name of offload_param to cpu"),
     _Z + "cpu_offload_param": used("an older name of offload_param to cpu"),
@@ -190,7 +188,7 @@ ZERO: dict[str, Key] = {
     _Z + "overlap_comm": not_needed("communication always overlaps"),
     _Z + "round_robin_gradients": not_needed(BUCKETS),
     _Z + "parameter_alignment": not_needed("parameters start at multiples of 256 bytes"),
-    _Z + "compute_grad_norm": not_needed("the norm is computed where the loop clips"),
+    _Z + "compute_grad_norm": not_needed("the norm is computed if the loop clips"),
     _Z + "sub_group_size": not_needed("a step is made on the shards as they lie"),
     _Z + "stage3_max_live_parameters": not_needed("what lives is the units in use and the one gathered ahead"),
     _Z + "stage3_max_reuse_distance": not_needed(
@@ -201,8 +199,8 @@ ZERO: dict[str, Key] = {
         "small parameters travel packed in one message of their unit"
     ),
     _Z + "stage3_model_persistence_threshold": not_needed("see stage3_param_persistence_threshold"),
-    _Z + "stage3_gather_16bit_weights_on_model_save": not_needed("`acc.full_state_dict` gathers where it is asked for"),
-    _Z + "stage3_gather_fp16_weights_on_model_save": not_needed("`acc.full_state_dict` gathers where it is asked for"),
+    _Z + "stage3_gather_16bit_weights_on_model_save": not_needed("`acc.full_state_dict` gathers when it is asked for"),
+    _Z + "stage3_gather_fp16_weights_on_model_save": not_needed("`acc.full_state_dict` gathers when it is asked for"),
     _Z + "stage3_module_granularity_threshold": not_needed("`shard(units=)` says what is gathered together"),
     _Z + "stage3_use_all_reduce_for_fetch_params": not_needed("parameters are gathered straight into place"),
     _Z + "stage3_allgather_sequential": not_needed(
@@ -315,10 +313,12 @@ def render() -> str:
     lines = [
         "# DeepSpeed's configuration, key by key",
         "",
-        "Written by `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`; a test compares. How to use a file: "
-        "[compat.md](compat.md).",
-        "A key that is not here is refused with the nearest that is. `{...}`: the keys below it share the row. A key that is not",
-        'supported is accepted where it asks for nothing: `false`, `null`, `"enabled": false`, or its value in brackets.',
+        "Written by `python -m accordion.compat.deepspeed > docs/compat_deepspeed.md`; a test compares. How to use a",
+        "file: [compat.md](compat.md).",
+        "",
+        "A key that is not here is refused with the nearest that is. `{...}`: the keys below it share the row. A key",
+        'that is not supported is accepted if it asks for nothing: `false`, `null`, `"enabled": false`, or its value',
+        "in brackets.",
     ]
     for title, part in PARTS.items():
         lines += ["", f"## {title}", "", "| key | | how, or why |", "|---|---|---|"]

@@ -25,6 +25,7 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.group import Param, gathered, own_rows
 from accordion.errors import DivergenceError, UsageError
+from accordion.safety.divergence import monitor_of
 from accordion.same_on_ranks import same_given
 from accordion.state import is_first_rank, settle
 
@@ -179,7 +180,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
                 others[f"{word!r} of {name!r}"] = str(value)
     for i, group in enumerate(state.get("param_groups", ())):
         others |= {f"{word!r} of group {i}": _brief(value) for word, value in group.items()}
-    unlike = same_given(tensors, engine.context.watch, "an optimizer", others)
+    unlike = same_given(tensors, monitor_of(engine.context), "an optimizer", others)
     if unlike:
         raise DivergenceError(
             f"the optimizer's state differs between ranks: {unlike}; nothing was loaded. Load the same file on every rank, or "

@@ -17,8 +17,9 @@ from accordion import _torch
 from accordion.compat.fsdp2.layouts import Spmd
 from accordion.compat.fsdp2.lazy import part_of
 from accordion.config import HOST, Offload
+from accordion.engine.hooks import attached_to
 from accordion.errors import UsageError
-from accordion.shard.api import default_mesh, device_of
+from accordion.shard.topology import default_mesh, device_of
 
 log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Shard | None]
@@ -45,10 +46,8 @@ def modules_of(given: Any) -> list[nn.Module]:
             raise UsageError(
                 f"fully_shard was applied to this {type(module).__name__} before; apply it once to each module."
             )
-        if "_accordion" in module.__dict__:
-            raise UsageError(
-                f"this {type(module).__name__} is sharded by accordion.shard.api already; use one of both."
-            )
+        if attached_to(module) is not None:
+            raise UsageError(f"this {type(module).__name__} is sharded by accordion.shard already; use one of both.")
     below = {id(m) for module in modules for m in module.modules() if m is not module}
     return [module for module in modules if id(module) not in below]  # a list names a module below another one too
 

@@ -12,9 +12,9 @@ from accordion import _torch
 from accordion.compat.fsdp2.layouts import Layout, layout_of, local_part
 from accordion.compat.fsdp2.lazy import PART, Part, parts_below
 from accordion.engine.layout import Cut
-from accordion.shard.api import device_of
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_tensor, extended_rows, is_extended
+from accordion.shard.topology import device_of
 from accordion.units import Owned, owned_parameters
 
 CutRule = Callable[[nn.Parameter], int | None]

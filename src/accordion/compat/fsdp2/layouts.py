@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.engine.around import TensorParallelView
+from accordion.compat.fsdp2.tensor_parallel import TensorParallelView
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
-from accordion.shard.api import device_of
+from accordion.shard.topology import device_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

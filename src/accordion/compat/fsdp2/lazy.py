@@ -14,20 +14,20 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.fsdp2.layouts import Layout, Spmd, shard_mesh
-from accordion.compat.fsdp2.lease import Lease, backward_ended
+from accordion.compat.fsdp2.lease import Lease, UnshardLeases
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.engine.engine import Engine
-from accordion.engine.group import Group, GroupPlan, ShardingContext
-from accordion.engine.hooks import Hooks
+from accordion.engine.group import Param, ShardingContext
+from accordion.engine.hooks import Hooks, attached_to
 from accordion.engine.order import Phase
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
-from accordion.offload.step.deferred_step import own_parameters
-from accordion.safety.dtensor_calls import answer_for_dtensors
+from accordion.safety.refusals import unguard
 from accordion.same_on_ranks import same_structure
-from accordion.shard.api import plan_groups, wire, with_tiers
-from accordion.shard.subclasses import extended_groups, is_extended
-from accordion.units import Owned, other_units_read, owned_parameters
+from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_tiers
+from accordion.shard.subclasses import is_extended
+from accordion.shard.topology import wire
+from accordion.units import Owned, owned_parameters
 
 PART = "_accordion_part"  # where a module keeps its part
 
@@ -50,7 +50,7 @@ class Part:
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
         self.unit_policy = UnitPolicy(on_convert=partial(_dissolve, weakref.ref(self)))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
-        self.sync = self.all_reduce = True  # what the caller said of backwards; `habits.reduces` follows from both
+        self.sync = self.all_reduce = True  # what the caller said of backwards; `policy.reduces` follows from both
         self.scale: float | None = None  # of gradient sums, in place of one over the number of ranks
         self.after_reduce: Callable[[Tensor], None] | None = None
         self.context: ShardingContext | None = None
@@ -81,6 +81,14 @@ class Part:
     def outermost(self) -> Part:
         outer = None if self.outer is None else self.outer()
         return self if outer is None else outer.outermost()
+
+    def is_outermost(self) -> bool:
+        return self.outermost() is self
+
+    def engine(self) -> Engine:
+        """The one of the tree in which the part has its unit."""
+        assert self.tree is not None, "a part with a unit lies in a tree"
+        return self.tree.engine
 
     def ensure(self) -> Unit:
         """The unit, with the engine of the whole tree made where there is none. Collective then."""
@@ -130,22 +138,25 @@ class Part:
         for group in self.unit.groups:
             group.after_reduce = self.after_reduce
             group.rescale(group.context.scale if self.scale is None else self.scale)
-        here = self.unit.engine
+        here = self.tree
         for phase, parts in self.ahead.items():
-            units = [part.ensure() for part in (ref() for ref in parts) if part is not None]
-            self.unit_policy.ahead[phase] = [unit.index for unit in units if unit.engine is here]
+            others = [part for part in (ref() for ref in parts) if part is not None]
+            units = [(part.ensure(), part.tree) for part in others]
+            self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is here]
 
     def hooks(self) -> Hooks:
-        unit = self.ensure()
-        return unit.engine.hooks_by_unit[unit.index]
+        self.ensure()
+        hooks = attached_to(self.alive()[0])
+        assert hooks is not None, "the modules of a unit name its hooks"
+        return hooks
 
     def reshard(self) -> None:
         """Let full parameters go that no call under way needs; a backward gathers them again."""
         self.lease.end()
-        if self.unit is not None:
+        if self.unit is not None and self.tree is not None:
             unit = self.unit
-            unit.engine.drop_kept(lambda kept: kept.unit is unit)
-            unit.stays = False
+            self.tree.engine.drop_kept(lambda kept: kept.unit is unit)
+            unit.keep_until_stale = False
             unit.let_go()
 
 
@@ -185,50 +196,37 @@ class Tree:
                 for mine, part in zip(by_unit, parts, strict=True)
             ]
             context = with_tiers(context, [part.offload for part in parts], planned)
-            self.engine = Engine(context, top.strategy, top.precision, Prefetch())
-            for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True)):
-                self._make_unit(part, by_unit[i], planned[i], (i, name))
-            read = other_units_read([part.alive() for part in parts], [o for o, _ in owned])
-            for unit, reads in zip(self.engine.units, read, strict=True):
-                unit.reads = reads
-        for part in parts:
-            part.push()
-        leases = [weakref.ref(part.lease) for part in parts]
-        self.engine.after_backward.append(partial(backward_ended, leases))
-        _torch.answer_anomaly_checks()
-        answer_for_dtensors()
-        self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
+            by_name = {o.names[0]: (o, layout) for o, layout in owned}
 
-    def _make_unit(
-        self, part: Part, mine: list[tuple[Owned, Layout]], planned: list[GroupPlan], place: tuple[int, str]
-    ) -> None:
-        precision, context = part.precision, self.engine.context
-        by_name = {o.names[0]: (o, layout) for o, layout in mine}
-        extended = [(o, layout.cut) for o, layout in mine if is_extended(o.original)]
-        groups = [Group(context, group, place) for group in planned]
-        for group in groups:
-            for param, local in zip(group.params, group.home.locals, strict=True):
-                param.sharded = by_name[param.name][0].original
+            def fill(i: int, param: Param, local: Tensor) -> None:
+                o, layout = by_name[param.name]
+                param.sharded, param.around = o.original, layout.around
                 local.copy_(_torch.local_of(param.sharded))
                 _torch.set_local(param.sharded, local)
-        groups += extended_groups(extended, precision, context, place, shard_mesh(part.mesh), part.policy)
-        for param in [param for group in groups for param in group.params]:
-            param.around = by_name[param.name][1].around
-        modules, inputs = part.alive(), precision.params if precision.cast_inputs else None
-        unit = Unit(
-            self.engine,
-            place[1],
-            modules[0],
-            groups,
-            inputs=inputs,
-            outputs=precision.output,
-            unit_policy=part.unit_policy,
-        )
-        hooks = Hooks(unit)
-        own_parameters(unit)
-        for module in modules:
-            hooks.attach(module)
-        part.attach(self, unit)
+
+            specs = [
+                UnitSpec(
+                    name=name,
+                    modules=part.alive(),
+                    precision=part.precision,
+                    planned=planned[i],
+                    extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
+                    mesh=shard_mesh(part.mesh),
+                    extension_policy=part.policy,
+                    unit_policy=part.unit_policy,
+                )
+                for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True))
+            ]
+            every = [o for o, _ in owned]
+            self.engine = build_engine(context, top.strategy, top.precision, Prefetch(), specs, every, fill)
+            for unit, part in zip(self.engine.units, parts, strict=True):
+                for param in unit.params:
+                    param.around = by_name[param.name][1].around
+                part.attach(self, unit)
+        for part in parts:
+            part.push()
+        self.engine.observers.attach(UnshardLeases([part.lease for part in parts]))
+        self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
         """Take the engine off; shards stay where they are."""
@@ -248,8 +246,9 @@ class Tree:
             part.lease.end()
         engine.reset()
         for part in parts:
-            assert part.unit is not None, "a part of a tree has a unit"
-            engine.hooks_by_unit[part.unit.index].detach(part.alive())
+            hooks = part.hooks()
+            unguard(hooks, part.alive())
+            hooks.detach(part.alive())
             part.detach()
         self._finalizer.detach()
         engine.dismantle()

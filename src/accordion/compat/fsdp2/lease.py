@@ -5,24 +5,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.unit import Unit
+from accordion.engine.engine import Engine
+from accordion.engine.observer import Observer
+from accordion.engine.unit import Unit, UnitPolicy
 
-if TYPE_CHECKING:
-    from accordion.compat.fsdp2.lazy import Part
+
+class LeasedPart(Protocol):
+    """What of a call of `fully_shard` a lease needs."""
+
+    unit: Unit | None
+    unit_policy: UnitPolicy
+
+    def alive(self) -> list[nn.Module]: ...
+    def ensure(self) -> Unit: ...
+    def engine(self) -> Engine: ...
+    def is_outermost(self) -> bool: ...
 
 
 class Lease:
     """Owns the full parameters that `unshard` shows, and the lease on them; ended by `reshard`, a forward or a backward."""
 
-    def __init__(self, part: Part) -> None:
-        self._part = weakref.ref(part)
+    def __init__(self, part: LeasedPart) -> None:
+        self._part: weakref.ref[LeasedPart] = weakref.ref(part)
         self.shown: list[nn.Parameter] | None = None
         self._hooks: list[Any] = []
 
@@ -31,12 +42,13 @@ class Lease:
         part = self._part()
         assert part is not None, "a lease lives in its part"
         unit = part.ensure()
-        if self.shown is None and unit.engine.depth == 0 and _torch.current_graph_task() == -1:
-            unit.engine.context.watch.check()
-            unit.engine.recover()
+        engine = part.engine()
+        if self.shown is None and engine.depth == 0 and _torch.current_graph_task() == -1:
+            engine.context.watch.check()
+            engine.recover()
             unit.drop_stale()
         with torch.inference_mode(False):
-            unit.launch()
+            engine.launch(unit)
         return unit
 
     def take(self) -> None:
@@ -46,16 +58,20 @@ class Lease:
         if self.shown is not None:
             return
         with torch.inference_mode(False), torch.no_grad():
-            unit.acquire()
+            part.engine().acquire(unit)
             self.shown = [
                 nn.Parameter(full, requires_grad=p.sharded.requires_grad)
-                for full, p in zip(unit.window.around([view.data for view in unit.views]), unit.params, strict=True)
+                for full, p in zip(
+                    unit.module_params.around([view.data for view in unit.views]), unit.params, strict=True
+                )
             ]
         for i, (leaf, param) in enumerate(zip(self.shown, unit.params, strict=True)):
             vars(leaf).update(_torch.marks_of(param.sharded))
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(unit), i))
-        unit.window.show(self.shown)
+                leaf.register_post_accumulate_grad_hook(
+                    partial(_collect, weakref.ref(part.engine()), weakref.ref(unit), i)
+                )
+        unit.module_params.show(self.shown)
         ended = torch.compiler.disable(partial(_forward_ended, weakref.ref(self)))
         self._hooks = [m.register_forward_hook(ended, always_call=True) for m in part.alive()]
 
@@ -68,7 +84,7 @@ class Lease:
             handle.remove()
         for leaf in shown:  # a graph that saved one finds its memory gone: autograd says so by the version counter
             torch.autograd.graph.increment_version(leaf)
-        part.unit.window.hide(shown)
+        part.unit.module_params.hide(shown)
         part.unit.release()
 
     def forward_ended(self) -> None:
@@ -76,7 +92,7 @@ class Lease:
         if part is None:
             return
         keep = part.unit_policy.keep
-        if not (part.outermost() is part if keep is None else keep):
+        if not (part.is_outermost() if keep is None else keep):
             self.end()
 
     def backward_ended(self) -> None:
@@ -85,12 +101,12 @@ class Lease:
             self.end()
 
 
-def _collect(of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
+def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
     """A gradient of a full parameter that was used outside of any forward: the end of the backward reduces it."""
-    unit, grad = of(), leaf.grad
+    engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
-    if unit is not None and grad is not None:
-        unit.engine.add_outside(unit, i, _torch.local_of(grad) if isinstance(grad, DTensor) else grad)
+    if engine is not None and unit is not None and grad is not None:
+        engine.add_outside(unit, i, _torch.local_of(grad) if isinstance(grad, DTensor) else grad)
 
 
 def _forward_ended(of: weakref.ref[Lease], *_: Any) -> None:
@@ -99,8 +115,14 @@ def _forward_ended(of: weakref.ref[Lease], *_: Any) -> None:
         lease.forward_ended()
 
 
-def backward_ended(leases: Iterable[weakref.ref[Lease]]) -> None:
-    for reference in leases:
-        lease = reference()
-        if lease is not None:
-            lease.backward_ended()
+class UnshardLeases(Observer):
+    """Ends the leases of one engine with its backwards."""
+
+    def __init__(self, leases: Iterable[Lease]) -> None:
+        self._leases = [weakref.ref(lease) for lease in leases]
+
+    def backward_ended(self, reduced: bool) -> None:
+        for reference in self._leases:
+            lease = reference()
+            if lease is not None:
+                lease.backward_ended()

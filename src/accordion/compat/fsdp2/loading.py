@@ -14,8 +14,9 @@ from accordion.compat.fsdp2.layouts import Layout
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.compat.fsdp2.module import fsdp_part
 from accordion.engine.tree import map_tensors
-from accordion.shard.api import device_of
+from accordion.safety.divergence import monitor_of
 from accordion.shard.subclasses import is_extended
+from accordion.shard.topology import device_of
 from accordion.state import is_sharded_alike, refuse_others, settle
 
 
@@ -38,7 +39,7 @@ def _settle(part: Part) -> None:
     """Show shards, as the last optimizer step has left them: with offload it may be under way."""
     part.lease.end()
     if part.unit is not None:
-        part.unit.engine.synchronize()
+        part.engine().synchronize()
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -53,9 +54,9 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     wanted = list(_cut_parameters(module, prefix))
     if not all(is_sharded_alike(state.get(name), param) for name, param, _ in wanted):
         if part.unit is not None:
-            settle(part.unit.engine, "loads full tensors (load_state_dict)")
-        watch = part.outermost().wired().watch
-        refuse_others({name: given for name, given in state.items() if name.startswith(prefix)}, watch)
+            settle(part.engine(), "loads full tensors (load_state_dict)")
+        monitor = monitor_of(part.outermost().wired())
+        refuse_others({name: given for name, given in state.items() if name.startswith(prefix)}, monitor)
     if metadata.get("assign_to_params_buffers") and part.tree is not None:
         part.tree.dissolve()
     for name, param, layout in wanted:

@@ -70,8 +70,8 @@ class FSDPModule:
                 f"reset_iter_state was called on {type(self).__name__}, which lies in another FSDP module; call it on the root."
             )
         if part.unit is not None:
-            part.unit.engine.reset()
-            for unit in part.unit.engine.units:
+            part.engine().reset()
+            for unit in part.engine().units:
                 unit.drop_sums()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

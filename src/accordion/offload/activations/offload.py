@@ -21,46 +21,46 @@ log = logging.getLogger("accordion")
 class ActivationOffload:
     """Owns the places in which inputs wait, made in the first forward and used again, and the order in which they came.
 
-    `lanes`: on which they come back, and on which they leave.
+    `side streams`: on which they come back, and on which they leave.
     """
 
     def __init__(
         self,
         device: torch.device,
-        lanes: tuple[SideStream, SideStream],
+        side_streams: tuple[SideStream, SideStream],
         pool: Callable[[], ThreadPoolExecutor],
         checksums: bool,
     ) -> None:
-        self.device, self._lanes, self._pool, self._checksums = device, lanes, pool, checksums
-        self._rooms: dict[str, HostActivationStore | DiskActivationStore] = {}
+        self.device, self._side_streams, self._pool, self._checksums = device, side_streams, pool, checksums
+        self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._told = (0, 0)
         self._last: weakref.ref[OffloadedInput] | None = None
         self._leaving: tuple[Move, Tensor, int] | None = None  # what leaves, of what, and its version then
 
     @property
     def host_bytes(self) -> int:
-        return sum(room.host_bytes for room in self._rooms.values())
+        return sum(store.host_bytes for store in self._stores.values())
 
     @property
     def disk_bytes(self) -> int:
-        return sum(room.disk_bytes for room in self._rooms.values())
+        return sum(store.disk_bytes for store in self._stores.values())
 
     def park(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Begin to take an input away; what the one before still held on the device goes."""
         self.land()
-        parked = OffloadedInput(self, tensor, self._room(place).take(room_for(tensor.nbytes)), self._last)
-        self._last, self._leaving = weakref.ref(parked), (parked.leaving, tensor, tensor._version)
-        return parked
+        offloaded = OffloadedInput(self, tensor, self._store_of(place).take(room_for(tensor.nbytes)), self._last)
+        self._last, self._leaving = weakref.ref(offloaded), (offloaded.leaving, tensor, tensor._version)
+        return offloaded
 
-    def _room(self, place: str) -> HostActivationStore | DiskActivationStore:
-        if place not in self._rooms:
+    def _store_of(self, place: str) -> HostActivationStore | DiskActivationStore:
+        if place not in self._stores:
             folder = folder_of(place)
-            self._rooms[place] = (
-                HostActivationStore(self.device, self._lanes)
+            self._stores[place] = (
+                HostActivationStore(self.device, self._side_streams)
                 if folder is None
-                else DiskActivationStore(folder, self.device, self._lanes, self._pool, self._checksums)
+                else DiskActivationStore(folder, self.device, self._side_streams, self._pool, self._checksums)
             )
-        return self._rooms[place]
+        return self._stores[place]
 
     def land(self) -> None:
         """Nothing leaves any more. Raises `UsageError` where something was written meanwhile: the copy may have some of it."""
@@ -75,7 +75,7 @@ class ActivationOffload:
                 )
 
     def turn(self) -> None:
-        """A backward has begun: inputs that are parked from now on are of another forward."""
+        """A backward has begun: inputs that are offloaded from now on are of another forward."""
         self._last, taken = None, (self.host_bytes, self.disk_bytes)
         if taken != self._told:
             self._told = taken
@@ -83,20 +83,24 @@ class ActivationOffload:
 
     def tell(self, error: OffloadError) -> None:
         """Let other ranks, who may wait for this one in the backward, hear of an error."""
-        self._lanes[0].watch.tell(f"{type(error).__name__}: {error}")
+        self._side_streams[0].watch.tell(f"{type(error).__name__}: {error}")
 
 
 class OffloadedInput:
     """Owns the place of one input off the device, from its forward until the graph goes that may recompute with it."""
 
     def __init__(
-        self, parking: ActivationOffload, tensor: Tensor, berth: StorageSlot, before: weakref.ref[OffloadedInput] | None
+        self,
+        activation_offload: ActivationOffload,
+        tensor: Tensor,
+        slot: StorageSlot,
+        before: weakref.ref[OffloadedInput] | None,
     ) -> None:
-        self._parking, self._berth, self._before = parking, berth, before
+        self._owner, self._slot, self._before = activation_offload, slot, before
         self._coming: tuple[Move, Tensor] | None = None
         self._live: Tensor | None = tensor  # until the block's forward has ended
         self._like = torch.empty_like(tensor, device="meta")  # its shape and strides, where it is dense
-        self.leaving = berth.store(tensor, self._like)
+        self.leaving = slot.store(tensor, self._like)
 
     def leave(self) -> None:
         """The block's forward has ended."""
@@ -105,17 +109,17 @@ class OffloadedInput:
     def fetch(self) -> None:
         """Begin to bring it back."""
         if self._live is None and self._coming is None:
-            self._parking.land()
+            self._owner.land()
             tensor = torch.empty_strided(
-                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._parking.device
+                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._owner.device
             )
-            self._coming = self._berth.fetch(tensor), tensor
+            self._coming = self._slot.fetch(tensor), tensor
 
     def tensor(self) -> Tensor:
-        """The input: itself in its forward, else its copy, a leaf that requires a gradient; the one parked before comes too."""
+        """The input: itself in its forward, else its copy, a leaf that requires a gradient; the one before comes too."""
         if self._live is not None:
             return self._live
-        self._parking.turn()
+        self._owner.turn()
         try:
             with torch.no_grad():
                 self.fetch()
@@ -126,10 +130,10 @@ class OffloadedInput:
                 move, tensor = self._coming
                 move.land()
         except OffloadError as error:
-            self._parking.tell(error)
+            self._owner.tell(error)
             raise
         self._coming = None
         return tensor.requires_grad_()
 
     def __del__(self) -> None:
-        self._berth.free(is_coming=self._coming is not None)
+        self._slot.free(is_coming=self._coming is not None)

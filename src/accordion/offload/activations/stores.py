@@ -51,8 +51,8 @@ class HostActivationStore:
 
     disk_bytes = 0
 
-    def __init__(self, device: torch.device, lanes: tuple[SideStream, SideStream]) -> None:
-        self._device, self.lanes = device, lanes
+    def __init__(self, device: torch.device, side_streams: tuple[SideStream, SideStream]) -> None:
+        self._device, self.side_streams = device, side_streams
         self.host_bytes = 0
         self._free: list[Arena] = []
 
@@ -80,21 +80,23 @@ class HostActivationStore:
 class HostSlot:
     """Owns a piece of host memory while an input waits in it."""
 
-    def __init__(self, room: HostActivationStore, piece: Arena) -> None:
-        self._room, self._piece = room, piece
+    def __init__(self, store: HostActivationStore, piece: Arena) -> None:
+        self._store, self._piece = store, piece
         self._coming: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Move:
-        return self._room.lanes[1].copy(copying(shaped(self._piece.memory, like), tensor), [tensor], STORES)
+        return self._store.side_streams[1].copy(copying(shaped(self._piece.memory, like), tensor), [tensor], STORES)
 
     def fetch(self, into: Tensor) -> Move:
-        self._coming = self._room.lanes[0].copy(copying(into, shaped(self._piece.memory, into)), [into], FETCHES)
+        self._coming = self._store.side_streams[0].copy(
+            copying(into, shaped(self._piece.memory, into)), [into], FETCHES
+        )
         return self._coming
 
     def free(self, is_coming: bool) -> None:
         if is_coming and self._coming is not None:
             self._coming.synchronize()  # nobody waits for it on the device
-        self._room.give(self._piece)
+        self._store.give(self._piece)
 
 
 class DiskActivationStore:
@@ -107,11 +109,11 @@ class DiskActivationStore:
         self,
         folder: Path,
         device: torch.device,
-        lanes: tuple[SideStream, SideStream],
+        side_streams: tuple[SideStream, SideStream],
         pool: Callable[[], ThreadPoolExecutor],
         checksums: bool,
     ) -> None:
-        self._device, self.lanes, self._pool = device, lanes, pool
+        self._device, self.side_streams, self._pool = device, side_streams, pool
         self.file = SwapFile(folder, 0, checksums=checksums)
         self._free: list[tuple[int, int]] = []  # (start, stop) in the file, in order, none beside another
         self._given: deque[tuple[int, int, list[Moves]]] = deque()  # free as soon as nothing is moved there
@@ -234,8 +236,8 @@ class Moves:
 class DiskSlot:
     """Owns a part of the file while an input waits in it, and what is moved there."""
 
-    def __init__(self, room: DiskActivationStore, start: int, num_bytes: int) -> None:
-        self.room, self.start, self.num_bytes = room, start, num_bytes
+    def __init__(self, store: DiskActivationStore, start: int, num_bytes: int) -> None:
+        self.activation_store, self.start, self.num_bytes = store, start, num_bytes
         self._stage: Stage | None = None
         self._stored: Stored | None = None
         self._coming: Transfer | None = None
@@ -243,10 +245,10 @@ class DiskSlot:
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> Move:
-        stage = self.room.stage(self.num_bytes)
+        stage = self.activation_store.stage(self.num_bytes)
         memory = stage.memory(self.num_bytes)
-        flight = self.room.lanes[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
-        self._stage, self._stored, stage.has = stage, Stored(self.room, self.start, memory, flight), self
+        transfer = self.activation_store.side_streams[1].copy(copying(shaped(memory, like), tensor), [tensor], STORES)
+        self._stage, self._stored, stage.has = stage, Stored(self.activation_store, self.start, memory, transfer), self
         stage.need(partial(self._end, self._stored.finish))
         return self._stored
 
@@ -257,10 +259,12 @@ class DiskSlot:
         stage, self._reads = self._stage, None
         if stage.has is not self:
             self._stored.finish()  # before the memory was used again; here for what it raised then
-            stage = self.room.stage(self.num_bytes)
-            self._reads = self.room.move(self.room.file.read, self.start, stage.memory(self.num_bytes), nothing)
+            stage = self.activation_store.stage(self.num_bytes)
+            self._reads = self.activation_store.move(
+                self.activation_store.file.read, self.start, stage.memory(self.num_bytes), nothing
+            )
         copy = copying(into, shaped(stage.memory(self.num_bytes), into))
-        self._coming = self.room.lanes[0].start(once(self._reads, copy), [into], FETCHES)
+        self._coming = self.activation_store.side_streams[0].start(once(self._reads, copy), [into], FETCHES)
         stage.need(partial(self._end, self._coming.synchronize))
         return self._coming
 
@@ -278,17 +282,17 @@ class DiskSlot:
         if is_coming and self._coming is not None:
             self._end(self._coming.synchronize)
         moves += [] if self._reads is None else [self._reads]
-        self.room.give(self.start, self.start + self.num_bytes, moves)
+        self.activation_store.give(self.start, self.start + self.num_bytes, moves)
 
 
 class Stored:
     """An input on its way from the device to host memory and from there to the file."""
 
-    def __init__(self, room: DiskActivationStore, start: int, memory: Tensor, flight: Transfer) -> None:
-        self._flight = flight
-        self._move: Callable[[], Moves] | None = partial(room.move, room.file.write, start, memory, flight.block)
+    def __init__(self, store: DiskActivationStore, start: int, memory: Tensor, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._move: Callable[[], Moves] | None = partial(store.move, store.file.write, start, memory, transfer.block)
         self._writes: Moves | None = None
-        if not room.lanes[1].late:  # else nothing has arrived before it is waited for
+        if not store.side_streams[1].late:  # else nothing has arrived before it is waited for
             self._begin()
 
     def _begin(self) -> None:
@@ -297,14 +301,14 @@ class Stored:
             self._writes = move()
 
     def land(self) -> None:
-        self._flight.land()
+        self._transfer.land()
         self._begin()
 
     def finish(self) -> None:
         """Return when it is in the file or, where nobody wants it, in host memory: that is used again then."""
         self.land()
         if self._writes is None:
-            self._flight.block()
+            self._transfer.block()
         else:
             self._writes.wait()
 

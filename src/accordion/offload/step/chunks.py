@@ -17,7 +17,7 @@ from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of,
 from accordion.offload.swap_file import FileRange, SwapFile
 
 PIECE_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
-LEAST_NUMEL = 2**16  # and at least: with four requests in flight disks still reach their speed with 256 KiB each
+LEAST_NUMEL = 2**16  # and at least: with four requests in transfer disks still reach their speed with 256 KiB each
 NUM_PIECES = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
 
 
@@ -74,7 +74,7 @@ class StateBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StatePlace:
     """Where the states of one parameter lie: elements [start, start + own.numel()) of each run of an area."""
 
     area: StateBlock
@@ -84,15 +84,15 @@ class Place:
 
 @dataclass(slots=True)
 class ParamStep:
-    """A parameter of a step under way. `home`: of its shard, and which parameter of it; None: on the device.
+    """A parameter of a step under way. `shards`: of its shard, and which parameter of it; None: on the device.
 
     `made`: its states that have not the parameter's shape, as the last piece left them.
     """
 
     entry: Entry
-    place: Place
+    place: StatePlace
     present: frozenset[str]
-    home: tuple[OffDeviceShards, int] | None = None
+    shard_buffer: tuple[OffDeviceShards, int] | None = None
     made: dict[str, Any] = field(default_factory=dict)
 
 
@@ -118,8 +118,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Elements [low, high) of a parameter; `own`, `grad`, `row`: which strips of the piece have them."""
+class ChunkPart:
+    """Elements [low, high) of a parameter; `own`, `grad`, `row`: which spans of the piece have them."""
 
     todo: ParamStep
     low: int
@@ -136,8 +136,8 @@ class Chunk:
     area: StateBlock
     start: int
     stop: int
-    parts: list[Part]
-    strips: list[Span]
+    parts: list[ChunkPart]
+    spans: list[Span]
 
 
 def piece_numel(itemsize: int, total: int) -> int:
@@ -176,27 +176,33 @@ def _piece(area: StateBlock, start: int, stop: int, inside: Sequence[ParamStep])
         low, high = max(start, first), min(stop, first + numel)
         if low < high:
             cut.append((todo, low - first, high - first))
-    strips, parts = [], []
+    spans, parts = [], []
     for key, dtype in area.keys.items():
         there = any(key in todo.present for todo, _, _ in cut)
-        strips.append(_strip(area.store, area.starts[key], start, stop, dtype, reads=there))
+        spans.append(_strip(area.store, area.starts[key], start, stop, dtype, reads=there))
     for todo, low, high in cut:
-        entry, (home, i) = todo.entry, todo.home or (None, 0)
-        spot = None if home is None else home.own_spot(i)
-        own = _strip_of(spot, entry.own, entry.own, low, high, writes=True)
-        spot = None if home is None else home.grads.spot(i, entry.grad)
-        grad = _strip_of(spot, entry.grad, entry.own, low, high, writes=False)
-        row, at = None if home is None else home.row(i), len(strips)
-        strips += [own, grad]
+        entry, (shard_buffer, i) = todo.entry, todo.shard_buffer or (None, 0)
+        file_range = None if shard_buffer is None else shard_buffer.own_spot(i)
+        own = _strip_of(file_range, entry.own, entry.own, low, high, writes=True)
+        file_range = None if shard_buffer is None else shard_buffer.grads.file_range(i, entry.grad)
+        grad = _strip_of(file_range, entry.grad, entry.own, low, high, writes=False)
+        row, at = None if shard_buffer is None else shard_buffer.row(i), len(spans)
+        spans += [own, grad]
         if row is not None:
-            spot = row if isinstance(row, FileRange) else None
-            strips.append(
+            file_range = row if isinstance(row, FileRange) else None
+            spans.append(
                 _strip_of(
-                    spot, entry.own if isinstance(row, FileRange) else row, None, low, high, writes=True, reads=False
+                    file_range,
+                    entry.own if isinstance(row, FileRange) else row,
+                    None,
+                    low,
+                    high,
+                    writes=True,
+                    reads=False,
                 )
             )
-        parts.append(Part(todo, low, high, at, at + 1, None if row is None else at + 2))
-    return Chunk(area, start, stop, parts, strips)
+        parts.append(ChunkPart(todo, low, high, at, at + 1, None if row is None else at + 2))
+    return Chunk(area, start, stop, parts, spans)
 
 
 def _strip(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Span:
@@ -207,7 +213,7 @@ def _strip(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torc
 
 
 def _strip_of(
-    spot: FileRange | None,
+    file_range: FileRange | None,
     tensor: Tensor,
     like: Tensor | None,
     low: int,
@@ -217,15 +223,15 @@ def _strip_of(
     reads: bool = True,
 ) -> Span:
     """Elements [low, high) of a tensor, which is in memory unless there is a spot."""
-    if spot is not None:
-        at = spot.offset + low * spot.dtype.itemsize
-        return Span(spot.dtype, high - low, reads, writes, file=spot.file, offset=at)
+    if file_range is not None:
+        at = file_range.offset + low * file_range.dtype.itemsize
+        return Span(file_range.dtype, high - low, reads, writes, file=file_range.file, offset=at)
     flat = flat_of(tensor, tensor if like is None else like)
     return Span(tensor.dtype, high - low, reads, writes, memory=flat[low:high])
 
 
-def step_piece(recipe: OptimizerCopy, piece: Chunk, views: Sequence[Tensor]) -> None:
-    """Step what a piece has, with its strips in `views`, which afterwards hold what they become."""
+def step_piece(optimizer_copy: OptimizerCopy, piece: Chunk, views: Sequence[Tensor]) -> None:
+    """Step what a piece has, with its spans in `views`, which afterwards hold what they become."""
     work = []
     blocks = dict(zip(piece.area.keys, views, strict=False))
     for part in piece.parts:
@@ -233,9 +239,13 @@ def step_piece(recipe: OptimizerCopy, piece: Chunk, views: Sequence[Tensor]) -> 
         own.grad = views[part.grad]
         at = todo.place.start + part.low - piece.start
         mine = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
-        state = {k: recipe.scalar(todo.entry.group, k, v, own) for k, v in todo.entry.state.items() if k not in blocks}
+        state = {
+            k: optimizer_copy.scalar(todo.entry.group, k, v, own)
+            for k, v in todo.entry.state.items()
+            if k not in blocks
+        }
         work.append((part, own, {k: mine.get(k, state.get(k)) for k in todo.entry.state}, mine))
-    states = recipe.step([(part.todo.entry.group, own, state) for part, own, state, _ in work])
+    states = optimizer_copy.step([(part.todo.entry.group, own, state) for part, own, state, _ in work])
     for part, own, _, mine in work:
         made = states.get(own, {})
         for key, value in made.items():

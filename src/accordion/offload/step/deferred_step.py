@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -33,9 +33,10 @@ OWNER = "_accordion_owner"  # the attribute by which an offloaded parameter name
 class Owner:
     """Names the unit of an offloaded parameter to its optimizer; a copy or a pickle of a parameter names none."""
 
-    __slots__ = ("unit",)
+    __slots__ = ("engine", "unit")
 
-    def __init__(self, unit: Unit | None = None) -> None:
+    def __init__(self, engine: Engine | None = None, unit: Unit | None = None) -> None:
+        self.engine: Callable[[], Engine | None] = (lambda: None) if engine is None else weakref.ref(engine)
         self.unit: Callable[[], Unit | None] = (lambda: None) if unit is None else weakref.ref(unit)
 
     def __deepcopy__(self, memo: object) -> Owner:
@@ -45,19 +46,19 @@ class Owner:
         return Owner, ()
 
 
-def own_parameters(unit: Unit) -> None:
+def own_parameters(engine: Engine, unit: Unit) -> None:
     """Let optimizers find the unit of its parameters, where these are not stepped as others are."""
-    tiers = unit.engine.context.home
+    tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
-    tiers.follow(unit)
+    tiers.follow(unit, engine.order)
     if tiers.offloads[unit.index].step_in_backward:
         tiers.in_backward = tiers.in_backward or InBackward(step_unit)
-        tiers.in_backward.attach(unit.engine)
+        tiers.in_backward.attach(engine)
     if tiers.offloads[unit.index].asks:
         for param in unit.params:
             if param.extension is None:
-                vars(param.sharded)[OWNER] = Owner(unit)
+                vars(param.sharded)[OWNER] = Owner(engine, unit)
     if tiers.offloads[unit.index].streams or tiers.in_backward is not None:
         tiers.guard(refuse_unwrapped)
 
@@ -65,8 +66,8 @@ def own_parameters(unit: Unit) -> None:
 def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any step of torch's: what is stepped piece by piece would be stepped as it lies, with states in memory."""
     for group in optimizer.param_groups:
-        for unit in filter(None, map(unit_of, group["params"])):
-            offload = tiers_of(unit.engine).offloads[unit.index]
+        for engine, unit in owners_of(group["params"]):
+            offload = tiers_of(engine).offloads[unit.index]
             if offload.streams or offload.step_in_backward:
                 raise UsageError(
                     f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload has the step "
@@ -74,16 +75,24 @@ def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
 
 
-def unit_of(param: Tensor) -> Unit | None:
-    """The unit of an offloaded parameter, None of any other tensor."""
+def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
+    """The engine and the unit of an offloaded parameter, None of any other tensor."""
     owner = vars(param).get(OWNER) if isinstance(param, DTensor) else None
-    return owner.unit() if isinstance(owner, Owner) else None
+    if not isinstance(owner, Owner):
+        return None
+    engine, unit = owner.engine(), owner.unit()
+    return None if engine is None or unit is None else (engine, unit)
+
+
+def owners_of(params: Iterable[Tensor]) -> list[tuple[Engine, Unit]]:
+    """Those of the parameters that are offloaded."""
+    return [owner for owner in map(owner_of, params) if owner is not None]
 
 
 def engines_of(optimizer: Optimizer) -> list[Engine]:
     """The engines whose offloaded parameters an optimizer steps."""
-    units = {id(u): u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None}
-    return list({id(u.engine): u.engine for u in units.values()}.values())
+    owners = [owner for group in optimizer.param_groups for owner in owners_of(group["params"])]
+    return list({id(engine): engine for engine, _ in owners}.values())
 
 
 class UnitStep:
@@ -94,23 +103,28 @@ class UnitStep:
 
     def __init__(
         self,
-        recipe: OptimizerCopy,
+        optimizer_copy: OptimizerCopy,
         entries: Sequence[Entry],
-        homes: Sequence[OffDeviceShards],
+        shard_buffers: Sequence[OffDeviceShards],
         streamed: Streamed | None,
     ) -> None:
-        self._recipe, self.entries, self.homes, self._streamed = recipe, entries, homes, streamed
+        self._optimizer_copy, self.entries, self.shard_buffers, self._streamed = (
+            optimizer_copy,
+            entries,
+            shard_buffers,
+            streamed,
+        )
 
     def run(self) -> None:
         """Step what is at hand, and begin the rest."""
         todos = set() if self._streamed is None else {id(todo.entry) for todo in self._streamed.todos}
         here = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
-            step_here(self._recipe, here)
-            for home in self.homes if here else ():
-                home.write_rows()  # of all parameters; pieces write theirs afterwards
+            step_here(self._optimizer_copy, here)
+            for shard_buffer in self.shard_buffers if here else ():
+                shard_buffer.write_rows()  # of all parameters; pieces write theirs afterwards
         if self._streamed is not None:
-            self._streamed.run(self._recipe)
+            self._streamed.run(self._optimizer_copy)
         self.entries, self._streamed = (), None
 
 
@@ -121,9 +135,9 @@ class Streamed:
         self.todos, self._states = todos, states
         self._passing: list[Future[None]] = []
 
-    def run(self, recipe: OptimizerCopy) -> None:
+    def run(self, optimizer_copy: OptimizerCopy) -> None:
         """Begin to step all pieces."""
-        step = partial(step_piece, recipe)
+        step = partial(step_piece, optimizer_copy)
         self._passing = [self._states.start(piece, step) for piece in pieces_of(self.todos)]
 
     def wait(self) -> None:
@@ -153,15 +167,15 @@ class Waiting:
             for own, value in self._values:
                 own.copy_(value)
         self._values.clear()
-        for home in job.homes:
-            home.flush()
+        for shard_buffer in job.shard_buffers:
+            shard_buffer.flush()
         job.run()
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Find room for the states of parameters whose step is streamed. Raises `OffloadError`, `UsageError` where there is none."""
     _refuse_capturable(optimizer)
-    recipe = None
+    optimizer_copy = None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
         wanted: list[Wanted] = []
@@ -169,22 +183,25 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
             tiers.in_backward.steps_with(optimizer, kind)
         for i, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
-                unit = unit_of(p)
-                if unit is not None and unit.engine is engine and tiers.offloads[unit.index].streams:
+                owner = owner_of(p)
+                if owner is None or owner[0] is not engine:
+                    continue
+                unit = owner[1]
+                if tiers.offloads[unit.index].streams:
                     wanted.append(
                         Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.home_of(unit, p))
                     )
         if wanted:
-            recipe, states = recipe or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
+            optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
             with telling(engine):
-                states.cover(wanted, recipe)
+                states.cover(wanted, optimizer_copy)
             states.adopt(optimizer.state)
 
 
 def _refuse_capturable(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
-        for unit in filter(None, map(unit_of, group["params"] if group.get("capturable") else ())):
-            if tiers_of(unit.engine).offloads[unit.index].stepped_on == HOST:
+        for engine, unit in owners_of(group["params"] if group.get("capturable") else ()):
+            if tiers_of(engine).offloads[unit.index].stepped_on == HOST:
                 raise UsageError(
                     f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
                     f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
@@ -192,8 +209,8 @@ def _refuse_capturable(optimizer: Optimizer) -> None:
 
 
 def tiers_of(engine: Engine) -> Tiers:
-    tiers = engine.context.home
-    assert isinstance(tiers, Tiers), "who makes host homes is the maker of the engine's"
+    tiers = engine.context.shard_buffers
+    assert isinstance(tiers, Tiers), "only a model with offloaded states has them"
     return tiers
 
 
@@ -218,7 +235,7 @@ def expose(optimizer: Optimizer) -> None:
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Step every parameter that has a gradient: those stepped on the device now, others on a thread, behind the caller's back.
 
-    Takes hold of the gradients and of the hyperparameters as they are. Each home that is stepped waits for its own unit.
+    Takes hold of the gradients and of the hyperparameters as they are. Each shard buffer that is stepped waits for its own unit.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
@@ -230,22 +247,22 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
                 refuse_in_backward(engine, "a gradient scaler")
             in_backward.stepped()
     prepare(optimizer, kind)
-    recipe, here = OptimizerCopy(optimizer, kind), []
-    by_unit: dict[int, tuple[Unit, list[Entry]]] = {}
+    optimizer_copy, here = OptimizerCopy(optimizer, kind), []
+    by_unit: dict[int, tuple[Engine, Unit, list[Entry]]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            entry, unit = _entry(optimizer, i, p, p.grad), unit_of(p)
-            if unit is None:
+            entry, owner = _entry(optimizer, i, p, p.grad), owner_of(p)
+            if owner is None:
                 here.append(entry)
             else:
-                by_unit.setdefault(id(unit), (unit, []))[1].append(entry)
+                by_unit.setdefault(id(owner[1]), (*owner, []))[2].append(entry)
     if here:
-        step_here(recipe, here)
-    engines = {id(unit.engine): unit.engine for unit, _ in by_unit.values()}
-    for engine in engines.values():
-        _start(engine, [pair for pair in by_unit.values() if pair[0].engine is engine], recipe, optimizer)
+        step_here(optimizer_copy, here)
+    for engine in {id(engine): engine for engine, _, _ in by_unit.values()}.values():
+        units = [(unit, entries) for of, unit, entries in by_unit.values() if of is engine]
+        _start(engine, units, optimizer_copy, optimizer)
     for hook in optimizer._optimizer_step_post_hooks.values():
         hook(optimizer, (), {})
 
@@ -256,9 +273,9 @@ def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
     return Entry(group, p, own, local_of(grad), optimizer.state[p])
 
 
-def step_unit(unit: Unit, optimizer: Optimizer, recipe: OptimizerCopy) -> None:
+def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: OptimizerCopy) -> None:
     """In a backward: step the parameters of one unit, whose gradients are there and are taken."""
-    if not tiers_of(unit.engine).offloads[unit.index].step_in_backward:
+    if not tiers_of(engine).offloads[unit.index].step_in_backward:
         return
     mine, entries = {id(p.sharded) for p in unit.params}, []
     for i, group in enumerate(optimizer.param_groups):
@@ -267,10 +284,12 @@ def step_unit(unit: Unit, optimizer: Optimizer, recipe: OptimizerCopy) -> None:
                 entries.append(_entry(optimizer, i, p, p.grad))
                 p.grad = None
     if entries:
-        _start(unit.engine, [(unit, entries)], recipe, optimizer)
+        _start(engine, [(unit, entries)], optimizer_copy, optimizer)
 
 
-def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: OptimizerCopy, optimizer: Optimizer) -> None:
+def _start(
+    engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
+) -> None:
     """Let the units of one engine be stepped in the order in which the next forward is expected to need them."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
@@ -282,31 +301,33 @@ def _start(engine: Engine, units: list[tuple[Unit, list[Entry]]], recipe: Optimi
     jobs: list[tuple[UnitStep, Streamed | None]] = []
     for unit, entries in sorted(units, key=lambda pair: place.get(pair[0].index, len(place))):
         todos = [] if states is None else states.todo(entries)
-        homes = [g.home for g in unit.groups if isinstance(g.home, OffDeviceShards) and _has_any(g, entries)]
+        shard_buffers = [
+            g.shard_buffer for g in unit.groups if isinstance(g.shard_buffer, OffDeviceShards) and _has_any(g, entries)
+        ]
         if tiers.offloads[unit.index].stepped_on == DEVICE:
             on_device += todos
             streamed_ids = {id(todo.entry) for todo in todos}
             here += [entry for entry in entries if id(entry) not in streamed_ids]
-            for home in homes:
-                home.defer(_nothing)
+            for shard_buffer in shard_buffers:
+                shard_buffer.defer(_nothing)
             continue
         streamed = Streamed(todos, states) if states is not None and todos else None
-        jobs.append((UnitStep(recipe, entries, homes, streamed), streamed))
+        jobs.append((UnitStep(optimizer_copy, entries, shard_buffers, streamed), streamed))
     if here:
         with torch.no_grad():
-            step_here(recipe, here)
+            step_here(optimizer_copy, here)
     if states is not None and on_device:
         if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
             tiers.stepper.submit(_nothing).result()  # and `over_device` waits for the pieces that it has begun
         with telling(engine):
-            step_on_device(recipe, on_device, states)
+            step_on_device(optimizer_copy, on_device, states)
     for job, streamed in jobs:
         running: Future[None] | Waiting = Waiting(job) if tiers.late else tiers.stepper.submit(job.run)
-        for home in job.homes:
-            home.defer(partial(_wait, engine, running, streamed))
+        for shard_buffer in job.shard_buffers:
+            shard_buffer.defer(partial(_wait, engine, running, streamed))
 
 
-def step_on_device(recipe: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
+def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
     """Step what comes to the device for it, all of it now; its end is waited for, since the next gathers read what it wrote."""
     pieces = list(pieces_of(todos))
     stream = states.over_device(pieces)
@@ -316,7 +337,7 @@ def step_on_device(recipe: OptimizerCopy, todos: Sequence[ParamStep], states: St
         with torch.no_grad():
             for which in range(count):
                 piece, views = stream.take(which)
-                step_piece(recipe, piece, views)
+                step_piece(optimizer_copy, piece, views)
                 stream.give(which)
         stream.finish()
     except BaseException:

@@ -110,12 +110,12 @@ def _frozen(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def step_here(recipe: OptimizerCopy, entries: Sequence[Entry]) -> None:
+def step_here(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
     """Step parameters whose state is at hand, and leave what the step made of it in `state`, with DTensors in it."""
     for entry in entries:
         entry.own.grad = entry.grad
     try:
-        states = recipe.step([(e.group, e.own, local_state(e.state)) for e in entries])
+        states = optimizer_copy.step([(e.group, e.own, local_state(e.state)) for e in entries])
     finally:
         for entry in entries:
             entry.own.grad = None

@@ -16,7 +16,7 @@ from accordion import _torch
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.step.chunks import Chunk, Span
 
-NUM_BUFFERS = 4  # pieces in flight: one is stepped, the others are written or read
+NUM_BUFFERS = 4  # pieces in transfer: one is stepped, the others are written or read
 NUM_DEVICE_BUFFERS = 3  # one is stepped, one comes, one goes
 
 
@@ -39,7 +39,7 @@ class HostPipeline:
         Waits for a free buffer, so that what others ask of the threads is behind a few pieces and not behind all of a step.
         """
         buffer = self._free.get()
-        if any(not strip.reads for strip in piece.strips[: len(piece.area.keys)]):
+        if any(not span.reads for span in piece.spans[: len(piece.area.keys)]):
             # States come into being beside the buffer, and what a thread gives back of that its allocator keeps: here, once.
             return done_here(partial(self._pass, piece, buffer, step))
         try:
@@ -100,7 +100,7 @@ class Stream:
             read(piece, self._views(coming, piece))
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
-        """A piece, in their order, and its strips."""
+        """A chunk, in their order, and its spans."""
         self._ready[which % NUM_BUFFERS].result()
         piece = self._pieces[which]
         assert piece is not None, "a piece is taken once"
@@ -122,36 +122,38 @@ class Stream:
 
 
 def views_of(piece: Chunk, buffer: Tensor | None) -> list[Tensor]:
-    """The tensor of each strip: in memory as it lies, else in the buffer."""
-    return views_in(buffer, piece.strips, lambda strip: strip.memory)
+    """The tensor of each span: in memory as it lies, else in the buffer."""
+    return views_in(buffer, piece.spans, lambda span: span.memory)
 
 
 def read(piece: Chunk, views: Sequence[Tensor]) -> None:
     """Bring what of a piece rests in files."""
-    for i, (strip, view) in enumerate(zip(piece.strips, views, strict=True)):
-        if strip.file is not None and strip.reads:
-            strip.file.read(strip.offset, whole_pages(view, strip))
-        elif not strip.reads and i < len(piece.area.keys) and view.device.type == "cpu":
+    for i, (span, view) in enumerate(zip(piece.spans, views, strict=True)):
+        if span.file is not None and span.reads:
+            span.file.read(span.offset, whole_pages(view, span))
+        elif not span.reads and i < len(piece.area.keys) and view.device.type == "cpu":
             view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
 
 
 def write(piece: Chunk, views: Sequence[Tensor]) -> None:
     """Take what changed of a piece back to its files."""
-    for strip, view in zip(piece.strips, views, strict=True):
-        if strip.file is not None and strip.writes:
-            strip.file.write(strip.offset, whole_pages(view, strip))
+    for span, view in zip(piece.spans, views, strict=True):
+        if span.file is not None and span.writes:
+            span.file.write(span.offset, whole_pages(view, span))
 
 
 class DevicePipeline:
     """Owns the device buffers through which the pieces of a `Stream` pass, for a step on the device.
 
     All is begun by the thread that runs forward and backward: the piece after the next one comes, and the one before goes,
-    on lanes of their own while one is stepped. Buffers are made before and stay.
+    on side streams of their own while one is stepped. Buffers are made before and stay.
     """
 
-    def __init__(self, inner: Stream, count: int, buffers: list[Tensor], lanes: tuple[SideStream, SideStream]) -> None:
+    def __init__(
+        self, inner: Stream, count: int, buffers: list[Tensor], side_streams: tuple[SideStream, SideStream]
+    ) -> None:
         self._inner, self._count, self._buffers = inner, count, buffers
-        self._fetch_lane, self._store_lane = lanes
+        self._fetch_stream, self._store_stream = side_streams
         self._coming: dict[int, tuple[Transfer, Chunk, list[Tensor], list[Tensor]]] = {}
         self._going: dict[int, Transfer] = {}  # by buffer
 
@@ -162,45 +164,45 @@ class DevicePipeline:
         slot = which % NUM_DEVICE_BUFFERS
         gone = self._going.pop(slot, None)
         if gone is not None:
-            gone.join(self._fetch_lane)
+            gone.join(self._fetch_stream)
         buffer = self._buffers[slot]
-        here = views_in(buffer, piece.strips, lambda strip: strip.memory if _is_on(strip, buffer.device) else None)
-        pairs = [(h, t) for h, t, s in zip(here, there, piece.strips, strict=True) if h is not t and s.reads]
-        flight = self._fetch_lane.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
-        self._coming[which] = (flight, piece, here, there)
+        here = views_in(buffer, piece.spans, lambda span: span.memory if _is_on(span, buffer.device) else None)
+        pairs = [(h, t) for h, t, s in zip(here, there, piece.spans, strict=True) if h is not t and s.reads]
+        transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
+        self._coming[which] = (transfer, piece, here, there)
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
         self._fetch(which)
         self._fetch(which + 1)
-        flight, piece, here, _ = self._coming[which]
-        flight.land()
+        transfer, piece, here, _ = self._coming[which]
+        transfer.land()
         return piece, here
 
     def give(self, which: int) -> None:
         _, piece, here, there = self._coming.pop(which)
-        pairs = [(t, h) for h, t, s in zip(here, there, piece.strips, strict=True) if h is not t and s.writes]
-        flight = self._store_lane.copy(partial(_copy, pairs), [], "takes what was stepped from the device")
-        if self._store_lane.late:
-            flight.synchronize()
-        self._going[which % NUM_DEVICE_BUFFERS] = flight
-        self._inner.give(which, flight.block)
+        pairs = [(t, h) for h, t, s in zip(here, there, piece.spans, strict=True) if h is not t and s.writes]
+        transfer = self._store_stream.copy(partial(_copy, pairs), [], "takes what was stepped from the device")
+        if self._store_stream.late:
+            transfer.synchronize()
+        self._going[which % NUM_DEVICE_BUFFERS] = transfer
+        self._inner.give(which, transfer.block)
 
     def finish(self) -> None:
         """Wait until all is where it rests."""
-        for flight in self._going.values():
-            flight.synchronize()
+        for transfer in self._going.values():
+            transfer.synchronize()
         self._inner.finish()
 
     def abandon(self) -> None:
         """What failed has copies under way: they end before their buffers are used again, or go."""
-        for flight in [*self._going.values(), *(flight for flight, *_ in self._coming.values())]:
-            flight.synchronize()
+        for transfer in [*self._going.values(), *(transfer for transfer, *_ in self._coming.values())]:
+            transfer.synchronize()
         self._inner.abandon()
 
 
-def _is_on(strip: Span, device: torch.device) -> bool:
-    """Whether a strip lies on the device. On CPU everything would: there what lies in host memory is copied all the same."""
-    return strip.memory is not None and strip.memory.device == device and device.type != "cpu"
+def _is_on(span: Span, device: torch.device) -> bool:
+    """Whether a span lies on the device. On CPU everything would: there what lies in host memory is copied all the same."""
+    return span.memory is not None and span.memory.device == device and device.type != "cpu"
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -209,23 +211,23 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         _torch.foreach_copy_(list(to), list(source), non_blocking=True)
 
 
-def views_in(buffer: Tensor | None, strips: Sequence[Span], given: Callable[[Span], Tensor | None]) -> list[Tensor]:
-    """For each strip what is `given`, else its part of `buffer`, bytes, in their order."""
+def views_in(buffer: Tensor | None, spans: Sequence[Span], given: Callable[[Span], Tensor | None]) -> list[Tensor]:
+    """For each span what is `given`, else its part of `buffer`, bytes, in their order."""
     result: list[Tensor] = []
     at = 0
-    for strip in strips:
-        memory = given(strip)
+    for span in spans:
+        memory = given(span)
         if memory is None:
             assert buffer is not None, "there are buffers where something is not at hand"
-            memory = buffer[at : at + strip.numel * strip.dtype.itemsize].view(strip.dtype)
-            at += strip.num_bytes
+            memory = buffer[at : at + span.numel * span.dtype.itemsize].view(span.dtype)
+            at += span.num_bytes
         result.append(memory)
     return result
 
 
-def whole_pages(view: Tensor, strip: Span) -> Tensor:
-    """The bytes of a strip in a buffer, to the end of its last page."""
+def whole_pages(view: Tensor, span: Span) -> Tensor:
+    """The bytes of a span in a buffer, to the end of its last page."""
     storage: Any = view.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        storage, view.storage_offset() * view.itemsize, (strip.num_bytes,), (1,)
+        storage, view.storage_offset() * view.itemsize, (span.num_bytes,), (1,)
     )

@@ -15,7 +15,7 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.streams import SideStream
 from accordion.offload.arena import ALIGN_BYTES, Arena
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import Chunk, Memory, ParamStep, Place, StateBlock, piece_numel, show
+from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, piece_numel, show
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
 from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
@@ -25,24 +25,28 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter whose step is streamed: its unit, param group, local tensor, and where it rests (see `ParamStep.home`)."""
+    """A parameter whose step is streamed: its unit, param group, local tensor, and where it rests: `ParamStep`."""
 
     unit: int
     offload: Offload
     group: int
     param: Tensor
     own: Tensor
-    home: tuple[OffDeviceShards, int] | None
+    shard_buffer: tuple[OffDeviceShards, int] | None
 
 
 class States:
     """Owns where the states of one optimizer lie, and the buffers of its steps: a few pieces are in memory, no more."""
 
     def __init__(
-        self, device: torch.device, pool: Callable[[], Any], lanes: tuple[SideStream, SideStream], checksums: bool
+        self,
+        device: torch.device,
+        pool: Callable[[], Any],
+        side_streams: tuple[SideStream, SideStream],
+        checksums: bool,
     ) -> None:
-        self._device, self._pool, self._lanes, self._checksums = device, pool, lanes, checksums
-        self._places: dict[int, tuple[Tensor, Place, Wanted]] = {}  # by id of the parameter, which is kept
+        self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
+        self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which is kept
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
         self._passage = HostPipeline(pool(), [])
@@ -62,7 +66,7 @@ class States:
         areas = [place.area for _, place, _ in self._places.values() if isinstance(place.area.store, SwapFile)]
         return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in areas), default=0)
 
-    def cover(self, wanted: Sequence[Wanted], recipe: OptimizerCopy) -> None:
+    def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
         """Give a place to the states of each parameter that has none yet. Raises `OffloadError`, `UsageError` without room."""
         by_area: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
         for w in wanted:
@@ -80,7 +84,7 @@ class States:
                 on = self._device if first.offload.stepped_on == DEVICE else torch.device("cpu")
                 key = first.group, first.own.dtype, on
                 if key not in probed:
-                    probed[key] = recipe.shaped_states(*key)
+                    probed[key] = optimizer_copy.shaped_states(*key)
                 planned.append((members, probed[key]))
             self._cover(place, planned)
         if by_place:
@@ -113,7 +117,7 @@ class States:
             area = StateBlock(store, numel, keys, bases, itemsize, piece_numel(itemsize, self._total), *besides)
             for w, start in zip(members, starts, strict=True):
                 shown = {k: _shown(area, k, start, w.own) for k in keys}
-                self._places[id(w.param)] = (w.param, Place(area, start, shown), w)
+                self._places[id(w.param)] = (w.param, StatePlace(area, start, shown), w)
 
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
         folder = folder_of(place)
@@ -164,9 +168,11 @@ class States:
         for entry in entries:
             if id(entry.param) in self._places:
                 _, place, w = self._places[id(entry.param)]
-                if w.home is not None:
-                    w.home[0].grads.settle(w.home[1])
-                found.append(ParamStep(entry, place, frozenset(k for k in place.shown if k in entry.state), w.home))
+                if w.shard_buffer is not None:
+                    w.shard_buffer[0].grads.settle(w.shard_buffer[1])
+                found.append(
+                    ParamStep(entry, place, frozenset(k for k in place.shown if k in entry.state), w.shard_buffer)
+                )
         return found
 
     def start(self, piece: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
@@ -177,7 +183,7 @@ class States:
         """A stream of pieces that are stepped on the device, once none passes on the host, which has the same buffers."""
         self._passage.rest()
         stream = Stream(pieces, self._pool(), self._buffers)
-        return DevicePipeline(stream, len(pieces), self._device_buffers, self._lanes)
+        return DevicePipeline(stream, len(pieces), self._device_buffers, self._side_streams)
 
 
 def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
@@ -185,10 +191,13 @@ def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
     smallest, on_disk, in_all = [], [], []
     for w in members:
         rests: list[tuple[torch.dtype, bool]] = [(w.own.dtype, False)] * 2
-        if w.home is not None:
-            home, i = w.home
-            row = home.row(i)
-            rests = [(w.own.dtype, home.own_spot(i) is not None), (w.own.dtype, home.grads.is_on_disk(i))]
+        if w.shard_buffer is not None:
+            shard_buffer, i = w.shard_buffer
+            row = shard_buffer.row(i)
+            rests = [
+                (w.own.dtype, shard_buffer.own_spot(i) is not None),
+                (w.own.dtype, shard_buffer.grads.is_on_disk(i)),
+            ]
             rests += [] if row is None else [(row.dtype, isinstance(row, FileRange))]
         smallest.append(min(dtype.itemsize for dtype, _ in rests))
         on_disk.append(sum(dtype.itemsize for dtype, is_on_disk in rests if is_on_disk))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 from torch.optim import Optimizer
 
 from accordion import _torch
 from accordion.engine.engine import Engine
+from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.step.optimizer_copy import OptimizerCopy
 
-StepUnit = Callable[[Unit, Optimizer, OptimizerCopy], None]
+StepUnit = Callable[[Engine, Unit, Optimizer, OptimizerCopy], None]
 PROMISE = "Offload(step_in_backward=True) promised one backward a step, no clipping and no scaler"
 
 
-class InBackward:
+class InBackward(Observer):
     """Owns which unit of one engine is stepped next in the backward under way, and whether a step is due before another.
 
     A unit waits until the one before it has its gradients: then its own have landed.
@@ -27,29 +27,30 @@ class InBackward:
     def __init__(self, step_unit: StepUnit) -> None:
         self._step_unit = step_unit
         self._optimizers: list[tuple[weakref.ref[Optimizer], type[Optimizer]]] = []
-        self._recipes: dict[int, OptimizerCopy] = {}  # of this backward, by place of the optimizer
+        self._optimizer_copies: dict[int, OptimizerCopy] = {}  # of this backward, by place of the optimizer
         self._waiting: Unit | None = None
         self._is_stepped = False
         self._task, self._seen = -1, set[int]()  # the backward under way, and the units that came in it
+        self._engine: Callable[[], Engine | None] = lambda: None
 
     def attach(self, engine: Engine) -> None:
         """Have the engine say when a unit has its gradients."""
-        if engine.after_unit is None:
-            engine.after_unit = self.after_unit
-            engine.after_backward.append(partial(_end, self, weakref.ref(engine)))
+        if self._engine() is None:
+            self._engine = weakref.ref(engine)
+            engine.observers.attach(self)
 
     def steps_with(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         """Step what `optimizer` holds."""
         if all(known() is not optimizer for known, _ in self._optimizers):
             self._optimizers.append((weakref.ref(optimizer), kind))
 
-    def after_unit(self, unit: Unit) -> None:
+    def gradients_arrive(self, unit: Unit) -> None:
         """The gradients of `unit` come. Raises `UsageError` where it had some already, in a second backward, or for hooks."""
         task = _torch.current_graph_task()
         if task != self._task:  # what a backward left that raised is gone
             self._task, self._waiting = task, None
             self._seen.clear()
-            self._recipes.clear()
+            self._optimizer_copies.clear()
         if self._is_stepped:
             raise UsageError(
                 f"{PROMISE}; this is another backward before optimizer.step(): call step after each, or leave it out "
@@ -81,33 +82,30 @@ class InBackward:
         for i, (reference, kind) in enumerate(self._optimizers):
             optimizer = reference()
             if optimizer is not None:
-                if i not in self._recipes:
-                    self._recipes[i] = OptimizerCopy(optimizer, kind)
-                self._step_unit(unit, optimizer, self._recipes[i])
+                if i not in self._optimizer_copies:
+                    self._optimizer_copies[i] = OptimizerCopy(optimizer, kind)
+                engine = self._engine()
+                assert engine is not None, "its backward runs"
+                self._step_unit(engine, unit, optimizer, self._optimizer_copies[i])
 
-    def end(self, engine: Engine) -> None:
-        """The backward has ended: step what still has gradients."""
+    def backward_ended(self, reduced: bool) -> None:
+        """Step what still has gradients."""
         self._step_waiting()
-        for unit in engine.units:
+        engine = self._engine()
+        for unit in engine.units if engine is not None else ():
             if any(p.sharded.grad is not None for p in unit.params):
                 self._come(unit)
                 self._step(unit)
-        self._is_stepped = bool(self._recipes)
-        self._recipes.clear()
+        self._is_stepped = bool(self._optimizer_copies)
+        self._optimizer_copies.clear()
 
     def stepped(self) -> None:
         """The caller has called `optimizer.step`, which had nothing left to do."""
         self._is_stepped = False
 
 
-def _end(steps: InBackward, reference: weakref.ref[Engine]) -> None:
-    engine = reference()
-    if engine is not None:
-        steps.end(engine)
-
-
 def refuse_in_backward(engine: Engine, what: str) -> None:
     """Raise `UsageError` where units are stepped in the backward, and `what` was asked for all the same."""
-    steps: object = getattr(engine.context.home, "in_backward", None)
+    steps: object = getattr(engine.context.shard_buffers, "in_backward", None)
     if steps is not None:
         raise UsageError(f"{PROMISE}; {what} comes too late or too early for that: leave out one of them.")

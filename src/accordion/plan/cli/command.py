@@ -13,21 +13,22 @@ from typing import Any, Literal
 from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
 from accordion.models.language import end_at_once, language_model
+from accordion.models.llama import PUBLISHED
+from accordion.options import read
 from accordion.pages.page import Page
 from accordion.plan.api import plan
-from accordion.plan.cli.options import read
 from accordion.plan.cli.pages import of_plan, of_table
 from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
 from accordion.plan.result import Plan
 from accordion.plan.search.suggest import NODE, smallest_change
-from accordion.plan.trained_models import PRESETS, configuration, language_subject
+from accordion.plan.trained_models import configuration, language_subject
 from accordion.units import units_named
 
 NOT_FOUND = 1  # exit code where nothing fits
 LARGEST = 1_000_000  # GPUs
 ABOUT = (
     "Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits. What a flag "
-    f"fixes is not looked for. Presets: {', '.join(PRESETS)}. Cards: {', '.join(GPUS)}."
+    f"fixes is not looked for. Presets: {', '.join(PUBLISHED)}. Cards: {', '.join(GPUS)}."
 )
 
 
@@ -48,7 +49,7 @@ class Options:
         global_batch: sequences of a step over all GPUs; accumulation follows from it
         optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
         precision: what the model computes in, over float32 masters
-        strategy: of accordion.shard.api, such as full_shard; without it: look for it
+        strategy: of accordion.shard, such as full_shard; without it: look for it
         units: what is gathered together: auto, blocks, min_params:N or names of classes; without it: look for it
         replicas: copies of the model with a hybrid strategy; without it: look for it
         offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
@@ -175,7 +176,7 @@ def cache_folder() -> Path:
 
 
 def _measure(o: Options, file: Path) -> int:
-    from accordion.bench.measure import measured, of_measured, write
+    from accordion.plan.cli.measure import measured, of_measured, write
 
     if o.gpus is not None and o.gpus < 1:
         raise UsageError(f"--gpus is {o.gpus}; it takes 1 or more.")

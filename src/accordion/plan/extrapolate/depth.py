@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, Phase, Place, Wait
+from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, StepPart, StepPhase, Wait
 
 HEAD, TAIL = 1, 2  # blocks at either end that may differ from those between
 PERIODS = 3  # of which the middle one is repeated, once its neighbours are found equal
@@ -21,7 +21,7 @@ def num_traced(num_blocks: int, period: int) -> int:
 class _Segment:
     """The events of one place, `block` its number in the run of equal blocks (None: outside of it), `part` that of its units."""
 
-    place: Place
+    place: StepPart
     block: int | None
     part: int
     events: list[Event]
@@ -31,7 +31,7 @@ class _Segment:
 class _Made:
     """Where something numbered, memory or a flight, came to be: segment by phase, block and unit of it, position in it."""
 
-    phase: Phase
+    phase: StepPhase
     block: int | None
     part: int
     visit: int  # of that place: accumulation comes by more than once
@@ -83,9 +83,9 @@ class _Extension:
         for segment, copy in self._order():
             place = segment.place
             if segment.block is not None:
-                place = Place(place.phase, self._unit(self._image(segment.block, copy), segment.part))
+                place = StepPart(place.phase, self._unit(self._image(segment.block, copy), segment.part))
             elif place.unit >= self._end:
-                place = Place(place.phase, place.unit + self._more)
+                place = StepPart(place.phase, place.unit + self._more)
             events.append(Enter(place))
             for event in segment.events:
                 events.extend(self._again(event, segment, copy))
@@ -122,7 +122,7 @@ class _Extension:
 
     def _visits(self) -> Iterator[tuple[_Segment, int]]:
         """Each segment with how often its place was entered before."""
-        count: dict[Place, int] = {}
+        count: dict[StepPart, int] = {}
         for segment in self._segments:
             count[segment.place] = count.get(segment.place, -1) + 1
             yield segment, count[segment.place]
@@ -147,7 +147,7 @@ class _Extension:
 
     def _check(self) -> None:
         """Blocks of the middle that are a period apart must do the same, event by event."""
-        shapes: dict[tuple[Phase, int, int, int], list[object]] = {}
+        shapes: dict[tuple[StepPhase, int, int, int], list[object]] = {}
         for segment, visit in self._visits():
             if segment.block is None or not self._is_middle(segment.block):
                 continue
@@ -183,7 +183,7 @@ class _Extension:
             while j < len(self._segments) and self._is_repeated(self._segments[j].block):
                 j += 1
             copies = range(self._copies)
-            for copy in copies if segment.place.phase is Phase.FORWARD else reversed(copies):
+            for copy in copies if segment.place.phase is StepPhase.FORWARD else reversed(copies):
                 yield from ((s, copy) for s in self._segments[i:j])
             i = j
 
@@ -206,7 +206,7 @@ class _Extension:
         elif isinstance(event, (Land, Wait)):
             for c in self._copies_meant(self._flights.get(event.flight), segment, copy):
                 yield replace(event, flight=self._flight(event.flight, c))
-        elif isinstance(event, Op) and segment.place.phase is Phase.STEP:
+        elif isinstance(event, Op) and segment.place.phase is StepPhase.STEP:
             yield replace(event, num_bytes=int(event.num_bytes * self._scale), flops=event.flops * self._scale)
         else:
             yield event

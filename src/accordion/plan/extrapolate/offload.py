@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from accordion.config import DISK, HOST
 from accordion.offload.step.chunks import piece_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Phase, Place, begins
-from accordion.plan.extrapolate.offload_events import Away, Moved
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, StepPart, StepPhase, begins
+from accordion.plan.extrapolate.offload_events import Away, OffloadWalk
 from accordion.plan.hardware import Cluster
 from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Choice
 
@@ -18,7 +18,7 @@ MASTER_BYTES, GRADIENT_BYTES = 4, 4  # of an element, float32
 
 def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
     """`log` of the same step with shards, gradients and states where `choice.offload` has them, with the copies, the work of
-    the host and of the disk, and the waits of the engine. A step of one rank alone is traced instead: see `Part`.
+    the host and of the disk, and the waits of the engine. A step of one rank alone is traced instead: see `Evaluator`.
     """
     if choice.offload == NO_OFFLOAD:
         return log
@@ -45,7 +45,7 @@ def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
         on_disk=optimizer == DISK,
         written_for_gradient=(MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if wide else 0.0,
     )
-    return replace(log, held=held, events=list(Moved(log, away).events()))
+    return replace(log, held=held, events=list(OffloadWalk(log, away).events()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def _leaving(log: Log) -> set[int]:
     """
     live: set[int] = set()
     kept: set[int] = set()
-    points: dict[int, tuple[Place, int]] = {}  # of gradients: the place, and how many were made there before
-    place, count = Place(Phase.FORWARD, -1), 0
+    points: dict[int, tuple[StepPart, int]] = {}  # of gradients: the place, and how many were made there before
+    place, count = StepPart(StepPhase.FORWARD, -1), 0
     for event in log.events:
         if isinstance(event, Alloc) and event.category is Category.GRADIENTS:
             live.add(event.number)
@@ -87,7 +87,7 @@ def _leaving(log: Log) -> set[int]:
             live.discard(event.number)
         elif isinstance(event, Enter):
             place, count = event.place, 0
-            if place.phase is Phase.STEP or begins(place):
+            if place.phase is StepPhase.STEP or begins(place):
                 kept |= live
     leave = {points[number] for number in kept}
     return {number for number, point in points.items() if point in leave}

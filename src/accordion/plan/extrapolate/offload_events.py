@@ -22,8 +22,8 @@ from accordion.plan.events import (
     Log,
     Mark,
     Op,
-    Phase,
-    Place,
+    StepPart,
+    StepPhase,
     Wait,
     begins,
 )
@@ -51,7 +51,7 @@ class Away:
     written_for_gradient: float
 
 
-class Moved:
+class OffloadWalk:
     """Owns the walk over a log of the same step without offload.
 
     What the engine does (`offload/step/deferred_step.py`, `engine/autograd.py`): before a unit is gathered for the first time,
@@ -63,7 +63,7 @@ class Moved:
 
     def __init__(self, log: Log, away: Away) -> None:
         self._log, self._away = log, away
-        self._place = Place(Phase.FORWARD, -1)
+        self._place = StepPart(StepPhase.FORWARD, -1)
         self._clipped = False
         self._flights = max((e.flight for e in log.events if isinstance(e, (Launch, Mark))), default=0)
         self._gathers, self._shares = gathers_of(log)
@@ -90,7 +90,7 @@ class Moved:
                 yield from self._launch(event)
             elif isinstance(event, Land):
                 yield from self._land(event)
-            elif isinstance(event, Op) and self._place.phase is Phase.STEP:
+            elif isinstance(event, Op) and self._place.phase is StepPhase.STEP:
                 yield from self._of_step(event)
             elif not (
                 isinstance(event, Free) and (event.number in self._away.gone or event.number in self._away.leaving)
@@ -134,7 +134,7 @@ class Moved:
             if isinstance(event, Enter):
                 place = event.place
                 batches += begins(place)
-            elif isinstance(event, Op) and place.phase is Phase.STEP:
+            elif isinstance(event, Op) and place.phase is StepPhase.STEP:
                 found += 0 if clips else event.num_bytes
                 clips = clips and SCALE not in event.name
             elif isinstance(event, Alloc) and event.number in self._away.leaving and batches == 1:
@@ -142,7 +142,9 @@ class Moved:
         return found, gradients
 
     def _order(self) -> list[int]:
-        entered = [e.place.unit for e in self._log.events if isinstance(e, Enter) and e.place.phase is Phase.FORWARD]
+        entered = [
+            e.place.unit for e in self._log.events if isinstance(e, Enter) and e.place.phase is StepPhase.FORWARD
+        ]
         every = dict.fromkeys([*entered, *self._away.state_bytes])
         return [unit for unit in every if self._away.state_bytes.get(unit)]
 
@@ -209,11 +211,11 @@ class Moved:
         if begins(place):  # gradients came meanwhile, after which a step may have followed
             self._fresh.clear()
             self._begun += 1
-        if place.phase is not Phase.FORWARD and not self._reduces:  # one rank, which reduces nothing
+        if place.phase is not StepPhase.FORWARD and not self._reduces:  # one rank, which reduces nothing
             yield from self._arrived()
             mine, self._waiting = self._waiting, []
             yield from self._store(mine)
-        if place.phase is Phase.STEP or begins(place):  # a backward has ended
+        if place.phase is StepPhase.STEP or begins(place):  # a backward has ended
             yield from self._arrived()
         yield event
         if place.unit >= 0 and place.unit not in self._gathers.values():  # one rank, whose shards are the parameters
@@ -237,7 +239,7 @@ class Moved:
 
 def gathers_of(log: Log) -> tuple[dict[int, int], dict[int, int]]:
     """By flight: the unit that is gathered, which is entered where it lands; and how many of its gathers land there."""
-    place, streams = Place(Phase.FORWARD, -1), dict[int, str]()
+    place, streams = StepPart(StepPhase.FORWARD, -1), dict[int, str]()
     visits: list[list[int]] = []
     units: dict[int, int] = {}
     for event in log.events:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, Phase, Place
+from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPart, StepPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class MemoryPeak:
     """The most bytes that are live at once. `unit`, `operator`: where the step is then. `at`: index in the log's events.
 
     `held_bytes`: between steps. `highest`: the most of each category at any time. `unsure_bytes`: how much higher it may be for
@@ -39,7 +39,7 @@ class Peak:
     unsure_operator: str = ""
 
 
-def peak_of(log: Log) -> Peak:
+def peak_of(log: Log) -> MemoryPeak:
     """The peak of allocated bytes in a step, and what they are."""
     total = held = sum(a.num_bytes for a, _ in log.held)
     live = {a.number: a for a, _ in log.held}
@@ -65,9 +65,9 @@ def peak_of(log: Log) -> Peak:
     return replace(peak, unsure_bytes=most - best, unsure_operator=most_by) if most > best else peak
 
 
-def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, int]) -> Peak:
+def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, int]) -> MemoryPeak:
     live = {a.number: a for a, _ in log.held}
-    place = Place(Phase.FORWARD, -1)
+    place = StepPart(StepPhase.FORWARD, -1)
     for event in log.events[: at + 1]:
         if isinstance(event, Alloc):
             live[event.number] = event
@@ -77,7 +77,7 @@ def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, in
             place = event.place
     last = log.events[at] if at >= 0 else None
     breakdown = {c.value: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
-    return Peak(
+    return MemoryPeak(
         num_bytes=num_bytes,
         breakdown=breakdown,
         phase=place.phase.value,
@@ -90,9 +90,9 @@ def _peak_at(log: Log, num_bytes: int, at: int, held: int, highest: dict[str, in
     )
 
 
-def name_of(place: Place, units: Sequence[str]) -> str:
+def name_of(place: StepPart, units: Sequence[str]) -> str:
     if place.unit < 0:
-        return "(loss)" if place.phase is Phase.BACKWARD else ""
+        return "(loss)" if place.phase is StepPhase.BACKWARD else ""
     return units[place.unit] or "(root)"
 
 
@@ -104,14 +104,14 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
     return tuple(sorted(found, key=lambda h: -h.num_bytes)[:12])
 
 
-def curve_of(log: Log, points: int = 1500) -> list[tuple[Place, dict[str, int]]]:
+def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int]]]:
     """Live bytes by category along a step, thinned to so many points; each is the largest of its stretch."""
     live = {c.value: 0 for c in Category}
     known: dict[int, Alloc] = {}
     for a, _ in log.held:
         known[a.number] = a
         live[a.category.value] += a.num_bytes
-    place, total, curve = Place(Phase.FORWARD, -1), sum(live.values()), list[tuple[Place, dict[str, int]]]()
+    place, total, curve = StepPart(StepPhase.FORWARD, -1), sum(live.values()), list[tuple[StepPart, dict[str, int]]]()
     changes = sum(isinstance(e, (Alloc, Free)) for e in log.events)
     stretch = max(1, changes // points)
     best, seen = (total, place, dict(live)), 0

@@ -12,20 +12,20 @@ from accordion.plan.extrapolate.depth import IrregularError, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import costs_of
-from accordion.plan.replay.peak import Peak, peak_of
+from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
-from accordion.plan.trace.setup import Run, Subject
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import longest_run, shortened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryNeed:
     """`reserved_bytes`: by how the allocator takes memory. `needed_bytes`: of the card: the larger of both with a margin, and
     what is outside of torch.
     """
 
-    peak: Peak
+    peak: MemoryPeak
     reserved_bytes: dict[str, int]
 
     @property
@@ -49,7 +49,7 @@ class Memory:
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
-def log_of(subject: Subject, run: Run, *, quick: bool = True) -> tuple[Log, str]:
+def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple[Log, str]:
     """The log of a step, and how many blocks were traced for it: some of the equal ones where `quick` and that is exact."""
     model = subject.make()
     blocks = longest_run(model, run.units)
@@ -74,19 +74,19 @@ def _num_elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def memory_of(log: Log, enough_bytes: int | None = None) -> Memory:
+def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
     """`enough_bytes`: where what is allocated is more already, the allocator is not asked."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
-        return Memory(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
+        return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
     reserved = {
         "expandable_segments": reserved_bytes(log, expandable=True),
         "classic": reserved_bytes(log, expandable=False),
     }
-    return Memory(peak=peak, reserved_bytes=reserved)
+    return MemoryNeed(peak=peak, reserved_bytes=reserved)
 
 
-def step_of(log: Log, run: Run, cluster: Cluster, rate: str = "middle") -> Step:
+def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
     """A step at one of the assumed rates."""
     scale = cluster.scales.get(rate, 1.0)
     return simulate(log, costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale))

@@ -21,8 +21,8 @@ from accordion.plan.events import (
     Log,
     Mark,
     Op,
-    Phase,
-    Place,
+    StepPart,
+    StepPhase,
     Wait,
 )
 from accordion.plan.hardware import LAUNCH_S
@@ -61,7 +61,7 @@ def simulate(log: Log, costs: Costs) -> Step:
     running: dict[str, int] = {}
     exposed = flops = asked = 0.0  # `asked`: when the caller asked for the last kernel
     by_kind: dict[str, float] = defaultdict(float)
-    lanes, place = _Lanes(), Place(Phase.FORWARD, -1)
+    lanes, place = _Lanes(), StepPart(StepPhase.FORWARD, -1)
     for event in log.events:
         if type(event) is Alloc or type(event) is Free:  # most are
             continue
@@ -102,7 +102,7 @@ def simulate(log: Log, costs: Costs) -> Step:
     return Step(seconds=total, exposed_s=exposed, flops=flops, by_kind=dict(by_kind), lanes=tuple(lanes.found))
 
 
-def label_of(event: Op | Collective, place: Place, log: Log) -> str:
+def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
     if event.stream in (STEPPER, DISK_LANE) and isinstance(event, Op):  # of the step before this one
         return event.name
     return f"{place.phase.value} {name_of(place, log.units)}".strip()

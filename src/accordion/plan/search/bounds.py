@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from accordion.config import strategy_named
-from accordion.plan.events import Collective, Enter, Log, Phase, begins
+from accordion.plan.events import Collective, Enter, Log, StepPhase, begins
 from accordion.plan.hardware import REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step
@@ -50,12 +50,12 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
     last = starts[-1] if starts else 0
     gathered: list[int] = []
     reduced: list[int] = []
-    phase = Phase.FORWARD
+    phase = StepPhase.FORWARD
     for event in log.events[last:]:
         if isinstance(event, Enter):
             phase = event.place.phase
         elif isinstance(event, Collective) and event.axis == "shard":
-            if event.kind == "gather" and phase is Phase.FORWARD:
+            if event.kind == "gather" and phase is StepPhase.FORWARD:
                 gathered.append(event.num_bytes)
             elif event.kind in SCATTERS:
                 reduced.append(event.num_bytes)

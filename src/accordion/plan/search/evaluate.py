@@ -10,7 +10,7 @@ from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.predict import Memory, memory_of
+from accordion.plan.replay.predict import MemoryNeed, memory_of
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, lanes_s, least_bytes
 from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices
@@ -38,14 +38,14 @@ class Candidate:
     least_bytes: int
     host_bytes: int = 0
     disk_bytes: int = 0
-    memory: Memory | None = None
+    memory: MemoryNeed | None = None
     steps: dict[str, Step] | None = None
     is_traced: bool = False
     bound: str = ""
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """There is no verdict: see `Memory.is_open`."""
+        """There is no verdict: see `MemoryNeed.is_open`."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -59,7 +59,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SearchTask:
     """All that a search is made of; a second process can be told of it where `subject_for` can be pickled."""
 
     subject_for: Callable[[int], Subject]
@@ -69,18 +69,20 @@ class Job:
 
 
 Outcome = tuple[list[Candidate], dict[Choice, Log]]
-"""Of a part: its candidates, and what it traced."""
+"""Candidates, and the logs that were traced for them."""
 
 
-class Part:
+class Evaluator:
     """Owns the traces of a part of a search, and the bounds that were found so far."""
 
-    def __init__(self, job: Job, say: Say) -> None:
-        self._job, self._space, self._cluster = job, job.space, job.cluster
-        self.traces = Traces(job.subject_for, job.space, job.cluster, say)
+    def __init__(self, task: SearchTask, say: Say) -> None:
+        self._task, self._space, self._cluster = task, task.space, task.cluster
+        self.traces = Traces(task.subject_for, task.space, task.cluster, say)
         self._floors: dict[Choice, Floor] = {}
         self._rates: dict[int, float] = {}  # of the fastest that fits so many GPUs
-        self._most = int((job.cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)  # allocated bytes beyond which nothing fits
+        self._most = int(
+            (task.cluster.card_bytes - OUTSIDE_BYTES) / MARGIN
+        )  # allocated bytes beyond which nothing fits
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
         return [c for choice in chosen for c in self._tiers(choice)]
@@ -109,7 +111,7 @@ class Part:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        least = least_bytes(choice, self._space, self._job.num_params)
+        least = least_bytes(choice, self._space, self._task.num_params)
         if least > self._most:
             return Candidate(choice=choice, fits=False, least_bytes=least)
         bound = self._bound_of(choice)
@@ -230,17 +232,17 @@ def frugal_space(space: Space) -> Space:
     )
 
 
-def on_fewer(job: Job, logs: Mapping[Choice, Log], say: Say) -> Outcome:
+def on_fewer(task: SearchTask, logs: Mapping[Choice, Log], say: Say) -> Outcome:
     """On ever fewer GPUs, the choice of the space that takes least memory, until it does not fit. `logs`: traced before."""
-    frugal, top = frugal_space(job.space), max(job.space.gpus)
-    part = Part(replace(job, space=frugal), say)
-    part.traces.traced.update(logs)
+    frugal, top = frugal_space(task.space), max(task.space.gpus)
+    evaluator = Evaluator(replace(task, space=frugal), say)
+    evaluator.traces.traced.update(logs)
     found: list[Candidate] = []
-    for choice in sorted(choices(frugal, job.cluster), key=lambda c: -c.gpus):
+    for choice in sorted(choices(frugal, task.cluster), key=lambda c: -c.gpus):
         if choice.gpus == top:
             continue
-        candidate = part.candidate(replace(choice, offload=frugal.offloads[0]))
+        candidate = evaluator.candidate(replace(choice, offload=frugal.offloads[0]))
         found.append(candidate)
         if not candidate.fits:
             break
-    return found, part.traces.traced
+    return found, evaluator.traces.traced

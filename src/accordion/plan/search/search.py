@@ -12,21 +12,21 @@ from accordion.plan.search.evaluate import (
     FIRST,
     HOST_MARGIN,
     Candidate,
-    Job,
+    Evaluator,
     Outcome,
-    Part,
     Say,
+    SearchTask,
     frugal_space,
     on_fewer,
 )
 from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices
-from accordion.plan.search.worker import Second, search_half, theirs_of
+from accordion.plan.search.worker import SecondProcess, search_half, theirs_of
 from accordion.plan.trace.setup import Subject
 from accordion.units import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """`best`: the fastest that fits on all GPUs asked for, or None. `fewest`: the fastest on the least GPUs on which any fits;
     None where no other number was looked at.
 
@@ -47,51 +47,57 @@ def search(
     say: Say = lambda text: None,
     processes: int = 1,
     fewest: bool = False,
-) -> Found:
+) -> SearchResult:
     """Predict every choice of `space`. `subject_for`: training with that micro-batch. `processes`: 2 has a second one take half
     of the ways of checkpointing, and fewer GPUs. `fewest`: smaller numbers of GPUs are looked at too, with what takes least
     memory, unless there is one choice alone. Raises `UsageError` where the space is empty.
     """
-    job = Job(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
+    task = SearchTask(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
     every = choices(space, cluster)
-    part = Part(job, say)
+    evaluator = Evaluator(task, say)
     with ExitStack() as stack:
-        candidates, less = _searched(part, job, every, say, processes, fewest and len(every) > 1, stack)
-        candidates += part.other_units(candidates)
+        candidates, less = _searched(evaluator, task, every, say, processes, fewest and len(every) > 1, stack)
+        candidates += evaluator.other_units(candidates)
         place = {choice: i for i, choice in enumerate(every)}
         candidates.sort(key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO)])
-        best = part.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
+        best = evaluator.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
         if less is not None and best is not None:
             on_less, logs = less()
             candidates += on_less
-            part.traces.traced.update(logs)
+            evaluator.traces.traced.update(logs)
     least = min((c.choice.gpus for c in candidates if c.fits), default=0)
     looked = len(every) > 1 or max(space.gpus) == 1
-    on_fewest = part.fastest([c for c in candidates if c.choice.gpus == least]) if looked else None
-    part.at_all_rates(best or closest(candidates, space))
+    on_fewest = evaluator.fastest([c for c in candidates if c.choice.gpus == least]) if looked else None
+    evaluator.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:
         candidate.why = "" if candidate is best else why_not(candidate, best, space, cluster)
-    return Found(best=best, fewest=on_fewest, candidates=candidates, logs=part.traces.traced)
+    return SearchResult(best=best, fewest=on_fewest, candidates=candidates, logs=evaluator.traces.traced)
 
 
 def _searched(
-    part: Part, job: Job, every: Sequence[Choice], say: Say, processes: int, fewest: bool, stack: ExitStack
+    evaluator: Evaluator,
+    task: SearchTask,
+    every: Sequence[Choice],
+    say: Say,
+    processes: int,
+    fewest: bool,
+    stack: ExitStack,
 ) -> tuple[list[Candidate], Callable[[], Outcome] | None]:
     """The candidates, what bounds others first; and what gives those on fewer GPUs."""
     first = [c for c in every if c.strategy == FIRST] or every
     theirs = theirs_of(first) if processes > 1 else []
-    second = stack.enter_context(Second(job, say)) if theirs else None
+    second = stack.enter_context(SecondProcess(task, say)) if theirs else None
     half = None if second is None else second.asked(search_half, theirs)
-    candidates = part.candidates([c for c in first if c not in theirs])
+    candidates = evaluator.candidates([c for c in first if c not in theirs])
     if half is not None:
         found, logs = half()
-        part.adopt(found, logs)
+        evaluator.adopt(found, logs)
         candidates += found
     less = None
-    if fewest and len(job.space.gpus) == 1 and any(c.fits for c in candidates):
-        known = part.traces.known(choices(replace(frugal_space(job.space), gpus=job.space.gpus), job.cluster))
-        less = (lambda: on_fewer(job, known, say)) if second is None else second.asked(on_fewer, known)
-    candidates += part.candidates(part.promising([c for c in every if c not in first]))
+    if fewest and len(task.space.gpus) == 1 and any(c.fits for c in candidates):
+        known = evaluator.traces.known(choices(replace(frugal_space(task.space), gpus=task.space.gpus), task.cluster))
+        less = (lambda: on_fewer(task, known, say)) if second is None else second.asked(on_fewer, known)
+    candidates += evaluator.candidates(evaluator.promising([c for c in every if c not in first]))
     return candidates, less
 
 

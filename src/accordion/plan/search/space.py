@@ -9,7 +9,7 @@ from typing import Any, Literal
 from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.hardware import Cluster
-from accordion.plan.trace.setup import Run
+from accordion.plan.trace.setup import TrainingSetup
 from accordion.units import AUTO, only_blocks, units_named
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
@@ -84,7 +84,7 @@ class Space:
     device: Literal["cuda", "cpu"] = "cuda"
     sharding: Mapping[str, Any] = field(default_factory=dict)
 
-    def run_of(self, choice: Choice, cluster: Cluster) -> Run:
+    def run_of(self, choice: Choice, cluster: Cluster) -> TrainingSetup:
         """What is traced for a choice: no more micro-batches than differ, and states of any tier on the host."""
         sharding = {
             **self.sharding,
@@ -98,7 +98,7 @@ class Space:
             sharding.setdefault("units", only_blocks())  # as programs write it
         if choice.offload != NO_OFFLOAD:
             sharding["offload"] = Offload(params=OFFLOADS[choice.offload][0], optimizer=HOST)
-        return Run(
+        return TrainingSetup(
             engine=self.engine,
             ranks=choice.gpus,
             node=cluster.node,

@@ -59,7 +59,7 @@ class Traces:
             log, _ = log_of(subject, self._space.run_of(choice, self._cluster))
             unmodelled = {
                 name: why for name, why in log.unmodelled.items() if name != "offload"
-            }  # `Moved` has its time
+            }  # `OffloadWalk` has its time
             self.traced[choice] = replace(log, unmodelled=unmodelled)
         return self.traced[choice]
 

@@ -10,27 +10,27 @@ from multiprocessing import get_context
 from typing import Any
 
 from accordion.models.language import end_at_once
-from accordion.plan.search.evaluate import Job, Outcome, Part, Say
+from accordion.plan.search.evaluate import Evaluator, Outcome, Say, SearchTask
 from accordion.plan.search.space import Choice
 
 
-class Second:
+class SecondProcess:
     """Owns a process that is told of the search, where `subject_for` can be pickled. What it cannot do is done here."""
 
-    def __init__(self, job: Job, say: Say) -> None:
-        self._job, self._say = job, say
+    def __init__(self, task: SearchTask, say: Say) -> None:
+        self._task, self._say = task, say
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_at_once)
 
-    def __enter__(self) -> Second:
+    def __enter__(self) -> SecondProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def asked(self, work: Callable[..., Outcome], *about: Any) -> Callable[[], Outcome]:
-        """Begin `work(job, *about, say)` there. Gives what waits for its end."""
+        """Begin `work(task, *about, say)` there. Gives what waits for its end."""
         try:
-            future: Future[Outcome] | None = self._pool.submit(work, self._job, *about, _quiet)
+            future: Future[Outcome] | None = self._pool.submit(work, self._task, *about, _quiet)
         except BrokenProcessPool:
             future = None
 
@@ -44,7 +44,7 @@ class Second:
                 AttributeError,
             ):  # killed, or a model that cannot be pickled
                 self._say("the second process ended early; its part is searched here")
-            return work(self._job, *about, self._say)
+            return work(self._task, *about, self._say)
 
         return outcome
 
@@ -59,6 +59,6 @@ def theirs_of(first: Sequence[Choice]) -> list[Choice]:
     return [c for c in first if c.checkpoint_activations in ways[1::2]]
 
 
-def search_half(job: Job, theirs: Sequence[Choice], say: Say) -> Outcome:
-    part = Part(job, say)
-    return part.candidates(theirs), part.traces.traced
+def search_half(task: SearchTask, theirs: Sequence[Choice], say: Say) -> Outcome:
+    evaluator = Evaluator(task, say)
+    return evaluator.candidates(theirs), evaluator.traces.traced

@@ -16,8 +16,8 @@ from accordion import _torch
 from accordion.config import FULL_SHARD, Place, Precision, Strategy, checkpointing_named
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
-from accordion.plan.events import COMPUTE, Mark, Phase, Wait
-from accordion.plan.trace.setup import OPTIMIZERS, Rig, Run
+from accordion.plan.events import COMPUTE, Mark, StepPhase, Wait
+from accordion.plan.trace.setup import OPTIMIZERS, Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.units import UnitChoice, choose_units
@@ -26,7 +26,7 @@ STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which
 OPTIONS = ("units", "strategy", "precision", "checkpoint_activations", "reshard_root", "reshard_last")
 
 
-def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig:
+def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `fully_shard`: each unit, then the root. Raises `UsageError` for what FSDP2 has no name for."""
     chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
@@ -56,7 +56,7 @@ def apply(
     reshard_last: bool = True,
     **others: object,
 ) -> None:
-    """FSDP2 as a configuration of `accordion.shard.api` would have it, as far as FSDP2 can; for plans and for tests.
+    """FSDP2 as a configuration of `accordion.shard` would have it, as far as FSDP2 can; for plans and for tests.
 
     `reshard_root`: None is FSDP2's default, which keeps the root. `reshard_last`: False keeps the last unit until its backward.
     """
@@ -110,17 +110,17 @@ def _tell(module: nn.Module, unit: int, tracker: Tracker) -> None:
     """Let a unit's forward and backward be entered, in the log, before FSDP2 gathers for it."""
 
     def backward(grad: Tensor) -> None:
-        place = (Phase.BACKWARD, unit)
+        place = (StepPhase.BACKWARD, unit)
         if tracker.place != place:
             tracker.enter(*place)
 
     def before(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and tracker.phase is Phase.FORWARD:
-            tracker.enter(Phase.FORWARD, unit)
+        if torch.is_grad_enabled() and tracker.phase is StepPhase.FORWARD:
+            tracker.enter(StepPhase.FORWARD, unit)
 
     def after(module: nn.Module, args: Any, out: Any) -> None:
         for leaf in tree_leaves(list(out.values()) if isinstance(out, dict) else out):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and tracker.phase is Phase.FORWARD:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and tracker.phase is StepPhase.FORWARD:
                 leaf.register_hook(backward)
 
     module.register_forward_pre_hook(before)
@@ -141,7 +141,7 @@ def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> d
 
 
 @contextmanager
-def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
+def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
     """Collectives of the fake group say nothing; on a GPU streams are streams."""
     _torch.fake_collectives()
     with ExitStack() as stack:

@@ -1,8 +1,9 @@
-"""How the engine tells a tracker where it is: where units begin, where flights start and land, what memory is taken for."""
+"""How the engine tells a tracker where it is: where units begin, where transfers start and land, what memory is taken for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,53 +12,55 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
+from accordion.engine.observer import CallInForward, Observer, Purpose
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
-from accordion.plan.events import FETCH, REPLICATE, STORE, Category, Land, Launch, Phase, Wait
+from accordion.plan.events import FETCH, REPLICATE, STORE, Category, Land, Launch, StepPhase, Wait
 from accordion.plan.trace.tracker import Tracker, storages_of
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Let the engine tell the tracker where it is. All by attributes of these objects, which nobody else has."""
+    """Let the engine tell the tracker where it is."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
-    lanes = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
+    streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
     if context.replicate_stream is not context.reduce_stream:
-        lanes[REPLICATE] = context.replicate_stream
-    if isinstance(context.home, Tiers):
-        lanes[STORE] = context.home._store_lane
-    for name, lane in lanes.items():
-        vars(lane)["start"] = partial(_start, lane, name, tracker)
-    for name, phase in (("enters", Phase.FORWARD), ("comes_back", Phase.BACKWARD)):
-        vars(engine)[name] = partial(_entering, getattr(engine, name), tracker, phase)
-    for unit in engine.units:
-        for name, category in (
-            ("launch", Category.GATHERED),
-            ("reduce", Category.GRADIENTS),
-            ("as_gradients", Category.GRADIENTS),
-            ("add_up", Category.GRADIENTS),
-        ):
-            vars(unit)[name] = _taking(getattr(unit, name), tracker, category)
+        streams[REPLICATE] = context.replicate_stream
+    if isinstance(context.shard_buffers, Tiers):
+        streams[STORE] = context.shard_buffers.store_stream
+    for name, stream in streams.items():
+        stream.makes = partial(_launched, name, tracker)
+    engine.observers.attach(StepTrace(tracker))
 
 
-def _entering(method: Callable[..., None], tracker: Tracker, phase: Phase, unit: Unit, *args: Any) -> None:
-    tracker.enter(phase, unit.index)
-    method(unit, *args)
+class StepTrace(Observer):
+    """Writes down where units begin, and what memory is taken for."""
 
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._taking: list[AbstractContextManager[None]] = []
 
-def _taking(method: Callable[..., Any], tracker: Tracker, category: Category) -> Callable[..., Any]:
-    def taking(*args: Any, **kwargs: Any) -> Any:
-        if category is Category.GRADIENTS:
-            tracker.belongs(args[1:2], category)  # the full gradients
-        with tracker.taken_for(category):
-            return method(*args, **kwargs)
+    def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
+        self._tracker.enter(StepPhase.FORWARD, unit.index)
 
-    return taking
+    def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
+        self._tracker.enter(StepPhase.BACKWARD, unit.index)
+
+    def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        self._tracker.belongs(grads, Category.GRADIENTS)
+
+    def memory_is_taken(self, purpose: Purpose) -> None:
+        category = Category.GATHERED if purpose is Purpose.GATHERED else Category.GRADIENTS
+        self._taking.append(self._tracker.taken_for(category))
+        self._taking[-1].__enter__()
+
+    def memory_was_taken(self) -> None:
+        self._taking.pop().__exit__(None, None, None)
 
 
 class _Traced(Transfer):
-    """A flight whose landing, and the stream of what it does, are written down. `number`: of its launch."""
+    """A transfer whose landing, and the stream of what it does, are written down. `number`: of its launch."""
 
     __slots__ = ("name", "number", "tracker")
     name: str
@@ -72,26 +75,26 @@ class _Traced(Transfer):
         self.tracker.events.append(Land(self.number))
         super().land()
 
-    def join(self, lane: SideStream) -> None:
+    def join(self, side_stream: SideStream) -> None:
         if self.name == "reduce":
             self.tracker.events.append(Wait(self.number, REPLICATE))
-        super().join(lane)
+        super().join(side_stream)
 
 
-def _start(
-    lane: SideStream,
+def _launched(
     name: str,
     tracker: Tracker,
+    stream: SideStream,
     steps: Steps,
     held: list[Any],
     what: str,
     after: Transfer | None = None,
 ) -> Transfer:
-    flight = _Traced.__new__(_Traced)
-    flight.name, flight.number, flight.tracker = name, tracker.next_flight(), tracker
-    tracker.events.append(Launch(flight.number, name))
-    flight.__init__(lane, steps, held, what, after)  # type: ignore[misc]
-    return flight
+    transfer = _Traced.__new__(_Traced)
+    transfer.name, transfer.number, transfer.tracker = name, tracker.next_flight(), tracker
+    tracker.events.append(Launch(transfer.number, name))
+    transfer.__init__(stream, steps, held, what, after)  # type: ignore[misc]
+    return transfer
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Accordion's own engine under a trace: its links say nothing, and it tells the tracker where it is."""
+"""Accordion's own engine under a trace: its communicators say nothing, and it tells the tracker where it is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accordion.engine.autograd import engine_of
 from accordion.engine.communicator import SENDING_RANKS, Communicator, Pending
+from accordion.engine.hooks import engine_of
 from accordion.offload.arena import Arena
 from accordion.offload.gradient_slots import Slot
 from accordion.offload.host_shards import OffDeviceShards
@@ -22,13 +22,13 @@ from accordion.offload.step.deferred_step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.trace.instrument import owners_of, watch
-from accordion.plan.trace.setup import OPTIMIZERS, Rig, Run
+from accordion.plan.trace.setup import OPTIMIZERS, Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard
 from accordion.state import no_sync
 
 
-def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig:
+def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `shard`, as a GPU rank or a CPU rank has it."""
     shard(model, mesh, **run.sharding)
     engine = engine_of(model)
@@ -42,8 +42,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: Run, tracker: Tracker) -> Rig
         vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _rests_on(run)))
         vars(tiers)["pool"] = AtOnce(tracker.paused)
         for group in [group for unit in engine.units for group in unit.groups]:
-            if isinstance(group.home, OffDeviceShards):
-                group.home.grads.comes_from_device = run.device == "cuda"
+            if isinstance(group.shard_buffer, OffDeviceShards):
+                group.shard_buffer.grads.comes_from_device = run.device == "cuda"
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     return Rig(
         optimizer=optimizer,
@@ -72,13 +72,13 @@ class AtOnce:
 _make = Communicator.__init__
 
 
-def _made_to_send(link: Communicator, group: Any, device: torch.device) -> None:
-    _make(link, group, device)
-    link.is_gloo = True
-    link.sends = 2 <= link.num_ranks <= SENDING_RANKS
+def _made_to_send(communicator: Communicator, group: Any, device: torch.device) -> None:
+    _make(communicator, group, device)
+    communicator.is_gloo = True
+    communicator.sends = 2 <= communicator.num_ranks <= SENDING_RANKS
 
 
-def _sends(link: Communicator, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
+def _sends(communicator: Communicator, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
     return [_Done() for _ in messages]
 
 
@@ -93,23 +93,23 @@ class _Done:
 
 
 @contextmanager
-def silenced(tracker: Tracker, run: Run) -> Iterator[None]:
-    """Let links say nothing, and write down what they would have said."""
+def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
+    """Let communicators say nothing, and write down what they would have said."""
     stream_ordered = run.device == "cuda"
     works = () if stream_ordered else (_Done(),)
 
     def said(kind: str, which: Callable[..., Sequence[Tensor]]) -> Callable[..., Pending]:
-        def say(link: Communicator, *args: Any) -> Pending:
+        def say(communicator: Communicator, *args: Any) -> Pending:
             tensors = which(*args)
-            if link.num_ranks > 1 and tensors:
-                tracker.collective(kind, sum(t.numel() * t.itemsize for t in tensors), axis_of(link))
-                return Pending(link, works)
-            return Pending(link)
+            if communicator.num_ranks > 1 and tensors:
+                tracker.collective(kind, sum(t.numel() * t.itemsize for t in tensors), axis_of(communicator))
+                return Pending(communicator, works)
+            return Pending(communicator)
 
         return say
 
-    def axis_of(link: Communicator) -> str:
-        return tracker.axes.get(id(link), "shard")
+    def axis_of(communicator: Communicator) -> str:
+        return tracker.axes.get(id(communicator), "shard")
 
     stand_ins: dict[str, Callable[..., Any]] = {
         "gather": said("gather", lambda fulls, shards: fulls),
@@ -133,7 +133,7 @@ def _slot_itself(slot: Slot) -> Tensor:
     return slot._rest.detach()
 
 
-def _rests_on(run: Run) -> str:
+def _rests_on(run: TrainingSetup) -> str:
     """Memory of the host is the card's own where the CPU is the card."""
     return HOST if run.device == "cuda" else COMPUTE
 

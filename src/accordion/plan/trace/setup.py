@@ -27,7 +27,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingSetup:
     """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: the keyword arguments of `shard`.
 
     `node`: ranks of one machine. `replicas`: of a hybrid strategy; 0: one a machine. `device`: "cuda" traces what a GPU would

@@ -15,19 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
-from accordion.config import Place as Lies
+from accordion.config import Place
 from accordion.errors import UsageError
 from accordion.garbage import without_collections
-from accordion.plan.events import Category, Log, Phase, without_host
+from accordion.plan.events import Category, Log, StepPhase, without_host
 from accordion.plan.trace import fsdp2, own_engine
 from accordion.plan.trace.cuda_operators import CUDA_WORKSPACES, Substitutes
-from accordion.plan.trace.setup import Rig, Run, Subject
+from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
 from accordion.plan.trace.tracker import Tracker
 
 CUBLAS_BYTES = 32 << 20  # of each thread that multiplies: forward and backward (torch's default on Hopper)
 
 
-def trace(subject: Subject, run: Run) -> Log:
+def trace(subject: Subject, run: TrainingSetup) -> Log:
     """The log of a step once optimizer state is there. Raises `UsageError` for a model that cannot run without values.
 
     Needs a process without a process group; leaves none.
@@ -53,7 +53,7 @@ def trace(subject: Subject, run: Run) -> Log:
         try:
             with tracker.paused():
                 _as_fakes(model)
-            tracker.enter(Phase.BUILD)
+            tracker.enter(StepPhase.BUILD)
             return _steps(subject, run, model, engine.build(model, mesh, run, tracker), tracker, stand_ins)
         except Exception as error:
             if not _torch.asks_for_values(error):
@@ -66,7 +66,7 @@ ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
 
 
 def _steps(
-    subject: Subject, run: Run, model: nn.Module, rig: Rig, tracker: Tracker, stand_ins: Substitutes | None
+    subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker, stand_ins: Substitutes | None
 ) -> Log:
     kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
     tracker.belongs(kept, Category.OTHER)
@@ -88,17 +88,17 @@ def _steps(
     return without_host(log)
 
 
-def _step(subject: Subject, run: Run, model: nn.Module, rig: Rig, tracker: Tracker) -> None:
+def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker) -> None:
     for i in range(run.accumulate):
-        tracker.enter(Phase.FORWARD)
-        later = run.strategy.grads is Lies.REPLICATE and i + 1 < run.accumulate
+        tracker.enter(StepPhase.FORWARD)
+        later = run.strategy.grads is Place.REPLICATE and i + 1 < run.accumulate
         with rig.no_sync() if later else nullcontext():
             loss = _scalar(subject.loss(model, subject.batch()))
-            tracker.enter(Phase.BACKWARD)
+            tracker.enter(StepPhase.BACKWARD)
             torch.autograd.backward(loss)
     for parameter in model.parameters():
         tracker.belongs(parameter.grad, Category.GRADIENTS)
-    tracker.enter(Phase.STEP)
+    tracker.enter(StepPhase.STEP)
     rig.clip(1.0)
     with tracker.taken_for(Category.OPTIMIZER):
         rig.optimizer.step()
@@ -130,7 +130,7 @@ def _apart() -> Iterator[None]:
 
 
 @contextmanager
-def _fake_mesh(run: Run) -> Iterator[DeviceMesh]:
+def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
     """A mesh of CPU ranks of which only the first is there."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     try:

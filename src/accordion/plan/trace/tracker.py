@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, Phase, Place
+from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
 from accordion.plan.trace.bytes_moved import num_bytes, tensors_of, traffic_of
 from accordion.plan.trace.flops import flops_of
 from accordion.plan.trace.unknown_workspaces import unsure_bytes
@@ -30,7 +30,11 @@ BELONGS = {  # arguments of torch's FSDP2 that tell what memory is for
     "fsdp.chunk_cat.default": Category.GRADIENTS,
     "c10d._reduce_scatter_base_.default": Category.GRADIENTS,
 }
-BY_PHASE = {Phase.BUILD: Category.PARAMETERS, Phase.FORWARD: Category.ACTIVATIONS, Phase.BACKWARD: Category.OTHER}
+BY_PHASE = {
+    StepPhase.BUILD: Category.PARAMETERS,
+    StepPhase.FORWARD: Category.ACTIVATIONS,
+    StepPhase.BACKWARD: Category.OTHER,
+}
 
 
 class Tracker(_Mode):  # type: ignore[misc]
@@ -39,8 +43,8 @@ class Tracker(_Mode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.phase, self.stream = Phase.BUILD, COMPUTE
-        self.place = Place(Phase.BUILD, -1)
+        self.phase, self.stream = StepPhase.BUILD, COMPUTE
+        self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by key of the storage
         self._deaths: dict[int, weakref.ref[Any]] = {}
@@ -57,8 +61,8 @@ class Tracker(_Mode):  # type: ignore[misc]
 
     # -- what the driver says
 
-    def enter(self, phase: Phase, unit: int = -1) -> None:
-        self.phase, self.place = phase, Place(phase, unit)
+    def enter(self, phase: StepPhase, unit: int = -1) -> None:
+        self.phase, self.place = phase, StepPart(phase, unit)
         self.events.append(Enter(self.place))
 
     @contextmanager
@@ -183,7 +187,7 @@ class Tracker(_Mode):  # type: ignore[misc]
         return BY_PHASE.get(self.phase, Category.OTHER)
 
     def _recomputes(self) -> bool:
-        return self.phase is Phase.BACKWARD and torch.is_grad_enabled()
+        return self.phase is StepPhase.BACKWARD and torch.is_grad_enabled()
 
     def _take(self, key: int, num_bytes: int, category: Category) -> None:
         if num_bytes:

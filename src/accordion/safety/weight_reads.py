@@ -8,18 +8,19 @@ import linecache
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accordion.engine.engine import Engine
+from accordion.engine.hooks import Hooks
+from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.tree import map_tensors
+from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-
-if TYPE_CHECKING:
-    from accordion.engine.hooks import Hooks
-    from accordion.engine.unit import Unit
 
 
 class ListeningParameters(dict[str, Any]):
@@ -39,30 +40,40 @@ class ListeningParameters(dict[str, Any]):
         return super().__getitem__(name)
 
 
-class WeightReads:
+class WeightReads(Observer):
     """Owns the calls under way that a read began, with their depth; each ends with the call inside of which it began."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._begun: list[tuple[int, Hooks, nn.Module]] = []
 
-    def clear(self) -> None:
+    def listen(self, hooks: Hooks, module: nn.Module) -> None:
+        """Have a read of a parameter of `module`, a layer that is a unit, begin a call of it."""
+        read = partial(self._begin, hooks, weakref.ref(module))
+        module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
+
+    def forward_begins(self, differentiable: bool, reduces: bool) -> None:
         self._begun.clear()
 
-    def begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
+    def interrupted(self) -> None:
+        self._begun.clear()
+
+    def _begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
         """A parameter of a layer is read. In a forward, outside of the layer's own calls, one of them begins."""
-        engine, module = hooks.engine, reference()
-        if engine.depth == 0 or engine.suspended or module is None or hooks.unit.window.is_shown:
+        engine, module = self._engine, reference()
+        if engine.depth == 0 or engine.suspended or module is None or hooks.unit.module_params.is_shown:
             return
-        torch.compiler.disable(hooks.before)(module, (), {}, reads=True)
+        torch.compiler.disable(hooks.before)(module, (), {}, by_read=True)
         self._begun.append((engine.depth, hooks, module))
 
-    def end(self, depth: int, out: Any) -> Any:
-        """The innermost call of a module ends, with the output `out`, None where it failed. What reads began inside ends first.
+    def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
+        """What reads began inside of the call ends first.
 
         Gives the output with memory of its own in place of parameters that are let go.
         """
-        if not self._begun:
+        if not self._begun or call.is_dummy:
             return out
+        depth = self._engine.depth
         ending: list[tuple[Hooks, nn.Module]] = []
         while self._begun and self._begun[-1][0] == depth - len(ending):
             ending.append(self._begun.pop()[1:])
@@ -71,9 +82,9 @@ class WeightReads:
         failed = None
         for hooks, module in ending:
             try:
-                hooks.after(module, (), {}, None if out is None else ())
-            except Exception as error:  # the others end too
-                failed = error
+                hooks.after(module, (), {}, None if error is not None else ())
+            except Exception as caught:  # the others end too
+                failed = caught
         if failed is not None:
             raise failed
         return out

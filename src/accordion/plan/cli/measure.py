@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from accordion.devices import devices_here, devices_named
+from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
-from accordion.pages.machine import describe, num_cores
+from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GB, GIB, REACHED
-from accordion.workers.ranks import Seat, Team, World
+from accordion.workers.ranks import Seat, WorkerTeam, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class MeasureSizes:
     """`products`: sizes of square matrices. `seq`: of attention. `seconds`: how long each is repeated at least."""
 
     products: tuple[int, ...]
@@ -33,15 +33,15 @@ class Sizes:
     seconds: float
 
 
-GPU_SIZES = Sizes(products=(2048, 4096, 8192), seq=8192, copy_bytes=2 << 30, message_bytes=1 << 30, seconds=1.0)
-CPU_SIZES = Sizes(products=(256, 512, 1024), seq=1024, copy_bytes=256 << 20, message_bytes=64 << 20, seconds=0.5)
+GPU_SIZES = MeasureSizes(products=(2048, 4096, 8192), seq=8192, copy_bytes=2 << 30, message_bytes=1 << 30, seconds=1.0)
+CPU_SIZES = MeasureSizes(products=(256, 512, 1024), seq=1024, copy_bytes=256 << 20, message_bytes=64 << 20, seconds=0.5)
 SMALL_MESSAGE = 1024  # bytes: its time is latency
 
 
 class Meter:
     """On one rank: each method gives the median seconds of what it names, all ranks at work at once."""
 
-    def __init__(self, seat: Seat, sizes: Sizes) -> None:
+    def __init__(self, seat: Seat, sizes: MeasureSizes) -> None:
         self._seat, self._sizes = seat, sizes
         self._device = seat.device
 
@@ -88,7 +88,7 @@ class Meter:
             torch.accelerator.synchronize()
 
 
-def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -> dict[str, Any]:
+def measured(device: str = "", num_ranks: int = 0, sizes: MeasureSizes | None = None) -> dict[str, Any]:
     """The machine as a card, plain data for `hardware.gpu_from`. `device`, `num_ranks`: by default all GPUs, else two CPU ranks.
 
     The card's figures are such that the high end of the assumed rates is what was measured.
@@ -100,7 +100,7 @@ def measured(device: str = "", num_ranks: int = 0, sizes: Sizes | None = None) -
         raise UsageError(f"--gpus is {num_ranks}; this machine is measured with 1 to {most} ranks.")
     sizes = sizes or (CPU_SIZES if devices.is_cpu else GPU_SIZES)
     threads = max(1, num_cores() // num_ranks) if device == "cpu" else 1
-    with Team("measure", World(num_ranks=num_ranks, device_type=device, threads=threads), Meter, [sizes]) as team:
+    with WorkerTeam("measure", World(num_ranks=num_ranks, device_type=device, threads=threads), Meter, [sizes]) as team:
 
         def slowest(method: str, *args: Any) -> float:
             return float(max(team.ask(method, *args)))

@@ -1,8 +1,8 @@
-"""Ranks that take different ways through one forward: who does not call a unit stands in for it, and its collectives pair up.
+"""Ranks may call different units in one forward: a rank that skips a unit makes a dummy call of it, and collectives pair up.
 
-What stands in is a call whose output nobody uses: it gathers with the others and leaves a mark for the backward, which reduces
-with them, without gradients of its own. The common case pays nothing: where a forward goes as the last one of its kind did,
-nobody asks. The first one is gone through together, step by step, and so is every one after ranks were found apart.
+A dummy call is a call whose output nobody uses: it gathers with the others and leaves a pre-backward node for the backward,
+which reduces with them, without gradients of its own. The common case pays nothing: if a forward goes as the last one of its
+kind did, nobody asks. The first one is gone through together, step by step, and so is every one after ranks were found apart.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from accordion.engine.order import PassHistory, Phase
-from accordion.engine.watch import ADVICE, DivergenceMonitor
-
-if TYPE_CHECKING:
-    from accordion.engine.autograd import Call
-    from accordion.engine.hooks import Hooks
+from accordion.engine.calls import Call
+from accordion.engine.engine import IN_BACKWARD, Engine
+from accordion.engine.hooks import ATTACHED, Hooks
+from accordion.engine.observer import CallInForward, Observer
+from accordion.engine.order import Phase
+from accordion.engine.unit import Unit
+from accordion.safety.divergence import ADVICE, DivergenceMonitor
+from accordion.safety.pass_history import PassHistory
 
 logger = logging.getLogger("accordion")
 
@@ -81,28 +83,92 @@ def step_of(listed: Sequence[Any]) -> UnitCall:
     return UnitCall(unit, differentiable, depth, tuple(trained), *how)
 
 
-class OrderAgreement:
-    """Owns how ranks come to each step of a forward, and the calls in which this rank stands in for what others call."""
+class OrderAgreement(Observer):
+    """Owns how ranks come to each step of a forward, and the calls that this rank makes for others.
+
+    `always`: each step is agreed on, whether it was expected or not; `debug="order"` begins so.
+    """
 
     def __init__(
-        self, watch: DivergenceMonitor, expected: PassHistory, hooks_by_unit: Mapping[int, Hooks], *, always: bool
+        self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
     ) -> None:
-        """`always`: each step is agreed on, whether it was expected or not."""
-        self._watch, self._expected, self._siblings = watch, expected, hooks_by_unit
-        self.always = always
+        self._engine, self._hooks, self._watch = engine, hooks, monitor
+        self._expected = PassHistory()
+        self.always = self._at_once = always  # `_at_once`: passes are agreed on too
+        self._silent = False  # the forward under way needs nothing of other ranks, and may be this one's alone
         self._is_new = False  # no forward of this kind was seen yet
         self._num_to_follow = 0  # steps of the last forward that others have done already
         self._is_late = False  # others have ended this forward
         self._root = 0  # number of the forward
-        self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # calls for others, with their depth
+        self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
         self._outer: set[int] | None = None
-        watch.noticed = self.noticed
+        monitor.listen(self.noticed)
 
-    def begin(self, *, is_new: bool) -> None:
-        """A forward begins; `is_new`: no last one tells what is expected."""
+    # -- the moments of a step
+
+    def forward_begins(self, differentiable: bool, reduces: bool) -> None:
+        engine, how = self._engine, (differentiable, reduces)
+        self._silent = engine.context.keeps_full and not differentiable and all(unit.is_full for unit in engine.units)
+        if self._silent:
+            return
         self._root += 1
-        self._is_new, self._is_late, self._num_to_follow = is_new, False, 0
+        self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
         self.standing.clear()
+        if not self._expected.begin(Phase.FORWARD, how) or self._at_once:
+            self.must("begins a forward with gradients {}, communicating {}".format(*how))
+
+    def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
+        """Where others do something else first, this rank takes part in that."""
+        depth = self._engine.depth - len(self.standing)
+        step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
+        if self._silent or (self.calm and self._expected.comes(Phase.FORWARD, step)):
+            return
+        training = f"training {len(step.trained)} of {len(unit.params)} parameters"
+        doing = training if differentiable else "without gradients"
+        self.come(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
+
+    def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
+        """The call is about to end, and others may be about to enter units inside of it."""
+        if call.is_dummy or call.root == IN_BACKWARD:
+            return out
+        if error is None:
+            self._leave(call.unit)
+        self.close(0)
+        return out
+
+    def _leave(self, unit: Unit) -> None:
+        if self._silent or not self.has_inner(unit.index):
+            return
+        depth = self._engine.depth - len(self.standing)
+        step = UnitCall(unit.index, False, depth, (), leaves=True)
+        following: Any = self._expected.following(Phase.FORWARD)
+        if not self.calm or (following is not None and following.depth >= step.depth):
+            self.come(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
+
+    def forward_ends(self, error: BaseException | None) -> None:
+        self._expected.end(Phase.FORWARD)
+
+    def backward_begins(self) -> None:
+        if not self._expected.begin(Phase.BACKWARD, "backward") or self._at_once:
+            self.must("begins a backward")
+
+    def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
+        """Where the unit was not needed in the last backward, ranks agree first: no collective is out of step."""
+        event = (unit.index, unit.trained.indices)
+        if not self._expected.comes(Phase.BACKWARD, event):
+            self._expected.note(Phase.BACKWARD, event)
+        elif not self._at_once:
+            return
+        self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
+
+    def backward_ends(self) -> None:
+        if not self._expected.end(Phase.BACKWARD) or self._at_once:
+            self.must("ends its backward")
+
+    def interrupted(self) -> None:
+        self.standing.clear()
+
+    # -- what ranks do next
 
     @property
     def calm(self) -> bool:
@@ -112,7 +178,7 @@ class OrderAgreement:
     def has_inner(self, unit: int) -> bool:
         """Whether other units lie inside a unit."""
         if self._outer is None:
-            self._outer = {i for i, hooks in self._siblings.items() if any(map(_holds_units, hooks.modules))}
+            self._outer = {i for i, hooks in enumerate(self._hooks) if any(map(_holds_units, hooks.modules))}
         return unit in self._outer
 
     def come(self, step: UnitCall, what: str) -> None:
@@ -120,7 +186,7 @@ class OrderAgreement:
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
             if not chosen.leaves:
-                self._stand_in(chosen, what)
+                self._begin_dummy(chosen, what)
         self.close(step.depth)
         if not step.leaves:
             self._expected.note(Phase.FORWARD, step)
@@ -186,24 +252,28 @@ class OrderAgreement:
         else:
             self._num_to_follow = outcome.num_done - here["num_done"]
 
-    # -- calls in the place of others
+    # -- dummy calls
 
-    def _stand_in(self, step: UnitCall, what: str) -> None:
-        hooks = self._siblings[step.unit]
-        if step.depth == 0 or step.depth != hooks.engine.depth or step.trained != hooks.unit.trained.indices:
+    def _begin_dummy(self, step: UnitCall, what: str) -> None:
+        hooks = self._hooks[step.unit]
+        if step.depth == 0 or step.depth != self._engine.depth or step.trained != hooks.unit.trained.indices:
             of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
             self._watch.fail(f"this rank {what}, and others call {of}, for which it cannot stand in; {ADVICE}")
         self._expected.note(Phase.FORWARD, step)
-        self.standing.append((step.depth, hooks, *hooks.open_for_others(step)))
+        self.standing.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
 
     def close(self, depth: int) -> None:
-        """End the calls for others that lie at `depth` or deeper."""
+        """End the dummy calls that lie at `depth` or deeper."""
         while self.standing and self.standing[-1][0] >= depth:
             _, hooks, call, fulls = self.standing.pop()
-            hooks.close_for_others(call, fulls)
+            hooks.end_dummy(call, fulls)
 
-    def forget(self) -> None:
-        self.standing.clear()
+
+def agreement_of(engine: Engine) -> OrderAgreement:
+    """The one that watches a sharded model."""
+    found = engine.observers.find(OrderAgreement)
+    assert isinstance(found, OrderAgreement), "each engine that is built is watched by one"
+    return found
 
 
 def _holds_units(reference: weakref.ref[nn.Module]) -> bool:
@@ -211,4 +281,4 @@ def _holds_units(reference: weakref.ref[nn.Module]) -> bool:
     module = reference()
     if module is None:  # no truth test: a container or a compiled module is asked for its length
         return False
-    return len({id(m.__dict__["_accordion"]) for m in module.modules() if "_accordion" in m.__dict__}) > 1
+    return len({id(m.__dict__[ATTACHED]) for m in module.modules() if ATTACHED in m.__dict__}) > 1

@@ -33,7 +33,7 @@ class TensorParallelView:
         self.mesh, self.placements, self.shape, self.summed = mesh, tuple(placements), torch.Size(shape), tuple(summed)
         self.stride = torch.empty(self.shape, device="meta").stride()
         cut = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
-        self.links = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
+        self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
     def __call__(self, full: Tensor) -> Tensor:
         """What modules see of a gathered tensor."""

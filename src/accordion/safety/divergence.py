@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.communicator import Communicator, Pending, common_name
+from accordion.engine.group import ShardingContext
+from accordion.engine.observer import Observer
 from accordion.errors import DivergenceError
 
 log = logging.getLogger("accordion")
@@ -36,7 +39,11 @@ UNHEARD = (
 ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
 
-class DivergenceMonitor:
+Noticed = Callable[[str], dict[int, dict[str, Any]]]
+"""Given what this rank does: meets the others, and gives what each of them says."""
+
+
+class DivergenceMonitor(Observer):
     """Owns what this rank tells the others of where it is, through the job's store. Nothing is said in the common case.
 
     Ranks meet where one leaves the order of the last pass. A rank that did not leave it waits in its next collective
@@ -45,27 +52,38 @@ class DivergenceMonitor:
     On streams of NCCL the host does not wait and notices nothing; the ranks that left the order name themselves after `LOST_S`.
     """
 
-    def __init__(self, links: Sequence[Communicator], ranks: Sequence[int]) -> None:
-        """`links`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
-        links = [link for link in links if link.num_ranks > 1 and not link.is_fake]
+    def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int]) -> None:
+        """`communicators`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
+        communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self._ranks = sorted(ranks)
-        self._store: Any = _torch.default_store() if links else None
+        self._store: Any = _torch.default_store() if communicators else None
         self.asks_in_vain = any(
-            link.is_ordered for link in links
+            communicator.is_ordered for communicator in communicators
         )  # ranks that wait do so on their devices, and hear nothing
         self.listens = self._store is not None  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
-        # What a rank does that waits, where others ask where it is.
-        self.noticed: Callable[[str], dict[int, dict[str, Any]]] | None = None
+        self._noticed: Callable[[], Noticed | None] = lambda: None
         self._posted, self._num_looks = False, 0
         self._num_met = 0
         self.num_calm = 0  # forwards of the whole model since ranks met
         self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
-        self._prefix, self._rank = f"accordion/{common_name(links)}", dist.get_rank() if links else 0
+        self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
+
+    def listen(self, noticed: Noticed) -> None:
+        """Have the method `noticed`, of an object that others keep, called when this rank waits and others ask where it is."""
+        self._noticed = weakref.WeakMethod(noticed)
 
     def check(self) -> None:
         if self.broken is not None:
             raise DivergenceError(f"ranks of this model have drifted apart before, start the job anew: {self.broken}")
+
+    def forward_begins(self, differentiable: bool, reduces: bool) -> None:
+        self.num_calm += 1
+        self.forget()
+
+    def forward_ends(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, DivergenceError):  # of that every rank knows
+            self.tell(f"{type(error).__name__}: {error}")
 
     # -- before a step that needs a word
 
@@ -125,12 +143,13 @@ class DivergenceMonitor:
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)
                 if self._store is not None and self._store.check([f"{self._prefix}/met/{self._num_met}/all"]):
-                    assert self.noticed is not None, "who meets others can be asked by them"
-                    said, asked_s = self.noticed(what), waited_s if asked_s is None else asked_s
+                    noticed = self._noticed()
+                    assert noticed is not None, "who meets others can be asked by them"
+                    said, asked_s = noticed(what), waited_s if asked_s is None else asked_s
                     if waited_s - asked_s > POLLS * PATIENCE_S and not work.is_completed():
                         self.apart(said)  # was asked before, and is where it was
                 elif waited_s >= PATIENCE_S:
-                    num_apart = self._look(pending.link.ranks, what, num_apart)
+                    num_apart = self._look(pending.communicator.ranks, what, num_apart)
         for work in pending.sends:
             self._done(work, None, what)
         if self._posted:
@@ -222,9 +241,15 @@ class DivergenceMonitor:
         if self._store is None:
             return
         if rows.device.type != "cpu":
-            _torch.assert_on_device((rows == mine).all(), text([]))
+            _torch.assert_on_device((rows == mine).all(), f"{text([])}; {ADVICE}")
         elif not torch.equal(rows, mine.expand_as(rows)):
-            self.fail(text(rows.tolist()))
+            self.fail(f"{text(rows.tolist())}; {ADVICE}")
+
+
+def monitor_of(context: ShardingContext) -> DivergenceMonitor:
+    """The one with which a context was made."""
+    assert isinstance(context.watch, DivergenceMonitor), "who makes contexts gives them one"
+    return context.watch
 
 
 def _each(posts: Mapping[int, Mapping[str, Any]]) -> str:

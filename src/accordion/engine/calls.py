@@ -1,0 +1,187 @@
+"""One call of a unit: the lease of its forward, and that of each backward that comes through it.
+
+A call begins for a backward when its pre-backward node runs, when an output gets its gradient, or when Gather runs; the first
+of them takes the lease. It ends, and memory goes, when Gather runs; for those that `_watch_inputs` is for, when
+the gradients of its inputs are there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.engine import IN_BACKWARD, Engine, KeptLease
+from accordion.engine.order import Phase
+from accordion.engine.unit import ReduceNode, Unit
+from accordion.errors import UsageError
+
+ENDS_WITH_THE_BACKWARD = -1  # no node says when the gradients of the inputs are there
+
+
+class Call:
+    """One call of a unit. State in transfer belongs to (call, backward task): a graph may be walked twice.
+
+    `waiting`: for each backward task, how many inputs still lack the gradient with which the lease ends; with none, Gather ends
+    it. Graph nodes hold a call; a call holds nodes of its inputs only, which lie before it: no cycle keeps a graph alive.
+    """
+
+    __slots__ = (
+        *(
+            "__weakref__",
+            "engine",
+            "gather",
+            "inputs",
+            "is_dummy",
+            "kept",
+            "needs_full_in_backward",
+            "number",
+            "reached",
+        ),
+        *("root", "shown", "staged", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
+    )
+
+    def __init__(self, engine: Engine, unit: Unit, by_read: bool = False, is_dummy: bool = False) -> None:
+        self.engine, self.unit, self.trained, self.is_dummy = engine, unit, unit.trained, is_dummy
+        self.sync = engine.sync
+        policy = unit.unit_policy
+        # Whether its backward computes with parameters, or somebody wants them to stay.
+        self.needs_full_in_backward = bool(by_read or unit.needs_full_in_backward or policy.keep or policy.keep_on)
+        self.staged: ReduceNode | None = None
+        self.number = 0  # in autograd's sequence, of the AwaitReduce
+        self.writes = unit.writes()
+        self.root = engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
+        self.kept: KeptLease | None = None
+        self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
+        self.version: int | None = None  # of the parameters that the forward saw
+        self.gather: weakref.ref[Any] | None = None  # its node
+        self.inputs: Sequence[Any] = ()
+        self.waiting: dict[int, int] = {}
+        self.watching: Sequence[Any] = ()  # handles of hooks on nodes of inputs
+        self.shown: dict[int, Sequence[Tensor]] = {}
+
+    @property
+    def reduces(self) -> bool:
+        return self.sync and self.unit.unit_policy.reduces
+
+    @property
+    def may_come_back(self) -> bool:
+        return self.reached is not None
+
+    # -- the backward reaches it
+
+    def has_begun(self) -> bool:
+        return _torch.current_graph_task() in self.waiting
+
+    def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
+        """Hook on the pre-backward node and on outputs: the backward has reached this call."""
+        if not self.has_begun():
+            self._begin(fulls)
+
+    def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
+        """A node of this call is about to read a full parameter, and perhaps nothing else said that a backward comes."""
+        if not self.has_begun():
+            self._begin(fulls)
+        task = _torch.current_graph_task()
+        if task not in self.shown:  # an embedding's weight that a hook reads too
+            self._take_lease(task, fulls)
+
+    def _begin(self, fulls: Sequence[Tensor]) -> None:
+        task, engine = _torch.current_graph_task(), self.engine
+        if not engine.units:
+            raise UsageError(
+                "the sharded model was deleted between this forward and its backward, and its memory went with it; keep a "
+                "reference to the model until the backward has run."
+            )
+        self.refuse_double_backward()
+        if self.staged is not None:
+            _torch.set_number(self.staged.token, self.number)
+        self.waiting[task] = 0
+        node = self.gather and self.gather()
+        if node is None or self.unit.views_inputs or not _torch.will_execute(node):
+            self._watch_inputs(task)
+        engine.join(task, self)
+        for tell in engine.observers.unit_returns:
+            tell(self.unit, self)
+        if self.needs_full_in_backward:
+            self._take_lease(task, fulls)
+        engine.gather_ahead(Phase.BACKWARD, self.unit)
+
+    def _take_lease(self, task: int, fulls: Sequence[Tensor]) -> None:
+        unit = self.unit
+        version = unit.version() if self.engine.take(self.kept) else self.engine.acquire(unit)
+        self._refuse_newer_weights(version)
+        unit.module_params.show(fulls, registered=False)
+        self.shown[task] = fulls
+
+    def _refuse_newer_weights(self, version: int) -> None:
+        """The backward must see what the forward saw; on one device autograd's version counters say so."""
+        if self.version not in (None, version):
+            self.unit.release()
+            raise UsageError(
+                f"the parameters of unit {self.unit.name or 'root'!r} were changed between this forward and its backward, by an "
+                "optimizer step, a load or a write; run the backward before the step, or the forward again."
+            )
+
+    def refuse_double_backward(self) -> None:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise UsageError(
+                f"unit {self.unit.name or 'root'!r} was asked for a double backward (create_graph=True), and gradients of a "
+                "sharded model carry no graph; compute the second derivative inside of one unit's forward, or unsharded."
+            )
+
+    def _watch_inputs(self, task: int) -> None:
+        """End the lease when the gradients of the inputs are there, if no Gather says that the last node has run.
+
+        autograd runs the newest node that is ready, Gather's node is older than all others of its call, and what they wait for is
+        newer still: when Gather runs, all of them have. Unless another device's thread has one of them, one without a
+        gradient for a parameter.
+        """
+        try:
+            nodes = [node for node in dict.fromkeys(self.inputs) if _torch.will_execute(node)]
+        except RuntimeError:  # autograd.grad does not say it of a leaf
+            self.waiting[task] = ENDS_WITH_THE_BACKWARD
+            return
+        self.waiting[task] = len(nodes)
+        done = partial(_input_done, weakref.ref(self))
+        self.watching = [*self.watching, *[node.register_prehook(done) for node in nodes]]
+
+    # -- it ends
+
+    def input_done(self) -> None:
+        task = _torch.current_graph_task()
+        if task in self.waiting:
+            self.waiting[task] -= 1
+            if self.waiting[task] == 0:
+                self.end(task)
+
+    def end(self, task: int) -> None:
+        """The backward of this call needs full parameters no longer."""
+        fulls = self.shown.pop(task, None)
+        if fulls is not None:
+            for handle in self.watching:
+                handle.remove()
+            self.watching = ()
+            self.unit.module_params.hide(fulls)
+            self.unit.keep_until_stale = self.unit.unit_policy.keep_on
+            self.unit.release()
+
+    def end_all(self) -> None:
+        for task in list(self.shown):
+            self.end(task)
+
+    def drop(self) -> None:
+        """Forget gradients that nobody will ask for."""
+        if self.staged is not None:
+            self.staged.reducing.clear()
+
+
+def _input_done(reference: weakref.ref[Call], _: Any) -> None:
+    call = reference()
+    if call is not None:
+        call.input_done()

@@ -1,0 +1,271 @@
+"""The words of a command line as a frozen dataclass: one flag a field, every mistake one sentence with the nearest flag.
+
+The field `gpu_memory_gib` is `--gpu-memory-gib`, and a field of `bool` that is False takes no value. A field that is a
+dataclass is a group: its `steps` is `--train.steps`, spelled as in a run file. A field made by `place` is given without a
+flag. The help of a flag stands under `Args:` in the docstring of its dataclass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+
+T = TypeVar("T")
+KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: "true|false"}
+TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML has them
+# Octal numbers and those of base 60, as YAML 1.1 has them; to JSON, YAML 1.2 and people they are something else.
+AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+UNCLEAR = "readers take this for different numbers; write it without zeros in front, and without colons."
+LONGEST = 60  # characters of a value in a message
+HELP_WIDTH = 110
+
+
+def place() -> Any:
+    """A field that is given by its place and not by a flag."""
+    return field(metadata={"place": True})
+
+
+def one_of(choices: Sequence[str], default: str | None) -> Any:
+    """A field of which the choices are known when the program runs; where they are known before, `Literal` says them."""
+    return field(default=default, metadata={"choices": tuple(choices)})
+
+
+def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
+    """`words` as a `kind`; None if they ask for help, which is printed then. Raises `UsageError`."""
+    values = values_of(kind, words, prog, about)
+    return None if values is None else made(kind, values)
+
+
+def values_of(
+    kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
+) -> dict[str, Any] | None:
+    """What `words` say: key -> value, without defaults; None if they ask for help, which is printed then.
+
+    `more`: flags for the help that the caller reads itself, each with its value's name and what it is for.
+    Raises `UsageError`.
+    """
+    options = options_of(kind)
+    parser = _parser(options, prog, about, more or {})
+    flags = [option.flag for option in options if not option.is_place]
+    spelled = _spelled(words, flags)
+    for word in spelled:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in (*flags, "--help"):
+            raise UsageError(
+                f"option {flag!r} does not exist; {hint_of(flag, [*flags, *(more or {}), '--help'], prog)}"
+            )
+    try:
+        found, rest = parser.parse_known_args(spelled)
+    except SystemExit:  # of --help
+        return None
+    if rest:
+        hint = hint_of("--" + rest[0].partition("=")[0].lstrip("-"), flags, prog)
+        raise UsageError(f"unrecognized: {short(rest[0])!r} belongs to no option; {hint}")
+    return vars(found)
+
+
+def listed(subcommands: Mapping[str, str], prog: str) -> str:
+    """A line for each subcommand: how it is called, and what it does."""
+    return "\n".join(f"  {prog} {name:<12}{does}" for name, does in subcommands.items())
+
+
+def check_subcommand(name: str, subcommands: Mapping[str, object], prog: str) -> None:
+    """Raises `UsageError` for one that is not there."""
+    if name not in subcommands:
+        raise UsageError(f"{prog} {short(name)!r} is an invalid choice; {nearest(name, subcommands)}")
+
+
+def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
+    near = get_close_matches(flag, flags, n=1, cutoff=0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"{prog} --help lists all."
+
+
+def made(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A `kind` from key -> value; a key of a group is `group.key`. What is not there has its default."""
+    hints = get_type_hints(kind)
+    own = {key: value for key, value in values.items() if "." not in key}
+    for name, group in hints.items():
+        if is_dataclass(group):
+            own[name] = group(**{k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})  # type: ignore[operator]
+    return kind(**own)
+
+
+# -- the fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A field. `key`: as in a run file. `group`: the sentence on its group; "" if it is in none. `told`: its help."""
+
+    key: str
+    hint: Any
+    default: Any
+    told: str
+    group: str
+    is_place: bool
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + (self.key if self.group else self.key.replace("_", "-"))
+
+    @property
+    def kind(self) -> Any:
+        """The type, without the None beside it."""
+        return next(t for t in get_args(self.hint) if t is not NoneType) if self.is_optional else self.hint
+
+    @property
+    def is_optional(self) -> bool:
+        return isinstance(self.hint, UnionType)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.hint is bool and self.default is False
+
+    def converted(self, value: Any, name: str) -> Any:
+        """`value`, a word or what YAML makes of one, in the type of the field; `name`: what the message calls it.
+
+        Raises `UsageError`.
+        """
+        if value is None or (value == "null" and self.is_optional):
+            return None
+        if self.choices:
+            if value not in self.choices:
+                given = short(str(value))
+                raise UsageError(f"{name} {given!r} is an invalid choice; {nearest(given, list(self.choices))}")
+            return value
+        kind, given = self.kind, short(str(value))
+        if kind in (int, float) and isinstance(value, str) and AMBIGUOUS.fullmatch(value):
+            raise UsageError(f"{name} is {given!r}; {UNCLEAR}")
+        if kind is bool and str(value).lower() in TRUTHS:
+            return TRUTHS[str(value).lower()]
+        fits = {int: (int, str), float: (int, float, str), str: (str,), bool: ()}[kind]
+        try:
+            if isinstance(value, bool) or not isinstance(value, fits):
+                raise ValueError
+            return kind(value)
+        except (ValueError, OverflowError):  # Python converts no number of thousands of digits
+            if kind is int and re.fullmatch(r"[-+]?[0-9_]+", str(value)):
+                raise UsageError(f"{name} has more digits than any number here.") from None
+            raise UsageError(f"{name} is {given!r}; it takes {KINDS[kind]}.") from None
+
+
+def options_of(kind: type[Any]) -> list[Option]:
+    """Those of the fields of `kind`, and of the groups among them."""
+    return list(_options_of(kind, "", ""))
+
+
+def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
+    hints, told = get_type_hints(kind), _told(kind)
+    for f in fields(kind):
+        hint = hints[f.name]
+        if is_dataclass(hint):
+            yield from _options_of(hint, f"{f.name}.", (hint.__doc__ or f.name).splitlines()[0].rstrip("."))  # type: ignore[arg-type]
+            continue
+        yield Option(
+            key=prefix + f.name,
+            hint=hint,
+            default=f.default,
+            told=told[f.name],
+            group=group,
+            is_place="place" in f.metadata,
+            choices=get_args(hint) if get_origin(hint) is Literal else f.metadata.get("choices", ()),
+        )
+
+
+def _told(kind: type[Any]) -> Mapping[str, str]:
+    """What the docstring says of each field; a line that goes on is indented deeper."""
+    text = (kind.__doc__ or "").partition("Args:")[2]
+    found = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}\S.*)*)", text, re.MULTILINE)
+    return {name: " ".join(said.split()) for name, said in found}
+
+
+def short(value: str) -> str:
+    return value if len(value) <= LONGEST else f"{value[:LONGEST]}... ({len(value):,} characters)"
+
+
+# -- the words
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL)
+        flag, said = (wrong[1], wrong[2]) if wrong else ("", message)
+        if said.startswith("expected"):
+            raise UsageError(f"option {flag!r} is given no value, {said}; {self.prog} --help tells what it takes.")
+        if said.startswith("ignored explicit argument"):
+            raise UsageError(f"option {flag!r} takes no value; write it alone.")
+        raise UsageError(f"{said}; {self.prog} --help tells more.")
+
+
+class _Set(argparse.Action):
+    """Converts a word by its option, which says in one sentence what is wrong with it."""
+
+    def __init__(self, option: Option, **more: Any) -> None:
+        super().__init__(**more)
+        self._option = option
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        setattr(namespace, self.dest, self._option.converted(values, flag or self._option.key))
+
+
+def _parser(options: Sequence[Option], prog: str, about: str, more: Mapping[str, tuple[str, str]]) -> _Parser:
+    described = about if "\n" in about else textwrap.fill(about, HELP_WIDTH)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog=prog,
+        description=described,
+        formatter_class=as_written,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for flag, (metavar, told) in more.items():
+        if metavar:
+            parser.add_argument(flag, metavar=metavar, help=told)
+        else:
+            parser.add_argument(flag, action="store_true", help=told)
+    groups: dict[str, Any] = {"": parser}
+    for option in options:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add(groups[option.group], option)
+    return parser
+
+
+def _add(group: Any, option: Option) -> None:
+    told = option.told.replace("%", "%%")
+    if option.default not in (None, "", MISSING, False):
+        told += f" (default {option.default})".replace("%", "%%")
+    if option.is_place:
+        group.add_argument(option.key, action=_Set, option=option, help=told)
+    elif option.is_switch:
+        group.add_argument(option.flag, dest=option.key, action="store_true", help=told)
+    else:
+        metavar = "|".join(option.choices) or METAVARS[option.kind]
+        required = option.default is MISSING
+        group.add_argument(
+            option.flag, dest=option.key, action=_Set, option=option, metavar=metavar, required=required, help=told
+        )
+
+
+def _spelled(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Hyphens and underscores in the name of an option are alike."""
+    known = {flag.replace("_", "-"): flag for flag in flags}
+
+    def one(word: str) -> str:
+        name, equals, value = word.partition("=")
+        return known.get(name.replace("_", "-"), name) + equals + value if name.startswith("--") else word
+
+    return [one(word) for word in words]

@@ -1,0 +1,43 @@
+"""The nets of a model, attached to its engine in the order in which they act."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from accordion.engine.engine import Engine
+from accordion.engine.hooks import Hooks
+from accordion.safety.agreement import OrderAgreement
+from accordion.safety.divergence import monitor_of
+from accordion.safety.finite import FiniteCheck
+from accordion.safety.hidden_losses import HiddenLosses
+from accordion.safety.overflow import OverflowSpread
+from accordion.safety.refusals import guard
+from accordion.safety.weight_reads import WeightReads
+
+
+def attach_safety(engine: Engine, hooks: Sequence[Hooks], *, agree_always: bool = False, finite: bool = False) -> None:
+    """Have an engine watched, once all of its units are made. `hooks`: of each unit, attached to their modules.
+
+    Agreement comes before whatever looks at a unit, for it alone waits for other ranks; calls that a read began end before it.
+    """
+    monitor, reads = monitor_of(engine.context), WeightReads(engine)
+    for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always=agree_always), HiddenLosses()):
+        engine.observers.attach(observer)
+    if finite:
+        engine.observers.attach(FiniteCheck(engine))
+    engine.observers.attach(OverflowSpread(engine))
+    for each in hooks:
+        guard(each)
+        for module in each.attached_modules():
+            if each.unit.index and is_read_alone(each, module):
+                reads.listen(each, module)
+
+
+def is_read_alone(hooks: Hooks, module: nn.Module) -> bool:
+    """Whether a read of a parameter of `module` may begin a call: of a layer, whose parameters are no tensor subclasses.
+
+    What makes a subclass of a gathered tensor looks at its module while it is gathered: that is no read from outside.
+    """
+    return next(module.children(), None) is None and not hooks.unit.module_params.has_around

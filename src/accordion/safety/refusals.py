@@ -1,0 +1,109 @@
+"""What a sharded model refuses: conversions, copies and pickles. And errors of its forward, said so that they help."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from accordion.engine.engine import Engine
+from accordion.engine.hooks import Hooks
+from accordion.errors import UsageError
+from accordion.safety.weight_reads import read_outside
+
+OWN_FORWARD = "_accordion_own_forward"  # where a guarded model keeps the forward of its own that its instance had
+
+
+def guard(hooks: Hooks) -> None:
+    """Put our sentences before what torch does to the modules of a unit; call it once they are attached."""
+    for module in hooks.attached_modules():
+        for name, method in (("__deepcopy__", _refuse_copy), ("__reduce_ex__", _refuse_pickle)):
+            module.__dict__[name] = method  # the hooks would fail first, obscurely
+        if hooks.unit.index == 0:
+            _guard_forward(module, hooks.engine)
+    for module in hooks.unit.module_params.modules():
+        _guard_conversion(weakref.ref(module), weakref.ref(hooks))
+
+
+def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+    """Take back what `guard` did to `modules`, all of the unit's, and to those that hold its parameters."""
+    for module in modules:
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            module.__dict__.pop(name, None)
+        forward, own = module.__dict__.pop(OWN_FORWARD, (None, None))
+        if forward is not None and module.__dict__.get("forward") is forward:
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
+    for module in hooks.unit.module_params.modules():
+        module.__dict__.pop("_apply", None)
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise UsageError(
+        "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before shard(), or build it "
+        "again and load_state_dict(model.state_dict())."
+    )
+
+
+def _refuse_pickle(protocol: object) -> NoReturn:
+    raise UsageError(
+        "a sharded model cannot be pickled; use accordion.save for a checkpoint of shards, or full_state_dict(model) "
+        "for full tensors."
+    )
+
+
+def _guard_forward(module: nn.Module, engine: Engine) -> None:
+    """Put the errors of the model's forward right that hooks do not see.
+
+    torch runs no hooks after a KeyboardInterrupt, and what was under way would seem so for ever. And a forward that reads the
+    weight of a unit from outside of it gets a shard, of which torch's error says nothing.
+    """
+    own, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
+
+    @wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
+        except Exception as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise read_outside(error, engine.units) from error
+            raise
+        except BaseException:
+            engine.reset()
+            raise
+
+    forward.__signature__ = inspect.signature(own or module.forward)  # type: ignore[attr-defined]
+    module.__dict__["forward"] = forward
+    module.__dict__[OWN_FORWARD] = (forward, own)
+
+
+def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
+    """Put `ModuleParams.convert` before what torch does to the parameters of a module in `to`, `half` and `to_empty`."""
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module, hooks = of(), by()
+        assert module is not None, "a module's method runs while the module lives"
+        on_convert = None if hooks is None else hooks.unit.unit_policy.on_convert
+        if on_convert is not None and hooks is not None and hooks.engine.depth == 0:
+            on_convert()
+            changed: nn.Module = module._apply(function, recurse)
+            return changed
+        if hooks is None or hooks.engine.suspended:
+            converted: nn.Module = type(module)._apply(module, function, recurse)
+            return converted
+        hooks.unit.module_params.convert(module, function)
+        kept, module._parameters = module._parameters, {}
+        try:
+            type(module)._apply(module, function, recurse)
+        finally:
+            module._parameters = kept
+        return module
+
+    module = of()
+    if module is not None:
+        module.__dict__["_apply"] = apply

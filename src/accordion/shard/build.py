@@ -1,0 +1,135 @@
+"""From decided units to an engine: the one builder of `shard` and of `compat.fsdp2`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accordion import _torch
+from accordion.config import Offload, Precision, Prefetch, Strategy
+from accordion.engine.engine import Engine
+from accordion.engine.group import CutGroup, Group, GroupPlan, Param, ShardingContext, messages
+from accordion.engine.hooks import Hooks
+from accordion.engine.layout import Cut
+from accordion.engine.unit import Unit, UnitPolicy
+from accordion.offload.budget import Shape, within
+from accordion.offload.step.deferred_step import own_parameters
+from accordion.offload.tiers import Tiers
+from accordion.safety.attach import attach_safety
+from accordion.safety.dtensor_calls import answer_for_dtensors
+from accordion.same_on_ranks import on_every_rank
+from accordion.shard.subclasses import extended_groups
+from accordion.units import Owned, gathered_dtype, other_units_read
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSpec:
+    """One unit before it is made.
+
+    `modules`: whose calls are the unit's, the first one names it. `planned`: its groups. `extended`: parameters that are
+    tensor subclasses, cut already, whose rows `mesh` holds, with the caller's `extension_policy`. `casts_outputs`: to
+    `precision.output`.
+    """
+
+    name: str
+    modules: Sequence[nn.Module]
+    precision: Precision
+    planned: Sequence[GroupPlan]
+    extended: Sequence[tuple[Owned, Cut]]
+    mesh: DeviceMesh
+    casts_outputs: bool = True
+    extension_policy: Any = None
+    unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
+
+
+Fill = Callable[[int, Param, Tensor], None]
+"""(unit, parameter, this rank's rows): writes the rows and sets `Param.sharded`. A collective if values are another rank's."""
+
+
+def build_engine(
+    context: ShardingContext,
+    strategy: Strategy,
+    precision: Precision,
+    prefetch: Prefetch,
+    specs: Sequence[UnitSpec],
+    owned: Sequence[Owned],
+    fill: Fill,
+    *,
+    debug: Collection[str] = (),
+) -> Engine:
+    """Make the units of a model and attach them to its modules. `owned`: all parameters, each with its unit's index."""
+    engine = Engine(context, strategy, precision, prefetch)
+    hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
+    for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
+        unit.reads = reads
+    attach_safety(engine, hooks, agree_always="order" in debug, finite="finite" in debug)
+    _torch.answer_anomaly_checks()
+    answer_for_dtensors()
+    return engine
+
+
+def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
+    """The hooks of one unit, attached to its modules."""
+    context, precision, place = engine.context, spec.precision, (i, spec.name)
+    groups: list[Group] = [CutGroup(context, plan, place) for plan in spec.planned]
+    for group in groups:
+        for param, local in zip(group.params, group.shard_buffer.locals, strict=True):
+            fill(i, param, local)
+    groups += extended_groups(spec.extended, precision, context, place, spec.mesh, spec.extension_policy)
+    unit = Unit(
+        context,
+        place,
+        spec.modules[0],
+        groups,
+        inputs=precision.params if precision.cast_inputs else None,
+        outputs=precision.output if spec.casts_outputs else None,
+        unit_policy=spec.unit_policy,
+    )
+    hooks = Hooks(engine, unit)
+    own_parameters(engine, unit)
+    for module in spec.modules:
+        hooks.attach(module)
+    return hooks
+
+
+def with_tiers(
+    context: ShardingContext,
+    offloads: Sequence[Offload],
+    planned: Sequence[Sequence[GroupPlan]],
+    policy: Offload | None = None,
+) -> ShardingContext:
+    """The context whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
+
+    `policy`: the model's, whose budgets are kept by the units that have no override. Allocates host memory. Raises
+    `UsageError` on every rank where one has not enough.
+    """
+    if not any(own.asks for own in offloads):
+        return context
+    shapes = [[_shape(group, context) for group in groups] for groups in planned]
+
+    def make() -> Tiers:
+        return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, context)
+
+    return dataclasses.replace(context, shard_buffers=on_every_rank(make, context))
+
+
+def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
+    """The parameters of one unit by the dtype in which they are gathered, that dtype, and the one of their gradients' sum."""
+    by_dtype: dict[torch.dtype, list[Param]] = {}
+    for o, c in mine:
+        dtype, trained = o.original.dtype, o.original.requires_grad
+        param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
+        by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
+    return [GroupPlan(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
+
+
+def _shape(group: GroupPlan, context: ShardingContext) -> Shape:
+    params, gathered, _ = group
+    lies = messages(context, [p.cut for p in params], gathered)[1]
+    return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], gathered)

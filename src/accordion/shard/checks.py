@@ -1,0 +1,37 @@
+"""What `shard` refuses before it looks at ranks: models that cannot be sharded."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accordion.engine.hooks import engine_of
+from accordion.errors import UsageError
+
+
+def check_model(model: nn.Module, reduce_op: str) -> None:
+    """Raise `UsageError` for what `shard` cannot take, whatever else it is given."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
+    if engine_of(model) is not None:
+        raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
+    if reduce_op not in ("mean", "sum"):
+        raise UsageError(f"reduce_op={reduce_op!r} is not known; pass 'mean' or 'sum'.")
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to shard.")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(
+                f"module {name!r} asks for sparse gradients, which are not sharded; build it with sparse=False."
+            )
+        if getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"module {name!r} renormalises its weight in its forward (max_norm), which shards would not follow."
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise UsageError(f"parameter {name!r} is a DTensor already; shard() takes plain parameters.")
+        if not param.dtype.is_floating_point and param.requires_grad:
+            raise UsageError(
+                f"parameter {name!r} is {param.dtype} and requires gradients; only floating ones are trained."
+            )

@@ -1,0 +1,87 @@
+"""Run files: YAML with the keys of `accordion train`; every mistake is one sentence with the nearest valid name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+from accordion.options import AMBIGUOUS, UNCLEAR, Option, short
+
+
+def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
+    """What a run file says: `group.key` -> value. Raises `UsageError` naming the file, the key and what was given."""
+    known = {option.key: option for option in options}
+    values: dict[str, Any] = {}
+    for name, group in _content(file, list(known)).items():
+        values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
+    return {key: known[key].converted(value, key) for key, value in values.items()}
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The values of `--config`, and all other words."""
+    files, flags = [], []
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            flags.append(word)
+            continue
+        value = value if equals else next(rest, "")
+        if not value or value.startswith("--"):
+            raise UsageError("option '--config' names no file.")
+        files.append(value)
+    return files, flags
+
+
+def _content(file: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Keys, or groups with their keys, all of which exist."""
+    path = Path(file)
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UsageError(f"run file {file!r} is no regular file; it is read more than once, so write it to one.")
+        text = path.read_text(encoding="utf-8")
+        _check_scalars(file, yaml.compose(text, Loader=yaml.SafeLoader))
+        content = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise UsageError(f"run file {file!r} does not exist.") from None
+    except OSError as error:
+        raise UsageError(f"run file {file!r} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"run file {file!r} is no YAML: {error}") from None
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"run file {file!r} holds a value that cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
+    groups = sorted({key.partition(".")[0] for key in keys})
+    for name, group in content.items():
+        if "." in str(name) and str(name) in keys:
+            continue
+        if name not in groups:
+            raise UsageError(f"run file {file!r}: key {str(name)!r} does not exist; {nearest(str(name), groups)}")
+        if not isinstance(group, dict):
+            raise UsageError(f"run file {file!r}: {name!r} is {group!r}; it takes keys of its own, `{name}: {{...}}`.")
+        inner = [key.partition(".")[2] for key in keys if key.startswith(f"{name}.")]
+        for key in group:
+            if key not in inner:
+                raise UsageError(f"run file {file!r}: key '{name}.{key}' does not exist; {nearest(str(key), inner)}")
+    return content
+
+
+def _check_scalars(file: str, root: yaml.Node | None) -> None:
+    """Raise `UsageError` for a key given twice, of which YAML takes the last, and for a number that can be read two ways."""
+    seen: set[str] = set()
+    for group, value in root.value if isinstance(root, yaml.MappingNode) else []:
+        inner = value.value if isinstance(value, yaml.MappingNode) else []
+        for name, held in [(str(group.value), value), *((f"{group.value}.{key.value}", held) for key, held in inner)]:
+            if name in seen:
+                raise UsageError(f"run file {file!r}: key {name!r} is given twice; say it once.")
+            seen.add(name)
+            if isinstance(held, yaml.ScalarNode) and held.style is None and AMBIGUOUS.fullmatch(held.value):
+                raise UsageError(f"run file {file!r}: {name} is {short(held.value)!r}; {UNCLEAR}")

@@ -1,0 +1,204 @@
+"""What every implementation of the engine's parts keeps: shard buffers, full memory, communicators, observers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import accordion as acc
+from accordion import _torch
+from accordion.engine.communicator import Communicator, alone
+from accordion.engine.observer import MOMENTS, Observer
+from accordion.engine.shards import ShardBuffer
+from tests.devices import device
+from tests.inside import engine_in, units_of
+from tests.world import models
+from tests.world.checks import mesh_of
+from tests.world.test_compat_fsdp2_parallel import Packed
+
+# -- shard buffers, and the full parameters that are gathered from them
+
+TIERS = ("device", "secondary shard", "host", "disk", "subclass")
+
+
+def model_in(tier: str, mesh: DeviceMesh, folder: str) -> nn.Module:
+    """A sharded model whose shards lie in a tier; where the mesh has two axes, in a hybrid."""
+    if tier == "subclass":
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device())
+        for layer in model:
+            layer.weight = nn.Parameter(Packed(layer.weight.detach()))
+        return acc.shard(model, mesh)
+    places = {"host": acc.Offload(params="host"), "disk": acc.Offload(params=f"disk:{folder}")}
+    strategy = acc.HYBRID_SHARD_OPTIM if tier == "secondary shard" else acc.FULL_SHARD
+    return acc.shard(models.seeded(), mesh, strategy=strategy, offload=places.get(tier))
+
+
+def keeps_the_contract(mesh: DeviceMesh, tier: str, folder: str) -> None:
+    model = model_in(tier, mesh, folder)
+    engine, units = engine_in(model), units_of(model)
+    for unit in units:
+        for group in unit.groups:
+            buffer = group.shard_buffer
+            assert isinstance(buffer, ShardBuffer)
+            assert len(buffer.locals) == len(group.params) == len(group.views)
+            for local, param, view in zip(buffer.locals, group.params, group.views, strict=True):
+                own = _torch.local_of(param.sharded)
+                assert own.shape == local.shape
+                if own.numel() and tier != "subclass":  # a subclass keeps its rows in tensors of its own
+                    assert own.data_ptr() == local.data_ptr()
+                assert view.shape == torch.Size(param.cut.shape)
+            for _ in range(2):  # waits may be asked for at any time, and again
+                buffer.ready()
+                buffer.synchronize()
+            follows_writes(engine, unit, group)
+            takes_gradients(buffer, group)
+
+
+def follows_writes(engine: Any, unit: Any, group: Any) -> None:
+    """A write to shards is seen by the next gather; full memory is its own while it is open, and nobody's when it is let go."""
+    with torch.no_grad():
+        for param in group.params:
+            own = _torch.local_of(param.sharded)
+            if isinstance(own, Packed):
+                torch.autograd.graph.increment_version(own)
+            else:
+                own.fill_(3.0)
+    group.shard_buffer.mark_stale()
+    unit.drop_stale()
+    engine.acquire(unit)
+    for view, param in zip(group.views, group.params, strict=True):
+        if param.extension is None:
+            assert torch.equal(view, torch.full_like(view, 3.0))
+    memory = group.full_buffer
+    if memory is not None:
+        assert memory.num_bytes > 0
+        strange = torch.empty(4, device=device())
+        assert not memory.holds(strange.untyped_storage())
+        if group.params[0].extension is None:
+            assert all(memory.holds(view.untyped_storage()) for view in group.views)
+    unit.release()
+
+
+def takes_gradients(buffer: ShardBuffer, group: Any) -> None:
+    """`put` gives rows of the same numbers, None where there were none."""
+    rows: list[Tensor | None] = [
+        None if k == 0 else torch.full(local.shape, float(k), dtype=local.dtype, device=device())
+        for k, local in enumerate(buffer.locals)
+    ]
+    if any(isinstance(local, Packed) for local in buffer.locals):
+        return  # their gradients have the dtype in which modules compute
+    kept, copy = buffer.put(range(len(rows)), rows, [False] * len(rows), None)
+    if copy is not None:
+        copy.synchronize()
+    assert kept[0] is None
+    for k, (row, local) in enumerate(zip(kept[1:], buffer.locals[1:], strict=True), 1):
+        assert row is not None
+        assert row.shape == local.shape
+        assert bool((row == float(k)).all())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_shard_buffers_of_every_tier_keep_one_contract(world: Any, tmp_path: Path, tier: str) -> None:
+    shape = mesh_of(acc.HYBRID_SHARD_OPTIM if tier == "secondary shard" else acc.FULL_SHARD)
+    world.run_mesh(*shape, keeps_the_contract, tier, str(tmp_path))
+
+
+# -- communicators
+
+
+def speaks(mesh: DeviceMesh) -> None:
+    """Every way to communicate against its definition, over the mesh's own backend."""
+    link = Communicator(mesh.get_group(), device())
+    rank, num = link.rank, link.num_ranks
+
+    def filled(*values: float) -> Tensor:
+        return torch.tensor(values, device=device())
+
+    def done(pending: Any) -> None:
+        for work in (*pending.works, *pending.sends):
+            work.wait()
+        assert link.is_ordered == (not pending.works) or num == 1
+
+    full = torch.zeros(2 * num, device=device())
+    done(link.gather([full], [filled(rank, rank + 0.5)]))
+    assert full.tolist() == [x for r in range(num) for x in (float(r), r + 0.5)]
+    got = torch.zeros(num, device=device())
+    done(link.exchange([(got, filled(*[10.0 * rank + r for r in range(num)]), [], [])]))
+    assert got.tolist() == [10.0 * r + rank for r in range(num)]
+    part = torch.zeros(1, device=device())
+    done(link.scatter_sum([part], [filled(*[float(r) for r in range(num)])]))
+    assert part.tolist() == [float(rank * num)]
+    summed = [filled(1.0), filled(float(rank))]
+    done(link.sum(summed))
+    assert [t.item() for t in summed] == [float(num), float(sum(range(num)))]
+
+
+def test_communicators_of_every_backend_keep_one_contract(world: Any) -> None:
+    """gloo's on the CPU, one that is ordered by streams with `--device sim` or on a GPU."""
+    world.run(2, speaks)
+    world.run(4, speaks)
+
+
+def test_a_communicator_of_one_rank_says_nothing() -> None:
+    nobody = alone(device())
+    tensor = torch.ones(2, device=device())
+    assert nobody.num_ranks == 1
+    assert list(nobody.sum([tensor]).works) == []
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+# -- observers
+
+
+class Written(Observer):
+    """Writes down the moments of a step."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in MOMENTS:
+            return found
+
+        def write(*args: Any) -> Any:
+            self.seen.append(name)
+            return found(*args)
+
+        return write
+
+
+for _name in MOMENTS:  # an observer hears what its class overrides
+    setattr(Written, _name, lambda self, *args, _name=_name: getattr(Observer, _name)(self, *args))
+
+
+def moments_of_a_step(mesh: DeviceMesh) -> list[str]:
+    model = acc.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device()), mesh, units=[nn.Linear])
+    seen = Written()
+    engine_in(model).observers.attach(seen)
+    model(torch.ones(2, 8, device=device())).sum().backward()
+    told = [name for name in seen.seen if not name.startswith("memory_")]
+    seen.seen.clear()
+    engine_in(model).observers.detach(seen)
+    model(torch.ones(2, 8, device=device()))
+    assert seen.seen == [], "who is detached hears nothing"
+    return told
+
+
+def test_observers_hear_the_moments_of_a_step_in_order(world: Any) -> None:
+    for told in world.run(2, moments_of_a_step):
+        ends = ["unit_leaves", "outputs_are_ready"]
+        layer = ["unit_enters", "unit_is_full", *ends]
+        assert told[:11] == ["forward_begins", "unit_enters", "unit_is_full", *layer, *layer]
+        assert told[11:14] == [*ends, "forward_ends"]
+        assert told[14:16] == ["backward_begins", "unit_returns"]
+        assert told.count("unit_returns") == 3
+        assert told.count("full_gradients") == 3
+        assert told.count("gradients_arrive") == 2
+        assert told[-2:] == ["backward_ends", "backward_ended"]
+        assert told.index("full_gradients") < told.index("gradients_arrive")
