@@ -69,6 +69,8 @@ def values_of(
     except SystemExit:  # of --help
         return None
     if rest:
+        if rest[0].endswith((".yaml", ".yml")) and "--config" in (more or {}):
+            raise UsageError(f"{short(rest[0])!r} follows no option; a run file is given as --config {short(rest[0])}.")
         hint = hint_of("--" + rest[0].partition("=")[0].lstrip("-"), flags, prog)
         raise UsageError(f"unrecognized: {short(rest[0])!r} belongs to no option; {hint}")
     return vars(found)

@@ -161,20 +161,19 @@ class Written(Observer):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name not in MOMENTS:
-            return found
 
-        def write(*args: Any) -> Any:
-            self.seen.append(name)
-            return found(*args)
+def written(moment: str) -> Any:
+    """A method that writes `moment` down, and does what the base class does."""
 
-        return write
+    def told(self: Written, *args: Any) -> Any:
+        self.seen.append(moment)
+        return getattr(Observer, moment)(self, *args)
+
+    return told
 
 
-for _name in MOMENTS:  # an observer hears what its class overrides
-    setattr(Written, _name, lambda self, *args, _name=_name: getattr(Observer, _name)(self, *args))
+for _moment in MOMENTS:  # an observer hears what its class overrides
+    setattr(Written, _moment, written(_moment))
 
 
 def moments_of_a_step(mesh: DeviceMesh) -> list[str]:

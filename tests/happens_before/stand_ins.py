@@ -182,9 +182,9 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     resize, read = torch.UntypedStorage.resize_, Tensor.tolist
     make_arena, make_unit, make_watch = Arena.__init__, Unit.__init__, DivergenceMonitor.__init__
 
-    def side_stream(self: Any, device: torch.device, watch: DivergenceMonitor, late: bool = False) -> None:
+    def side_stream(self: Any, device: torch.device, waiter: DivergenceMonitor, late: bool = False) -> None:
         nonlocal num_lanes
-        self._device, self.watch, self.late, self._module, self.sleeps = device, watch, late, module, True
+        self._device, self.waiter, self.late, self._module, self.sleeps = device, waiter, late, module, True
         self.stream, self.makes = Stream(checker, f"lane {num_lanes}"), Transfer
         num_lanes += 1
 

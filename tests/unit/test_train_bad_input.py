@@ -193,6 +193,10 @@ CASES = {
     "unknown key": (words("--train.setps", "3"), "'--train.steps'"),
     "misspelt help": (words("--hlep"), "did you mean '--help'?"),
     "no flag": (words("train.steps=3"), "'train.steps=3' belongs to no option; did you mean '--train.steps'?"),
+    "run file without --config": (
+        words("run.yaml"),
+        "'run.yaml' follows no option; a run file is given as --config run.yaml.",
+    ),
     "unknown value": (words("--shard.strategy", "ful_shard"), "'full_shard'"),
     "checkpoints on remote storage": (words("--checkpoint.dir", "s3://bucket/run"), "'s3://bucket/run', a URL"),
     "missing data": (words("--data.path", "corpsu"), "'corpus'"),

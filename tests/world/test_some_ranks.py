@@ -221,7 +221,7 @@ def test_frozen_blocks(world):
 
 def steady(mesh, no_sync: int, settled: int) -> None:
     model, plain = paths(mesh)
-    watch = engine_in(model).context.watch
+    watch = engine_in(model).context.waiter
     for step in range(settled):
         check_step(mesh, model, plain, WHOLE, step, no_sync)
     before = watch._num_met

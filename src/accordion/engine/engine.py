@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import TrainedParams, Unit
 
+P = ParamSpec("P")
+Taken = TypeVar("Taken")
 IN_BACKWARD = -1  # the root call of what is recomputed in a backward
 WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their leases end and a backward gathers again
 
@@ -75,7 +77,7 @@ class Engine:
         self.pre_backward_nodes: list[Tensor] = []  # of the calls of the outermost call under way
         self._nodes_of = -1  # the backward in which that call runs
         # Backwards.
-        self.reduces_under_way: dict[int, list[PendingReduce]] = {}  # reduces under way, by id of their list
+        self.reduces_under_way: dict[int, list[PendingReduce]] = {}  # by id of their list
         self.delayed_writes = DelayedWrites()
         self.undecided = UndecidedGradients()
         self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
@@ -95,7 +97,7 @@ class Engine:
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
         for part in [
-            part for parts in self.reduces_under_way.values() for part in parts if self.context.watch.broken is None
+            part for parts in self.reduces_under_way.values() for part in parts if self.context.waiter.broken is None
         ]:
             part.finish()
         for call in [call for calls in self._tasks.values() for call in calls]:
@@ -121,7 +123,7 @@ class Engine:
         if self._nodes_of != -1:
             return
         self.root_call += 1
-        self.context.watch.check()
+        self.context.waiter.check()
         self.recover()
         self.order.begin(Phase.FORWARD)
         changed = [unit.refresh() for unit in self.units]
@@ -162,11 +164,20 @@ class Engine:
 
     def launch(self, unit: Unit) -> None:
         """Begin to gather a unit, unless its full parameters stand or are on their way."""
-        for tell in self.observers.memory_is_taken:
-            tell(Purpose.GATHERED)
-        unit.launch()
-        for told in self.observers.memory_was_taken:
-            told()
+        self._taking(Purpose.GATHERED, unit.launch)
+
+    def _taking(self, purpose: Purpose, take: Callable[P, Taken], *args: P.args, **kwargs: P.kwargs) -> Taken:
+        """`take(...)`, which allocates memory for `purpose`."""
+        told = self.observers.memory_is_for
+        if not told:
+            return take(*args, **kwargs)
+        for tell in told:
+            tell(purpose)
+        try:
+            return take(*args, **kwargs)
+        finally:
+            for tell in told:
+                tell(None)
 
     def acquire(self, unit: Unit) -> int:
         """`Unit.acquire`, gathering the unit if nobody has begun to."""
@@ -264,32 +275,19 @@ class Engine:
     def add_up(self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
         """`Unit.add_up`."""
         self.writes_here()
-        for tell in self.observers.memory_is_taken:
-            tell(Purpose.GRADIENTS)
-        unit.add_up(trained, grads)
-        for told in self.observers.memory_was_taken:
-            told()
+        self._taking(Purpose.GRADIENTS, unit.add_up, trained, grads)
 
     def reduce(
         self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
     ) -> list[PendingReduce]:
         """`Unit.reduce`."""
-        for tell in self.observers.memory_is_taken:
-            tell(Purpose.GRADIENTS)
-        parts = unit.reduce(trained, grads, ours)
-        for told in self.observers.memory_was_taken:
-            told()
-        return parts
+        return self._taking(Purpose.GRADIENTS, unit.reduce, trained, grads, ours)
 
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
         """`Unit.as_gradients`; the copies to where gradients rest are `arriving` then."""
-        for tell in self.observers.memory_is_taken:
-            tell(Purpose.GRADIENTS)
-        grads, copies = unit.as_gradients(trained, parts, adding, decide)
-        for told in self.observers.memory_was_taken:
-            told()
+        grads, copies = self._taking(Purpose.GRADIENTS, unit.as_gradients, trained, parts, adding, decide)
         self.arriving += copies
         return grads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -41,7 +42,7 @@ class ShardingContext:
     reduce_stream: SideStream
     replicate_stream: SideStream  # what goes on over `replicate`, in a hybrid
     fetch_stream: SideStream  # from shard buffers elsewhere to the device
-    watch: Waiter
+    waiter: Waiter
     device: torch.device
     shard_buffers: ShardBufferMaker
 
@@ -165,7 +166,7 @@ class GroupPlan(NamedTuple):
     reduce_dtype: torch.dtype
 
 
-class Group:
+class Group(ABC):
     """The parameters of one unit that are gathered in one dtype: how they are gathered, and what their reduce needs.
 
     `shard_buffer`: their shards. `full_buffer`: where they stand in full, None if the shards are the full parameters (`alias`);
@@ -226,10 +227,11 @@ class Group:
     def is_stale(self) -> bool:
         return not self.alias and self.filled != self.version()
 
+    @abstractmethod
     def gather(self) -> Transfer | None:
         """Begin to fill the full parameters; `landed` follows when it has ended. None if there is nothing to fill."""
-        raise NotImplementedError
 
+    @abstractmethod
     def landed(self) -> None:
         """What `gather` began has landed: let go what it needed on the way."""
 
@@ -354,7 +356,7 @@ class CutGroup(Group):
 
     def _check(self, tags: Tensor) -> None:
         """Ranks that gather different units at the same time would take each other's numbers."""
-        if not self.context.watch.looks(self.context.device):
+        if not self.context.waiter.looks(self.context.device):
             return
 
         def text(tags: list[Any]) -> str:
@@ -363,4 +365,4 @@ class CutGroup(Group):
             where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
             return f"ranks are in different units: this rank gathers {self.place}, {where}"
 
-        self.context.watch.same_everywhere(tags, self._tag, text)
+        self.context.waiter.same_everywhere(tags, self._tag, text)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from accordion.engine.unit import Unit
+
+Found = TypeVar("Found")
 
 
 class Purpose(Enum):
@@ -91,10 +93,8 @@ class Observer:
     def backward_ended(self, reduced: bool) -> None:
         """All gradients of a backward are there. `reduced`: they were reduced, and not only added up."""
 
-    def memory_is_taken(self, purpose: Purpose) -> None:
-        """Until `memory_was_taken`, memory is allocated for `purpose`."""
-
-    def memory_was_taken(self) -> None: ...
+    def memory_is_for(self, purpose: Purpose | None) -> None:
+        """What memory is taken for from now on; None: for nothing that has a name."""
 
     def interrupted(self) -> None:
         """Nothing is under way any more: after an interrupt, which torch tells no hook."""
@@ -118,8 +118,7 @@ class Observers:
     gradients_arrive: tuple[Callable[[Unit], None], ...]
     backward_ends: tuple[Callable[[], None], ...]
     backward_ended: tuple[Callable[[bool], None], ...]
-    memory_is_taken: tuple[Callable[[Purpose], None], ...]
-    memory_was_taken: tuple[Callable[[], None], ...]
+    memory_is_for: tuple[Callable[[Purpose | None], None], ...]
     interrupted: tuple[Callable[[], None], ...]
 
     def __init__(self) -> None:
@@ -135,7 +134,7 @@ class Observers:
         self._attached.remove(observer)
         self._sort()
 
-    def find(self, kind: type[Any]) -> Any:
+    def find(self, kind: type[Found]) -> Found | None:
         """The first observer of a class; None if none is attached."""
         return next((observer for observer in self._attached if isinstance(observer, kind)), None)
 

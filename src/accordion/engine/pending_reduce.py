@@ -107,7 +107,7 @@ class PendingReduce:
 
     def _check(self) -> None:
         """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
-        group, watch = self._group, self._group.context.watch
+        group, watch = self._group, self._group.context.waiter
         if watch.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
             text = f"ranks reduce different units: this rank {group.place}"
             watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)

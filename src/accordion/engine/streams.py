@@ -53,8 +53,8 @@ class SideStream:
     _event: Callable[[], Any] = staticmethod(lambda: None)  # an event to record; None: the device's own kind
     makes: Callable[..., Transfer]  # what `start` makes: a `Transfer`, or one that writes down what it does
 
-    def __init__(self, device: torch.device, watch: Waiter, late: bool = False) -> None:
-        self._device, self.watch, self.late = device, watch, late
+    def __init__(self, device: torch.device, waiter: Waiter, late: bool = False) -> None:
+        self._device, self.waiter, self.late = device, waiter, late
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
         self.makes = Transfer
@@ -175,7 +175,7 @@ class Transfer:
     def _run(self) -> None:
         """Go on as long as nothing has to be waited for by the host; on a stream-ordered backend that is to the end."""
         if self._pending is not None:
-            self._side_stream.watch.wait(self._pending, self._what)
+            self._side_stream.waiter.wait(self._pending, self._what)
             self._pending = None
         for pending in self._steps:
             if pending.works:

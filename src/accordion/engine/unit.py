@@ -227,7 +227,7 @@ class Unit:
 
     def let_go(self) -> None:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
-        if self.leases == 0 and (self.is_full or self._transfers) and self.context.watch.broken is None:
+        if self.leases == 0 and (self.is_full or self._transfers) and self.context.waiter.broken is None:
             if self._transfers:
                 self._land()
             if not (self.context.keeps_full or self.keep_until_stale):

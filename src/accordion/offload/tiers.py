@@ -49,7 +49,7 @@ class Tiers:
     ) -> None:
         self.offloads, self._context = offloads, context
         self.late = context.gather_stream.late
-        self.store_stream = SideStream(context.device, context.watch, self.late).for_threads()
+        self.store_stream = SideStream(context.device, context.waiter, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._order = UnitOrder()  # in which the engine uses them
         self.in_backward: InBackward | None = None  # where some unit is stepped there

@@ -248,8 +248,8 @@ class DivergenceMonitor(Observer):
 
 def monitor_of(context: ShardingContext) -> DivergenceMonitor:
     """The one with which a context was made."""
-    assert isinstance(context.watch, DivergenceMonitor), "who makes contexts gives them one"
-    return context.watch
+    assert isinstance(context.waiter, DivergenceMonitor), "who makes contexts gives them one"
+    return context.waiter
 
 
 def _each(posts: Mapping[int, Mapping[str, Any]]) -> str:

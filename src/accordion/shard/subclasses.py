@@ -301,3 +301,6 @@ class _SubclassGroup(Group):
 
         side_stream = self.context.gather_stream
         return _SubclassGather(side_stream, steps(), [pairs], f"gathers {self.place}", end)
+
+    def landed(self) -> None:
+        """Nothing to let go: subclasses may keep what they were given until the unit lets its full parameters go."""

@@ -92,7 +92,7 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Shar
         )
         for communicator in (sharding, replicate)
     ]
-    watch = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
+    monitor = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
     return ShardingContext(
         shard=axes[0],
         replicate=axes[1],
@@ -100,11 +100,11 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Shar
         keeps_full=strategy.params is Place.REPLICATE,
         keep_until_backward=strategy.keep_until_backward,
         scale=scale,
-        gather_stream=SideStream(device, watch, late),
-        reduce_stream=(reduce_stream := SideStream(device, watch, late)),
-        replicate_stream=SideStream(device, watch, late) if strategy.hybrid else reduce_stream,
-        fetch_stream=SideStream(device, watch, late).for_threads(),
-        watch=watch,
+        gather_stream=SideStream(device, monitor, late),
+        reduce_stream=(reduce_stream := SideStream(device, monitor, late)),
+        replicate_stream=SideStream(device, monitor, late) if strategy.hybrid else reduce_stream,
+        fetch_stream=SideStream(device, monitor, late).for_threads(),
+        waiter=monitor,
         device=device,
         shard_buffers=on_device(device),
     )

@@ -44,7 +44,7 @@ class Lease:
         unit = part.ensure()
         engine = part.engine()
         if self.shown is None and engine.depth == 0 and _torch.current_graph_task() == -1:
-            engine.context.watch.check()
+            engine.context.waiter.check()
             engine.recover()
             unit.drop_stale()
         with torch.inference_mode(False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,8 @@ from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
 from accordion.plan.events import FETCH, REPLICATE, STORE, Category, Land, Launch, StepPhase, Wait
 from accordion.plan.trace.tracker import Tracker, storages_of
+
+CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
@@ -38,8 +39,7 @@ class StepTrace(Observer):
     """Writes down where units begin, and what memory is taken for."""
 
     def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-        self._taking: list[AbstractContextManager[None]] = []
+        self._tracker, self._before = tracker, tracker.category
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         self._tracker.enter(StepPhase.FORWARD, unit.index)
@@ -50,13 +50,11 @@ class StepTrace(Observer):
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         self._tracker.belongs(grads, Category.GRADIENTS)
 
-    def memory_is_taken(self, purpose: Purpose) -> None:
-        category = Category.GATHERED if purpose is Purpose.GATHERED else Category.GRADIENTS
-        self._taking.append(self._tracker.taken_for(category))
-        self._taking[-1].__enter__()
-
-    def memory_was_taken(self) -> None:
-        self._taking.pop().__exit__(None, None, None)
+    def memory_is_for(self, purpose: Purpose | None) -> None:
+        if purpose is None:
+            self._tracker.category = self._before
+        else:
+            self._before, self._tracker.category = self._tracker.category, CATEGORIES[purpose]
 
 
 class _Traced(Transfer):
