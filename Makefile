@@ -8,12 +8,12 @@ UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-# Of a simulated accelerator is not asked what is of the pool, and what tests/world/test_grid.py asks there already.
-NOT_SIMULATED := tests/world/test_pool.py tests/world/test_heap.py
+# On the simulated accelerator: what asks for ranks there, but for what tests/gpu/test_grid.py and test_grid.py both ask.
 GRID_AGAIN := test_ranks_that_share_a_device test_no_option_changes_the_training
-STRICT := tests/world/test_grid.py tests/world/test_offload.py  # memory is filled when it is let go
-SIMULATED := tests/gpu $(GRID_AGAIN:%=--deselect tests/gpu/test_grid.py::%) \
-  $(filter-out $(NOT_SIMULATED),$(wildcard tests/world/test_*.py))
+NOT_SIMULATED := happens_before plan sim support e2e  # e2e and plan ask for no ranks of the tests
+SIMULATED := $(GRID_AGAIN:%=--deselect tests/gpu/test_grid.py::%) \
+  $(filter-out $(NOT_SIMULATED:%=tests/%/),$(filter %/,$(wildcard tests/*/)))
+STRICT := tests/engine/test_grid.py tests/offload/test_every_strategy.py  # memory is filled when it is let go
 SEEDS := 0:100 1:0 2:30 3:300 4:1000  # SIM_SEED:SIM_DELAY_US, each of them with the tests of the simulator
 SEED := $(shell echo $$$$)  # with all the rest; make prints it
 

@@ -21,6 +21,7 @@ settings.register_profile("shared machine", deadline=None)  # rank processes may
 settings.load_profile("shared machine")
 
 GLOO_TAKES = ("cuda",)  # beside the CPU
+RANKS = {"world", "device_world", "crowded_world"}  # fixtures of who computes where `--device` says
 UNAVAILABLE = pytest.StashKey[str | None]()  # why the device that was asked for is not to be had
 
 
@@ -94,9 +95,19 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     device, unavailable = config.getoption("device"), config.stash[UNAVAILABLE]
+    if device != "cpu":
+        idle = [item for item in items if not asks_for_device(item)]
+        items[:] = [item for item in items if asks_for_device(item)]
+        config.hook.pytest_deselected(items=idle)
     for item in items:
         if reason := unavailable or why_not_here(item, device):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def asks_for_device(item: pytest.Item) -> bool:
+    return bool(RANKS & set(getattr(item, "fixturenames", ()))) or any(
+        item.get_closest_marker(name) for name in ("accelerator", "sim")
+    )
 
 
 def why_not_here(item: pytest.Item, device: str) -> str | None:

@@ -41,7 +41,7 @@ PRELOADED = [  # none of it starts a thread
     "transformers.models.llama.modeling_llama",
     "torch.utils.tensorboard",
     "pytest",
-    "tests.frozen",
+    "tests.support.frozen",
 ]
 MeshKey = tuple[tuple[int, ...], tuple[str, ...]]
 

@@ -26,7 +26,7 @@ from accordion.bench.model import shape_of
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
-from tests.sample import sampled
+from tests.support.sample import sampled
 
 ONE = World(num_ranks=1)
 TINY = Setting(model="gpt-tiny", batch=1, seq=16)

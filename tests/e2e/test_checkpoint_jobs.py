@@ -18,8 +18,8 @@ from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.inspect import diff, verify
 from accordion.train import launch, owner
-from tests import forked
 from tests.e2e.jobs import TINY, lines_of, workers_of
+from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

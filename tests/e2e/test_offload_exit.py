@@ -12,9 +12,9 @@ import pytest
 PROGRAM = """
 import hashlib, os, signal, sys, torch, torch.distributed as dist
 import accordion as acc
-from tests.world import models
-from tests.world.checks import one_loss
-from tests.world.offloads import disk_of_all, pieces_of
+from tests.support import models
+from tests.support.checks import one_loss
+from tests.support.offloads import disk_of_all, pieces_of
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = acc.shard(models.seeded(width=256, hidden=1024), offload=disk_of_all(sys.argv[1]))

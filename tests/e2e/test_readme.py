@@ -17,8 +17,8 @@ from torch.distributed import Store
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import launch
-from tests import forked
-from tests.sample import sampled
+from tests.support import forked
+from tests.support.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from accordion.train.command import read
 from accordion.train.deepspeed import translated
 from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
-from tests import forked
+from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)  # half a megabyte that every machine has

@@ -15,9 +15,9 @@ import pytest
 from accordion import cli
 from accordion.checkpoint import latest
 from accordion.train import launch
-from tests import forked
-from tests.disks import mounted
 from tests.e2e.jobs import TINY, lines_of, until
+from tests.support import forked
+from tests.support.disks import mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "3", "--checkpoint.keep", "2"]

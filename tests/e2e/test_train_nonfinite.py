@@ -23,7 +23,7 @@ from accordion.train import launch, loop
 from accordion.train.command import read
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
-from tests import forked
+from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEXT = str(Path(asyncio.__file__).parent)

@@ -15,11 +15,11 @@ from accordion import _torch
 from accordion.engine.communicator import Communicator, alone
 from accordion.engine.observer import MOMENTS, Observer
 from accordion.engine.shards import ShardBuffer
+from tests.compat.test_fsdp2_parallel import Packed
 from tests.devices import device
 from tests.inside import engine_in, units_of
-from tests.world import models
-from tests.world.checks import mesh_of
-from tests.world.test_compat_fsdp2_parallel import Packed
+from tests.support import models
+from tests.support.checks import mesh_of
 
 # -- shard buffers, and the full parameters that are gathered from them
 

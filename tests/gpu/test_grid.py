@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from accordion.config import STRATEGIES
-from tests.world import test_grid as grid
+from tests.engine import test_grid as grid
 
 pytestmark = [
     pytest.mark.accelerator,

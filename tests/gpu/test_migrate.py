@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.world.test_migrate import program
+from tests.compat.test_migrate import program
 
 pytestmark = pytest.mark.accelerator
 

@@ -30,7 +30,7 @@ from tests.happens_before.programs import (
     on_side,
     trained,
 )
-from tests.sample import sampled
+from tests.support.sample import sampled
 
 pytestmark = [
     pytest.mark.cpu("it stands in for a device"),

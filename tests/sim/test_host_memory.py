@@ -12,9 +12,9 @@ from torch import nn
 import accordion as acc
 from accordion import _torch
 from tests.devices import device
-from tests.world import models
-from tests.world.checks import one_loss
-from tests.world.reference import grads_of
+from tests.support import models
+from tests.support.checks import one_loss
+from tests.support.reference import grads_of
 
 pytestmark = pytest.mark.sim
 

@@ -7,7 +7,7 @@ import torch
 
 import accordion as acc
 from tests.devices import device
-from tests.world.test_absent_gradients import Mixture, Routed
+from tests.engine.test_absent_gradients import Mixture, Routed
 
 pytestmark = pytest.mark.sim
 STEPS = 6

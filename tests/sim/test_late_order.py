@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.safety import divergence
 from tests.devices import device
-from tests.world.checks import logged
+from tests.support.checks import logged
 
 pytestmark = pytest.mark.sim
 

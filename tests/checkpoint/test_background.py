@@ -1,0 +1,162 @@
+"""Saves in the background over ranks, what each rank keeps for itself, and saving after an exception."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.checkpoint import RandomState, latest
+from accordion.config import strategy_named
+from accordion.engine.hooks import engine_of
+from accordion.errors import CheckpointError
+from tests.devices import device
+from tests.support.models import Tiny
+
+
+def built(mesh, strategy="full_shard", seed=0):
+    torch.manual_seed(seed)
+    model = acc.shard(Tiny(tied=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def step(model, optimizer):
+    tokens = torch.arange(40, device=device()).view(4, 10) % 37
+    loss = model(tokens).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def trains_on(mesh, path):
+    """A save in the background holds the step at which it was begun, whatever training does meanwhile."""
+    model, optimizer = built(mesh)
+    step(model, optimizer)
+    gate, fsync = threading.Event(), os.fsync
+    os.fsync = lambda handle: gate.wait(60) and fsync(handle)
+    try:
+        saving = acc.save(path / "step-1", model, optimizer, state={"random": RandomState()}, background=True)
+        drawn = torch.rand(3, device=device())
+        losses = [step(model, optimizer) for _ in range(3)]
+        assert not saving.is_done
+        assert latest(path) is None
+        gate.set()
+        acc.save(path / "step-4", model, optimizer, background=True)  # waits for the first
+        assert saving.is_done
+        step(model, optimizer)
+        acc.save(path / "step-5", model, optimizer, background=True, keep=2).wait()
+    finally:
+        os.fsync = fsync
+    assert sorted(os.listdir(path)) == ["step-4", "step-5"] or mesh.get_rank()
+    again, other = built(mesh, "shard_grad_op", seed=1)
+    acc.load(path / "step-4", again, other)
+    first = step(again, other)
+    acc.load(path / "step-5", again, other)
+    return losses, drawn.tolist(), first, step(again, other)
+
+
+def resumed(mesh, path):
+    model, optimizer = built(mesh, seed=2)
+    acc.load(path, model, optimizer, state={"random": RandomState()})
+    drawn = torch.rand(3, device=device())
+    return [step(model, optimizer) for _ in range(3)], drawn.tolist()
+
+
+def save_early(mesh, path):
+    torch.manual_seed(mesh.get_rank())
+    model, optimizer = built(mesh)
+    torch.manual_seed(mesh.get_rank() + 10)
+    step(model, optimizer)
+    acc.save(path, model, optimizer, state={"random": RandomState()})
+    drawn = torch.rand(3, device=device())
+    return [step(model, optimizer) for _ in range(3)], drawn.tolist()
+
+
+def test_a_background_save_holds_its_own_step(world, tmp_path):
+    found = world.run(3, trains_on, tmp_path)
+    assert len({tuple(losses) for losses, *_ in found}) == 1
+
+
+def test_each_rank_gets_its_own_random_state_again(world, tmp_path):
+    saved = world.run(3, save_early, tmp_path / "c")
+    assert len({tuple(drawn) for _, drawn in saved}) == 3
+    assert world.run(3, resumed, tmp_path / "c") == saved
+    two = world.run(2, resumed, tmp_path / "c")  # the state of another number of ranks is rank 0's, for it alone
+    assert two[0][1] == saved[0][1]
+    assert two[1][1] not in [drawn for _, drawn in saved]
+    assert two[0][0] == pytest.approx(saved[0][0], rel=1e-5)
+
+
+def fails_on_one(mesh, path):
+    model, optimizer = built(mesh)
+    acc.save(path / "step-1", model, optimizer)
+    fsync = os.fsync
+
+    def broken(handle):
+        if mesh.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        fsync(handle)
+
+    os.fsync = broken
+    try:
+        saving = acc.save(path / "step-2", model, optimizer, background=True)
+        saving._thread.join()
+        told = ""
+        try:
+            step(model, optimizer)
+        except CheckpointError as error:
+            told = str(error)
+    finally:
+        os.fsync = fsync
+    optimizer.zero_grad()
+    step(model, optimizer)  # ranks are together still
+    acc.save(path / "step-3", model, optimizer, background=True).wait()
+    return told
+
+
+def test_all_ranks_hear_of_one_that_failed(world, tmp_path):
+    found = world.run(3, fails_on_one, tmp_path)
+    assert len(set(found)) == 1
+    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in found[0]
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        return _Raise.apply(x)
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the middle of a backward")
+
+
+def saves_after_a_backward_that_raised(mesh, path):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 4), Raises(), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = acc.shard(inner, mesh, units={nn.Linear})
+    before = acc.full_state_dict(model, rank0_only=False)
+    with pytest.raises(ArithmeticError, match="middle"):
+        model(torch.ones(2, 4, device=device())).sum().backward()
+    acc.save(path, model)
+    assert not any(unit.leases for unit in engine_of(model).units)
+    with pytest.raises(ArithmeticError, match="middle"):
+        model(torch.ones(2, 4, device=device())).sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    acc.load(path, model)
+    after = acc.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_save_and_load_after_an_exception(world, tmp_path):
+    world.run(2, saves_after_a_backward_that_raised, tmp_path / "c")

@@ -1,0 +1,381 @@
+"""`accordion checkpoint`, and what comes from and goes to other formats."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import accordion.checkpoint.convert
+from accordion import cli
+from accordion.checkpoint import load, save
+from accordion.checkpoint.convert import convert, export
+from accordion.checkpoint.inspect import diff, verify
+from accordion.checkpoint.reading import Files
+from accordion.errors import CheckpointError, UsageError
+from tests.checkpoint.test_one_process import Tied, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def small(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def stepped(seed):
+    model = small(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def told(capsys, *words):
+    code = cli.main(["checkpoint", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def assert_equal(model, other):
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_inspect_verify_diff_and_prune(tmp_path, capsys):
+    model = Tied()
+    optimizer = trained(model)
+    save(tmp_path / "step-1", model, optimizer, extra={"step": 1})
+    with torch.no_grad():
+        model.scale += 1
+    save(tmp_path / "step-2", model, optimizer, extra={"step": 2})
+    code, found = told(capsys, "inspect", tmp_path / "step-1")
+    assert (code, found["extra"], found["saved_by"]["num_ranks"]) == (0, {"step": 1}, 1)
+    assert found["tensors"]["model/embed.weight"]["shape"] == [5, 3]
+    assert found["aliases"] == {"model/head.weight": "model/embed.weight"}
+    assert cli.main(["checkpoint", "inspect", str(tmp_path / "step-1")]) == 0
+    assert "model/embed.weight  F32 [5, 3]  1 chunks" in capsys.readouterr().out
+
+    code, found = told(capsys, "diff", tmp_path / "step-1", tmp_path / "step-2")
+    assert code == 1
+    assert list(found["values"]) == ["model/scale"]
+    assert found["values"]["model/scale"]["num_different"] == 1
+    assert found["values"]["model/scale"]["largest"] == pytest.approx(1)
+    assert (found["only_first"], found["kinds"], found["words"]) == ([], {}, ["extra"])
+    assert told(capsys, "diff", tmp_path / "step-1", tmp_path / "step-1")[0] == 0
+
+    assert told(capsys, "verify", tmp_path / "step-2") == (
+        0,
+        {"path": str(tmp_path / "step-2"), "good": True, "faults": []},
+    )
+    file = tmp_path / "step-2" / "rank-00000.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-200] + bytes([whole[-200] ^ 4]) + whole[-199:])
+    code, found = told(capsys, "verify", tmp_path / "step-2")
+    assert code == 1
+    assert len(found["faults"]) == 1
+    assert "is damaged in bytes" in found["faults"][0]
+
+    assert told(capsys, "prune", tmp_path, "--keep", 1)[1]["removed"] == []  # the last good one
+    file.write_bytes(whole)
+    assert told(capsys, "prune", tmp_path, "--keep", 1, "--dry-run")[1]["removed"] == [str(tmp_path / "step-1")]
+    assert told(capsys, "prune", tmp_path, "--keep", 1)[1]["removed"] == [str(tmp_path / "step-1")]
+    assert os.listdir(tmp_path) == ["step-2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verifi", "x"], "invalid choice"),
+        (["inspect"], "arguments are required: path"),
+        (["prune", "x"], "--keep"),
+        (["prune", "x", "--keep", "0"], "takes 1 or more"),
+        (["export", "x", "y", "--format", "onnx"], "invalid choice"),
+        (["export", "x", "y", "--dtype", "I8"], "no floating-point dtype"),
+        (["convert", "absent", "y"], "is no folder of safetensors"),
+    ],
+)
+def test_bad_words_are_told_on_one_line(words, message, capsys):
+    assert cli.main(["checkpoint", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_no_checkpoint_is_an_error_of_one_line(tmp_path, capsys):
+    assert cli.main(["checkpoint", "inspect", str(tmp_path)]) == 1
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert cli.main(["checkpoint", "--help"]) == 0
+
+
+@pytest.mark.parametrize("words", [["verify"], ["prune", "--keep", "1"], ["inspect"]])
+def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys, words):
+    assert cli.main(["checkpoint", words[0], str(tmp_path / "nowhere"), *words[1:]]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "there is no such folder" in said.err
+
+
+def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
+    model, optimizer = stepped(1)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state, "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = convert(tmp_path / "dcp", tmp_path / "c")
+    assert (found.kind, found.left) == ("torch DCP", ())
+    assert verify(tmp_path / "c") == []
+    other = small(2)
+    mine = torch.optim.AdamW(other.parameters())
+    assert load(tmp_path / "c", other, mine) == {"step": 3}
+    assert_equal(model, other)
+    assert repr(mine.state_dict()) == repr(optimizer.state_dict())
+
+
+def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
+    model, other = small(1), small(2)
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
+    code, found = told(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
+    assert (code, found["from"], found["tensors"], found["left_out"]) == (0, "torch.save", 4, ["epoch"])
+    assert (found["path"], found["optimizer"]) == (str(tmp_path / "c"), False)
+    code, found = told(capsys, "export", tmp_path / "c", tmp_path / "hf", "--dtype", "BF16")
+    assert (code, found) == (0, {"files": [str(tmp_path / "hf" / "model.safetensors")]})
+    assert load_file(tmp_path / "hf" / "model.safetensors")["0.weight"].dtype == torch.bfloat16
+    load(tmp_path / "c", other)
+    assert_equal(model, other)
+    for job, *words in (("export", "c", "hf", "--format", "torch"), ("convert", "m.pt", "m.pt")):
+        words = [str(tmp_path / word) if not word.startswith("-") and word != "torch" else word for word in words]
+        assert cli.main(["checkpoint", job, *words, "--json"]) in (1, 2)
+        assert "exists" in capsys.readouterr().err
+
+
+def test_an_optimizer_in_a_dcp_folder_whose_parameters_have_no_names_is_left_out(tmp_path):
+    model, optimizer = stepped(1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = convert(tmp_path / "dcp", tmp_path / "c")
+    assert found.optimizer is None
+    assert {"optimizer.state.0.exp_avg", "optimizer.param_groups.0.lr"} <= set(found.left)
+    assert verify(tmp_path / "c") == []
+    other = small(2)
+    load(tmp_path / "c", other)
+    assert_equal(model, other)
+
+
+@pytest.mark.parametrize("inner", [None, "model"])
+def test_a_torch_file_comes_in(tmp_path, inner):
+    model, other = small(1), small(2)
+    state = model.state_dict()
+    torch.save(state if inner is None else {inner: state, "epoch": 3}, tmp_path / "m.pt")
+    found = convert(tmp_path / "m.pt", tmp_path / "c")
+    assert found.left == (() if inner is None else ("epoch",))
+    load(tmp_path / "c", other)
+    assert_equal(model, other)
+
+
+def test_safetensors_come_in_and_go_out(tmp_path, monkeypatch):
+    model, other = small(1), small(2)
+    state = model.state_dict()
+    (tmp_path / "hf").mkdir()
+    parts = {"a.safetensors": ["0.weight", "1.bias"], "b.safetensors": ["0.bias", "1.weight"]}
+    for name, keys in parts.items():
+        save_file({key: state[key] for key in keys}, tmp_path / "hf" / name)
+    where = {key: name for name, keys in parts.items() for key in keys}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    convert(tmp_path / "hf", tmp_path / "c")
+    load(tmp_path / "c", other)
+    assert_equal(model, other)
+    export(tmp_path / "c", tmp_path / "one")
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "one" / "model.safetensors").items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
+    monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 40)
+    made = export(tmp_path / "c", tmp_path / "many", dtype=torch.bfloat16)
+    assert len(made) == 3
+    convert(tmp_path / "many", tmp_path / "again")
+    load(tmp_path / "again", other)
+    assert torch.equal(other[0].weight, model[0].weight.bfloat16().float())
+    with pytest.raises(UsageError, match="exists"):
+        export(tmp_path / "c", tmp_path / "many")
+
+
+def test_torch_and_dcp_go_out(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model)
+    export(tmp_path / "c", tmp_path / "m.pt", "torch")
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_equal(model, type("", (), {"state_dict": lambda self: state})())
+    export(tmp_path / "c", tmp_path / "dcp", "dcp")
+    other = Tied()
+    into = {"model": other.state_dict()}
+    dcp.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_equal(model, other)
+    with open(tmp_path / "c" / "rank-00000.safetensors", "r+b") as file:
+        file.seek(-150, os.SEEK_END)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export(tmp_path / "c", tmp_path / "bad")
+    assert sorted(os.listdir(tmp_path)) == ["c", "dcp", "m.pt"]
+
+
+def test_from_pretrained_loads_what_goes_out(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    save(tmp_path / "c", model, extra={"model_config": json.loads(config.to_json_string(use_diff=False))})
+    export(tmp_path / "c", tmp_path / "hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert_equal(model, again)
+    monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 4000)
+    made = export(tmp_path / "c", tmp_path / "like", like=tmp_path / "hf")
+    assert str(tmp_path / "like" / "model.safetensors.index.json") in made
+    assert_equal(model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "like", dtype=torch.float32))
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def hostile_torch_file(path, mark):
+    torch.save({"weight": torch.ones(2), "x": Payload(mark)}, path)
+
+
+def hostile_metadata(path, mark):
+    path.mkdir()
+    (path / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
+
+
+def hostile_values(path, mark):
+    """The metadata is sound, and a value is a pickle that executes."""
+    dcp.save({"model": {"weight": torch.ones(3)}, "step": 3}, checkpoint_id=path, no_dist=True)
+    (file,) = path.glob("*.distcp")
+    data = file.read_bytes()
+    out = io.BytesIO()
+    torch.save(Payload(mark), out)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "step"]
+    info.offset, info.length = len(data), len(out.getvalue())
+    file.write_bytes(data + out.getvalue())
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("make", [hostile_torch_file, hostile_metadata, hostile_values])
+def test_pickles_of_others_execute_nothing(tmp_path, make):
+    make(tmp_path / "evil", tmp_path / "mark")
+    with pytest.raises(CheckpointError, match=r"not allowed|tensors alone"):
+        convert(tmp_path / "evil", tmp_path / "c")
+    assert os.listdir(tmp_path) == ["evil"]
+
+
+def test_broken_sources_are_named(tmp_path):
+    (tmp_path / "a.pt").write_bytes(b"no zip")
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as file:
+        file.writestr("x", "y")
+    torch.save([1], tmp_path / "c.pt")
+    (tmp_path / "d.safetensors").write_bytes(b"\xff" * 64)
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / ".metadata").write_bytes(b"\x80\x04garbage")
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../d.safetensors"}}')
+    names = sorted(os.listdir(tmp_path))
+    for name in names:
+        with pytest.raises(CheckpointError):
+            convert(tmp_path / name, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == names
+
+
+def test_diff_names_what_differs(tmp_path):
+    one, other = small(1), small(1)
+    other.append(nn.Linear(2, 2))
+    other[0] = nn.Linear(4, 3).bfloat16()
+    save(tmp_path / "a", one)
+    save(tmp_path / "b", other)
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert found["only_second"] == ["model/2.weight", "model/2.bias"]
+    assert found["kinds"]["model/0.weight"] == "F32 (3, 4) -> BF16 (3, 4)"
+    assert found["values"] == {}
+
+
+# -- a writer beside the reader
+
+
+def replacing(monkeypatch, module, name, act):
+    """The first call of `module.name` comes after `act`."""
+    original, done = getattr(module, name), []
+
+    def first(*args, **kwargs):
+        if not done:
+            done.append(True)
+            act()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, first)
+
+
+def of_rows(rows):
+    return nn.Linear(4, rows, bias=False)
+
+
+@pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
+def test_what_is_replaced_while_it_goes_out_is_read_again(tmp_path, monkeypatch, kind):
+    save(tmp_path / "c", of_rows(3))
+    newer = of_rows(5)
+    replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / "c", newer))
+    export(tmp_path / "c", tmp_path / "out", kind)
+    convert(tmp_path / "out", tmp_path / "back")
+    found = of_rows(5)
+    load(tmp_path / "back", found)
+    assert torch.equal(found.weight, newer.weight)
+    assert sorted(os.listdir(tmp_path)) == ["back", "c", "out"]
+
+
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_what_is_replaced_while_it_is_compared_is_read_again(tmp_path, monkeypatch, which):
+    newer = of_rows(5)
+    for name in "ab":
+        save(tmp_path / name, of_rows(3) if name == which else newer)
+    replacing(monkeypatch, Files, "check_sizes", lambda: save(tmp_path / which, newer))
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert not any(found.values())
+
+
+@pytest.mark.parametrize("how", ["replaced", "written into"])
+def test_a_source_that_is_written_while_it_comes_in_is_refused(tmp_path, monkeypatch, how):
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        save_file({name[:7]: torch.ones(64)}, tmp_path / name)
+    index = {"weight_map": {"model-1": "model-1.safetensors", "model-2": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def write():
+        at = tmp_path / "model-2.safetensors"
+        if how == "replaced":
+            save_file({"model-2": torch.zeros(64)}, tmp_path / "new")
+            os.replace(tmp_path / "new", at)
+        else:
+            with open(at, "r+b") as file:
+                file.seek(-8, os.SEEK_END)
+                file.write(b"01234567")
+
+    replacing(monkeypatch, accordion.checkpoint.convert, "write", write)
+    with pytest.raises(CheckpointError, match=r"was written while it was read.*when its writer has ended"):
+        convert(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path, tmp_path / "out")

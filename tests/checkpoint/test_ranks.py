@@ -1,0 +1,465 @@
+"""Checkpoints over ranks: saved at any number of ranks and any placements, loaded at any other."""
+
+import importlib
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import accordion as acc
+from accordion._torch import StridedShard
+from accordion.checkpoint import latest, load, save
+from accordion.config import strategy_named
+from accordion.errors import CheckpointError
+from tests.devices import device
+from tests.support.models import Tiny
+from tests.support.sample import drawn, sampled
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+AXES = ("replicate", "shard")
+LAYOUTS = {  # name -> (shape of the mesh, placements of a parameter)
+    "1": ((1,), [S0]),
+    "2": ((2,), [S0]),
+    "3": ((3,), [S0]),
+    "4": ((4,), [S0]),
+    "dim 1": ((3,), [S1]),
+    "replicated": ((2,), [R]),
+    "hybrid": ((2, 2), [R, S0]),
+    "over both": ((2, 2), [StridedShard(0, split_factor=2), S0]),
+    "over both, 1 shard": ((4, 1), [StridedShard(0, split_factor=1), S0]),
+    "blocks": ((2, 2), [S1, S0]),
+}
+
+
+class Model(nn.Module):
+    """Uneven rows, fewer rows than ranks, none at all, a 0-d parameter, a tie, a buffer."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Parameter(torch.randn(13, 6))
+        self.few = nn.Parameter(torch.randn(2, 3))
+        self.none = nn.Parameter(torch.randn(0, 4))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.short = nn.Parameter(torch.randn(7, 5).bfloat16())
+        self.head = self.embed
+        self.register_buffer("seen", torch.arange(3) + seed)
+
+
+def part_of(whole, mesh, placements):
+    """This rank's rows of `whole` as `shard` cuts them: in the order of the mesh axes, but by a strided one last."""
+    axes = sorted(range(mesh.ndim), key=lambda axis: isinstance(placements[axis], StridedShard))
+    for axis in axes:
+        if not isinstance(placements[axis], Replicate):
+            chunks = whole.chunk(mesh.size(axis), placements[axis].dim)
+            index = mesh.get_coordinate()[axis]
+            whole = chunks[index] if index < len(chunks) else whole.narrow(placements[axis].dim, 0, 0)
+    return whole
+
+
+def place(tensor, mesh, placements):
+    """`tensor`, equal on all ranks, as a DTensor; what has no dim to shard is replicated."""
+    whole = tensor.detach()
+    if any(not isinstance(p, Replicate) and p.dim >= whole.ndim for p in placements):
+        placements = [R] * mesh.ndim
+    placed = DTensor.from_local(
+        part_of(whole, mesh, placements).clone(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    if not any(isinstance(p, StridedShard) for p in placements):
+        assert torch.equal(placed.to_local(), distribute_tensor(whole, mesh, placements).to_local())
+    return placed
+
+
+def build(mesh, layout, seed, steps=2):
+    """A model placed as `layout` says and its AdamW after two steps."""
+    model, full = Model(seed), Model(seed)
+    for name, param in full.named_parameters():
+        setattr(model, name, nn.Parameter(place(param, mesh, LAYOUTS[layout][1])))
+    model.head = model.embed
+    return model, train(model, full, seed, steps)
+
+
+def build_full(seed):
+    """What `build` makes, on one device."""
+    full = Model(seed)
+    return full, train(full, Model(seed), seed, 2)
+
+
+def train(model, full, seed, steps):
+    """Steps whose gradients are made up from `full`, the weights before them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed, amsgrad=True, foreach=False)
+    for step in range(steps):
+        for own, param in zip(model.parameters(), full.parameters(), strict=True):
+            grad = torch.full_like(param, 0.1 + step) * param.detach().sign()
+            own.grad = place(grad, own.device_mesh, own.placements) if isinstance(own, DTensor) else grad
+        optimizer.step()
+    return optimizer
+
+
+def tensors_of(model, optimizer):
+    """All tensors by name, as this rank holds them."""
+    found = dict(model.state_dict())
+    for name, param in model.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(param, {}).items()}
+    return found
+
+
+def assert_holds(model, optimizer, full, full_optimizer):
+    """Every local tensor is this rank's part of the unsharded one."""
+    held, wanted = tensors_of(model, optimizer), tensors_of(full, full_optimizer)
+    assert held.keys() == wanted.keys()
+    for name, tensor in held.items():
+        local, whole = tensor, wanted[name].detach()
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            whole = part_of(whole, tensor.device_mesh, tensor.placements)
+        assert torch.equal(local.cpu(), whole.cpu()), name
+        assert isinstance(tensor, DTensor) == (name.split("/")[0] != "seen" and not name.endswith("/step")), name
+
+
+def save_built(mesh, layout, path):
+    model, optimizer = build(mesh, layout, 1)
+    assert_holds(model, optimizer, *build_full(1))
+    save(path, model, optimizer, extra={"layout": layout})
+
+
+def load_built(mesh, layout, path):
+    """Load what another layout saved into other weights, whose optimizer has no state yet, and then into what has."""
+    full, full_optimizer = build_full(1)
+    model, optimizer = build(mesh, layout, 2, steps=0)
+    for _ in range(2):
+        places = [param.to_local().data_ptr() for param in model.parameters()]
+        extra = load(path, model, optimizer)
+        assert places == [param.to_local().data_ptr() for param in model.parameters()]
+        assert_holds(model, optimizer, full, full_optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+        with torch.no_grad():
+            for param in model.parameters():
+                optimizer.state[param]["exp_avg"] += param + 1  # the state goes together with the parameter
+                optimizer.state[param]["step"] += 1
+                param.zero_()
+        optimizer.param_groups[0]["lr"] = 7
+    return extra
+
+
+def run(world, layout, fn, *args):
+    shape = LAYOUTS[layout][0]
+    return world.run_mesh(shape, AXES[-len(shape) :], fn, layout, *args)
+
+
+@pytest.fixture(scope="module")
+def saved(world, tmp_path_factory):
+    """One checkpoint of each layout."""
+    folder = tmp_path_factory.mktemp("saved")
+    for layout in LAYOUTS:
+        run(world, layout, save_built, folder / layout)
+    return folder
+
+
+PAIRS = [(source, target) for source in LAYOUTS for target in LAYOUTS]
+USUAL = drawn(PAIRS, 3, lambda source, _: source) | drawn(PAIRS, 1, lambda _, target: target)
+
+
+@pytest.mark.parametrize(("source", "target"), sampled(PAIRS, lambda *pair: pair in USUAL))
+def test_any_layout_loads_any_other(world, saved, source, target):
+    extras = run(world, target, load_built, saved / source)
+    assert extras == [{"layout": source}] * len(extras)
+
+
+def test_every_row_is_written_once(saved):
+    for layout in LAYOUTS:
+        rows = 0
+        for file in sorted((saved / layout).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as held:
+                names = [name for name in held.keys() if name.startswith("model/embed[")]  # noqa: SIM118
+                rows += sum(held.get_tensor(name).numel() for name in names)
+        assert rows == 13 * 6, layout
+
+
+def test_who_writes(saved):
+    files = {layout: len(list((saved / layout).glob("*.safetensors"))) for layout in LAYOUTS}
+    assert files == {
+        "1": 1,
+        "2": 2,
+        "3": 3,
+        "4": 4,
+        "dim 1": 3,
+        "replicated": 1,
+        "hybrid": 2,
+        "over both": 4,
+        "over both, 1 shard": 4,
+        "blocks": 4,
+    }
+
+
+def wrong_model(mesh, layout, path):
+    model, _ = build(mesh, layout, 3)
+    model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, LAYOUTS[layout][1]))
+    model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, LAYOUTS[layout][1]))
+    before = model.embed.to_local().clone()
+    with pytest.raises(CheckpointError) as caught:
+        load(path, model)
+    assert torch.equal(before, model.embed.to_local())
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_alike_on_all_ranks(world, saved):
+    first, *others = run(world, "3", wrong_model, saved / "2")
+    assert others == [first, first]
+    assert "1 missing in the checkpoint: model/more" in first
+    assert "model/few is (2, 3) in the checkpoint and (3, 3) in the model" in first
+
+
+def fail_on_one(mesh, layout, path, failing, step):
+    """Save while one rank's disk is full."""
+    model, optimizer = build(mesh, layout, 1)
+    count, fsync = [0], os.fsync
+
+    def broken(handle):
+        count[0] += 1
+        if mesh.get_rank() == failing and count[0] > step:
+            raise OSError(28, "No space left on device")
+        fsync(handle)
+
+    os.fsync = broken
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save(path, model, optimizer)
+    finally:
+        os.fsync = fsync
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("failing", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
+def test_one_rank_that_fails_fails_all_and_leaves_nothing(world, tmp_path, failing, step):
+    messages = run(world, "3", fail_on_one, tmp_path / "c", failing, step)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"rank {failing}: OSError: [Errno 28] No space left on device: '{tmp_path}")
+    assert os.listdir(tmp_path) == []
+
+
+def file_gone_for_one(mesh, layout, path, failing):
+    model, _ = build(mesh, layout, 1)
+    with torch.no_grad():
+        model.embed.to_local().zero_()
+    if mesh.get_rank() == failing:  # only the last rank needs the last file
+        (path / "rank-00003.safetensors").unlink()
+    torch.distributed.barrier(mesh.get_group())
+    with pytest.raises(
+        CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file; it lacks model/embed"
+    ):
+        load(path, model)
+    assert not model.embed.to_local().any()
+
+
+def test_a_lost_file_fails_all_before_anything_changes(world, tmp_path):
+    run(world, "4", save_built, tmp_path / "c")
+    assert latest(tmp_path) == str(tmp_path / "c")
+    run(world, "4", file_gone_for_one, tmp_path / "c", 3)
+    with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*rank-00003"):
+        latest(tmp_path)
+
+
+def partial(mesh, layout, path):
+    model, _ = build(mesh, layout, 1)
+    model.few = nn.Parameter(DTensor.from_local(torch.ones(2, 3, device=device()), mesh, [Partial()], run_check=False))
+    with pytest.raises(CheckpointError, match=r"^model/few is placed .*; a checkpoint holds sharded and replicated"):
+        save(path, model)
+    padded = DTensor.from_local(
+        torch.ones(2, 3, device=device()), mesh, [S0], shape=(3, 3), stride=(3, 1), run_check=False
+    )
+    model.few = nn.Parameter(padded)
+    with pytest.raises(
+        CheckpointError, match=r"^rank 1: model/few of shape \(3, 3\) .* \(1, 3\), but its local tensor"
+    ):
+        save(path, model)
+
+
+def test_what_cannot_be_saved_is_named(world, tmp_path):
+    run(world, "2", partial, tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def plain_to_sharded(mesh, layout, path):
+    model, optimizer = build(mesh, layout, 1)
+    full, full_optimizer = build_full(1)
+    save(path / "plain", full, full_optimizer)
+    load_built(mesh, layout, path / "plain")
+    other = Model(5)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    save(path / "sharded", model, optimizer)
+    load(path / "sharded", other, other_optimizer)
+    held, wanted = tensors_of(other, other_optimizer), tensors_of(full, full_optimizer)
+    assert all(torch.equal(held[name].cpu(), wanted[name].cpu()) for name in wanted)
+
+
+def test_between_sharded_and_not(world, tmp_path):
+    world.run(4, plain_to_sharded, "4", tmp_path)
+
+
+def resume(mesh, layout, path):
+    """Two steps, save, two more; then load and two more again: bit for bit the same."""
+    model, optimizer = build(mesh, layout, 1)
+    save(path, model, optimizer)
+    again, other = build(mesh, layout, 2)
+    load(path, again, other)
+    for m, o in ((model, optimizer), (again, other)):
+        for _ in range(2):
+            for param in m.parameters():
+                param.grad = param.detach() * 2
+            o.step()
+    for name, tensor in tensors_of(model, optimizer).items():
+        mine = tensors_of(again, other)[name]
+        pair = [t.to_local() if isinstance(t, DTensor) else t for t in (tensor, mine)]
+        assert torch.equal(*pair), name
+
+
+@pytest.mark.parametrize("layout", ["3", "hybrid", "over both"])
+def test_training_goes_on_as_if_never_stopped(world, tmp_path, layout):
+    run(world, layout, resume, tmp_path / "c")
+
+
+def rank_of_many(mesh, path):
+    """One rank of many writes its own rows and asks nobody."""
+    model = nn.Module()
+    local = torch.ones(3, 2, device=device()) * mesh.get_rank()
+    model.weight = nn.Parameter(
+        DTensor.from_local(local, mesh, [S0], shape=(3 * mesh.size(), 2), stride=(2, 1), run_check=False)
+    )
+    path.parent.joinpath(".c..tmp").mkdir(exist_ok=True)  # nobody tells the name of this save
+    save(path, model)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 1024])
+def test_a_rank_of_many_writes_by_itself(run_fake, tmp_path, num_ranks):
+    run_fake(num_ranks, 5, rank_of_many, tmp_path / "c")
+    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as held:
+        assert held.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
+
+
+def fused(mesh, path):
+    """Parameters, state and the learning rate on the device of the mesh."""
+    device = torch.device(mesh.device_type)
+
+    def made(seed):
+        model = nn.Module()
+        model.weight = nn.Parameter(place(torch.full((5, 3), float(seed), device=device), mesh, [S0]))
+        model.register_buffer("seen", torch.full((2,), seed, device=device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5 * seed, device=device), fused=True)
+        return model, optimizer
+
+    model, optimizer = made(1)
+    model.weight.grad = model.weight.detach() * 3
+    optimizer.step()
+    save(path, model, optimizer)
+    again, other = made(2)
+    load(path, again, other)
+    held, wanted = tensors_of(again, other), tensors_of(model, optimizer)
+    assert held.keys() == wanted.keys()
+    for name, tensor in held.items():
+        ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, wanted[name]))
+        assert ours.device == theirs.device, name
+        assert torch.equal(ours, theirs), name
+    assert other.param_groups[0]["lr"].item() == 0.5
+    assert other.param_groups[0]["lr"].device.type == device.type
+
+
+def test_fused(world, tmp_path):
+    world.run(2, fused, tmp_path / "c")
+
+
+@pytest.mark.accelerator
+def test_fused_on_an_accelerator(device_world, tmp_path):
+    device_world.run(device_world.num_ranks, fused, tmp_path / "c")
+
+
+STRATEGIES = {
+    "full_shard": (3,),
+    "shard_optim": (2,),
+    "no_shard": (2,),
+    "hybrid_shard": (2, 2),
+    "hybrid_shard_optim": (2, 2),
+}
+
+
+def train_sharded(mesh, strategy, save_to, load_from, steps):
+    """Train a sharded model from a checkpoint and to another; losses of the steps and all tensors at the start, whole."""
+    model = acc.shard(Tiny(tied=True, scalar=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    tokens = torch.arange(40, device=device()).view(4, 10) % 37
+    losses = []
+    if load_from is not None:
+        assert acc.load(load_from, model, optimizer) == {"step": 2}
+    before = acc.full_state_dict(model, rank0_only=False)
+    for _ in range(steps):
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if save_to is not None:
+        acc.save(save_to, model, optimizer, extra={"step": steps})
+    return losses, before, acc.full_state_dict(model, rank0_only=False)
+
+
+def on_mesh(world, strategy, *args):
+    shape = STRATEGIES[strategy]
+    return world.run_mesh(shape, AXES[-len(shape) :], train_sharded, strategy, *args)[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sharded_models_go_on_under_any_strategy(world, tmp_path, strategy):
+    """`shard`, `wrap_optimizer`, `save` and `load` together, loaded by the same strategy and by all others."""
+    _, _, saved = on_mesh(world, strategy, tmp_path / "c", None, 2)
+    wanted = None
+    for other in sorted(STRATEGIES, key=lambda name: name != strategy):
+        losses, loaded, _ = on_mesh(world, other, None, tmp_path / "c", 3)
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+        wanted = wanted or losses
+        assert losses == pytest.approx(wanted, rel=1e-5)
+    unbroken, _, _ = on_mesh(world, strategy, None, None, 5)
+    assert unbroken[2:] == wanted
+
+
+PIECE = 2**12
+
+
+def save_in_pieces(mesh, path):
+    modules = [importlib.import_module(f"accordion.checkpoint.{name}") for name in ("writing", "save")]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "PIECE_BYTES", PIECE)
+        save(path, small(1, mesh))
+
+
+def small(seed, mesh):
+    torch.manual_seed(seed)
+    model = nn.Module()
+    model.weight = nn.Parameter(place(torch.randn(600, 64, device=device()), mesh, [S0]))
+    return model
+
+
+def bytes_read(mesh, path):
+    """How much of the tensor file a rank reads, and whether it then holds its rows."""
+    model, read, preadv = small(2, mesh), [], os.preadv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *words: read.append(preadv(*words)) or read[-1])
+        load(path, model)
+    assert torch.equal(model.weight.to_local(), small(1, mesh).weight.to_local())
+    return sum(read), model.weight.to_local().numel() * 4
+
+
+def test_a_rank_reads_its_rows_and_little_more(world, tmp_path):
+    world.run(2, save_in_pieces, tmp_path / "c")
+    for read, own in world.run(4, bytes_read, tmp_path / "c"):
+        headers = 2 * 4000  # of the files
+        assert 2 * own <= read <= 2 * own + 2 * PIECE + headers

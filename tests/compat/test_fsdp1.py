@@ -1,0 +1,576 @@
+"""FullyShardedDataParallel of compat.fsdp1: what torch's users write, against the unsharded model and torch's own class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.compat.fsdp1 import (
+    CPUOffload,
+    MixedPrecision,
+    ShardedGradScaler,
+    ShardingStrategy,
+    StateDictType,
+    meeting,
+)
+from accordion.compat.fsdp1 import FullyShardedDataParallel as FSDP  # noqa: N817
+from accordion.compat.fsdp1 import wrap as wrapping
+from accordion.errors import UsageError
+from tests.devices import device, here
+from tests.inside import units_of
+from tests.support.checks import assert_at_rest, assert_close, logged
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "migrate"
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+class Net(nn.Module):
+    """Blocks between two layers; a buffer that training moves."""
+
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = nn.Linear(width, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.shape[0]
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def seeded(make: Any = Net, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return here(make())
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank)).to(device())
+
+
+def unsharded_steps(num_ranks: int, steps: int = 3, make: Any = Net, clip: float | None = None, **kind: Any) -> Any:
+    """The model trained on all ranks' batches, its losses of each rank and step, and its gradients of the last step."""
+    model = seeded(make)
+    optimizer = kind.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        each = [model(batch(step, rank)).pow(2).mean() for rank in range(num_ranks)]
+        (sum(each) / num_ranks).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        losses.append([float(loss.detach()) for loss in each])
+        optimizer.step()
+    return model, losses, optimizer
+
+
+def train(model: nn.Module, rank: int, steps: int = 3, clip: float | None = None, optimizer: Any = None) -> list[float]:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch(step, rank)).pow(2).mean()
+        loss.backward()
+        if clip:
+            model.clip_grad_norm_(clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=tolerance, atol=tolerance, msg=name)
+
+
+SIZE = functools.partial(wrapping.size_based_auto_wrap_policy, min_num_params=200)
+POLICIES: dict[str, Any] = {
+    "none": None,
+    "size": SIZE,
+    "transformer": functools.partial(wrapping.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    "always": wrapping.always_wrap_policy,
+    "lambda": functools.partial(wrapping.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
+    "module": wrapping.ModuleWrapPolicy({Block}),
+    "custom": wrapping.CustomPolicy(lambda m: isinstance(m, (Block, nn.Linear))),
+}
+
+
+def trains_as_unsharded(mesh: DeviceMesh, policy: str, strategy: str) -> tuple[int, str]:
+    rank, num_ranks = dist.get_rank(), mesh.size()
+    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
+    expected, losses, _ = unsharded_steps(num_ranks, clip=0.5)
+    assert train(model, rank, clip=0.5) == pytest.approx([step[rank] for step in losses], abs=1e-5)
+    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    assert [n for n, _ in model.named_buffers()] == ["seen"]
+    assert_at_rest(model)
+    return len(FSDP.fsdp_modules(model)), repr(model)
+
+
+def without_counters(model: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in model.state_dict().items() if name != "seen"}
+
+
+def offloaded(mesh: DeviceMesh) -> None:
+    """Shards rest on the host: not a bit differs. torch's own cannot without an accelerator."""
+    found = []
+    for offload in (False, True):
+        shared: dict[str, Any] = {"device_mesh": mesh, "cpu_offload": CPUOffload(offload_params=offload)}
+        model = FSDP(seeded(), auto_wrap_policy=POLICIES["module"], **shared)
+        losses = train(model, dist.get_rank(), clip=0.5)
+        shard_buffers = {type(g.shard_buffer).__name__ for u in units_of(model) for g in u.groups}
+        assert shard_buffers == {"HostShards" if offload else "FlatShards"}
+        found.append((losses, model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert_same_state(found[1][1], found[0][1], 0.0)
+
+
+def test_offloading_changes_no_bit(world):
+    world.run(2, offloaded)
+
+
+UNITS = {"none": 1, "size": 3, "transformer": 3, "always": 12, "lambda": 3, "module": 3, "custom": 9}
+
+
+@pytest.mark.parametrize("policy", UNITS)
+def test_policies_make_units_and_train_as_unsharded(world, policy):
+    count, shown = world.run(2, trains_as_unsharded, policy, "FULL_SHARD")[0]
+    assert count == UNITS[policy]
+    assert shown.startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+def test_strategies(world, strategy):
+    world.run(4, trains_as_unsharded, "transformer", strategy)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+def test_hybrid_strategies(world, strategy):
+    world.run_mesh((2, 2), ("replicate", "shard"), trains_as_unsharded, "transformer", strategy)
+
+
+# -- beside torch's own class, in one process
+
+
+def torchs(mesh: DeviceMesh, policy: Any = None, make: Any = Net, **arguments: Any) -> nn.Module:
+    """torch's own; on CPU it gathers a full state dict only for optimizers, and dies for models (2.13.0)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch_fsdp.FullyShardedDataParallel(
+            seeded(make), auto_wrap_policy=policy, device_mesh=mesh, device_id=device(), use_orig_params=True,
+            **arguments,
+        )  # fmt: skip
+
+
+def states_of(cls: Any, model: nn.Module, optimizer: Any, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with cls.state_dict_type(model, StateDictType[kind]):
+            weights = model.state_dict() if kind == "SHARDED_STATE_DICT" else {}
+            return weights, cls.optim_state_dict(model, optimizer)
+
+
+def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
+    if isinstance(expected, dict):
+        assert sorted(found) == sorted(expected), name
+        for key, value in expected.items():
+            assert_same_tensors(found[key], value, f"{name}.{key}")
+    elif isinstance(expected, Tensor):
+        assert isinstance(found, DTensor) == isinstance(expected, DTensor), name
+        if isinstance(expected, DTensor):
+            assert (found.shape, found.placements) == (expected.shape, expected.placements), name
+            found, expected = found.to_local(), expected.to_local()
+        torch.testing.assert_close(
+            found.cpu(), expected.cpu(), rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}"
+        )
+    else:
+        assert found == expected, name
+
+
+def beside_torch(mesh: DeviceMesh, folder: str) -> None:
+    rank = dist.get_rank()
+    theirs, ours = (
+        torchs(mesh, POLICIES["module"]),
+        FSDP(seeded(), auto_wrap_policy=POLICIES["module"], device_mesh=mesh),
+    )
+    assert repr(ours) == repr(theirs)
+    opt_theirs, opt_ours = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (theirs, ours))
+    for step in range(3):
+        found = []
+        for model, optimizer in ((theirs, opt_theirs), (ours, opt_ours)):
+            optimizer.zero_grad()
+            loss = model(batch(step, rank)).pow(2).mean()
+            loss.backward()
+            norm = model.clip_grad_norm_(0.5)
+            cls: Any = type(model)
+            with cls.summon_full_params(model, with_grads=True):
+                grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+            optimizer.step()
+            found.append((loss.detach(), norm, grads))
+        assert_close(found[1][2], found[0][2], 1e-6)
+        torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-6, atol=1e-6)
+    weights, state = states_of(FSDP, ours, opt_ours, "SHARDED_STATE_DICT")
+    their_weights, their_state = states_of(
+        torch_fsdp.FullyShardedDataParallel, theirs, opt_theirs, "SHARDED_STATE_DICT"
+    )
+    assert list(weights) == list(their_weights)
+    assert_same_tensors(weights, their_weights, "weights")
+    assert_same_tensors(state["state"], their_state["state"], "optimizer")
+    assert state["param_groups"] == their_state["param_groups"]
+    # torch's full optimizer state on four CPU ranks is not what its sharded one adds up to (2.13.0), so that one is gathered.
+    gathered = {
+        name: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        for name, entry in their_state["state"].items()
+    }
+    assert_same_tensors(FSDP.full_optim_state_dict(ours, opt_ours, rank0_only=False)["state"], gathered, "full")
+    read_each_others(mesh, folder, (theirs, opt_theirs), (ours, opt_ours))
+
+
+def read_each_others(mesh: DeviceMesh, folder: str, theirs: Any, ours: Any) -> None:
+    """A checkpoint of torch's class goes on in this one, and the other way round: the same losses."""
+    torch_cls: Any = torch_fsdp.FullyShardedDataParallel
+    rank = dist.get_rank()
+    fresh = [
+        torchs(mesh, POLICIES["module"]),
+        FSDP(seeded(seed=1), auto_wrap_policy=POLICIES["module"], device_mesh=mesh),
+    ]
+    goes_on = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for written_by, (model, optimizer), cls, again, its_cls in (
+            ("torch", theirs, torch_cls, fresh[1], FSDP),
+            ("ours", ours, FSDP, fresh[0], torch_cls),
+        ):
+            weights, state = states_of(cls, model, optimizer, "SHARDED_STATE_DICT")
+            path = f"{folder}/{written_by}"
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
+            its_optimizer = torch.optim.AdamW(again.parameters(), lr=0.05)
+            train(again, rank, 1, optimizer=its_optimizer)
+            with its_cls.state_dict_type(again, StateDictType.SHARDED_STATE_DICT):
+                found = {"model": again.state_dict(), "optim": its_cls.optim_state_dict(again, its_optimizer)}
+                dcp.load(found, checkpoint_id=path)
+                again.load_state_dict(found["model"])
+                loadable = its_cls.optim_state_dict_to_load(again, its_optimizer, found["optim"])
+                its_optimizer.load_state_dict(loadable)
+            goes_on.append(train(again, rank, optimizer=its_optimizer))
+        expected = train(theirs[0], rank, optimizer=theirs[1])
+    assert goes_on[0] == pytest.approx(expected, abs=1e-5)
+    assert goes_on[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_beside_torchs_own_class(world, tmp_path):
+    world.run(4, beside_torch, str(tmp_path))  # all ranks: torch's class takes the default group here and there
+
+
+def wraps_as_torch(mesh: DeviceMesh) -> None:
+    mixed = MixedPrecision(param_dtype=BF16)
+    for name, policy in POLICIES.items():
+        assert repr(FSDP(seeded(), auto_wrap_policy=policy, device_mesh=mesh)) == repr(torchs(mesh, policy)), name
+    policy = wrapping.ModuleWrapPolicy({nn.Linear})
+    theirs = torchs(mesh, policy, make=WithNorm, mixed_precision=mixed)
+    assert repr(FSDP(seeded(WithNorm), auto_wrap_policy=policy, device_mesh=mesh, mixed_precision=mixed)) == repr(
+        theirs
+    )
+
+
+def test_policies_wrap_what_torchs_do(world):
+    world.run(2, wraps_as_torch)
+
+
+def mixed_beside_torch(mesh: DeviceMesh) -> None:
+    mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
+    rank = dist.get_rank()
+    theirs = torchs(mesh, POLICIES["module"], mixed_precision=mixed)
+    ours = FSDP(seeded(), auto_wrap_policy=POLICIES["module"], device_mesh=mesh, mixed_precision=mixed)
+    assert train(ours, rank) == train(theirs, rank)
+    assert ours(batch(0, rank)).dtype is BF16
+    assert ours.seen.dtype is BF16
+    assert ours.state_dict()["seen"].dtype is torch.float32
+    assert all(p.dtype is torch.float32 and p.grad.dtype is torch.float32 for p in ours.parameters())
+
+
+def test_mixed_precision_beside_torch(world):
+    world.run(2, mixed_beside_torch)
+
+
+class WithNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.dtypes: list[torch.dtype] = []
+        self.norm.register_forward_pre_hook(lambda m, args: self.dtypes.append(args[0].dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        self.dtypes.append(x.dtype)
+        return self.last(x)
+
+
+def batch_norms(mesh: DeviceMesh) -> None:
+    net = seeded(WithNorm)
+    mixed = MixedPrecision(param_dtype=BF16, cast_forward_inputs=True)
+    model = FSDP(net, auto_wrap_policy=wrapping.ModuleWrapPolicy({nn.Linear}), device_mesh=mesh, mixed_precision=mixed)
+    model(batch(0, 0)).sum().backward()
+    assert net.dtypes == [
+        BF16,
+        BF16,
+    ]  # the norm's input is cast by a hook that comes after this test's, and its output back
+    assert isinstance(net.norm, FSDP)
+    assert net.norm.running_mean.dtype is torch.float32
+
+
+def test_batch_norms_stay_in_float32(world):
+    world.run(2, batch_norms)
+
+
+# -- wrapping by hand, and what the constructor takes
+
+
+class Annotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = wrapping.wrap(nn.Linear(4, 8))
+        self.blocks = nn.ModuleList(wrapping.wrap(Block()) for _ in range(2))
+        self.last = nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    forward = Net.forward
+
+
+def nested(mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    with wrapping.enable_wrap(wrapper_cls=FSDP, device_mesh=mesh):
+        torch.manual_seed(0)
+        model = wrapping.wrap(Annotated())
+    assert [type(m).__name__ for m in (model, model.first, model.blocks[0])] == ["FullyShardedDataParallel"] * 3
+    assert not model.first.check_is_root()
+    expected, losses, _ = unsharded_steps(2)
+    assert train(model, rank) == pytest.approx([step[rank] for step in losses], abs=1e-5)
+    assert [u.name for u in acc.describe(model).units][1:] == [
+        "_fsdp_wrapped_module.first", "_fsdp_wrapped_module.blocks.0", "_fsdp_wrapped_module.blocks.1",
+    ]  # fmt: skip
+    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
+    with pytest.raises(UsageError, match="is for the outermost"):
+        model.first.clip_grad_norm_(1.0)
+    with pytest.raises(UsageError, match="is for the outermost"), model.first.no_sync():
+        pass
+
+
+def test_wrappers_in_wrappers(world):
+    world.run(2, nested)
+    assert not isinstance(Annotated().first, FSDP)
+
+
+def first_used(mesh: DeviceMesh) -> None:
+    """One rank asks a hand-wrapped model for its parameters while the others do something else."""
+    model, rank = FSDP(seeded(), device_mesh=mesh), dist.get_rank()
+    meeting.PATIENCE_S, meeting.LIMIT_S, before = 0.05, 0.3, (meeting.PATIENCE_S, meeting.LIMIT_S)
+    try:
+        if rank == 0:
+            with logged() as said, pytest.raises(UsageError, match="waited 0 s for rank 1: the first use of a model"):
+                list(model.parameters())
+            assert said[0].startswith("waiting for rank 1: the first use")
+    finally:
+        meeting.PATIENCE_S, meeting.LIMIT_S = before
+    dist.barrier(mesh.get_group())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in FSDP(seeded(), device_mesh=mesh).parameters())
+
+
+def test_the_first_use_is_on_all_ranks_or_says_so(world):
+    world.run(2, first_used)
+
+
+def summons(mesh: DeviceMesh) -> None:
+    rank, reference = dist.get_rank(), seeded()
+    model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
+    with FSDP.summon_full_params(model, writeback=False):
+        assert_same_state(dict(model.named_parameters()), dict(reference.named_parameters()), 0.0)
+        model.module.last.weight.data.zero_()
+    assert model.state_dict()["last.weight"].any()
+    with FSDP.summon_full_params(model), torch.no_grad():
+        model.last.weight.fill_(2.0)
+    assert (model.state_dict()["last.weight"] == 2).all()
+    model.apply(lambda m: nn.init.constant_(m.weight, 3.0) if isinstance(m, nn.Linear) else None)
+    assert (model.state_dict()["first.weight"] == 3).all()
+    model(batch(0, rank)).pow(2).mean().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        model.last.bias.grad.fill_(5.0)
+    assert (model.last.bias.grad.full_tensor() == 5).all()
+    assert_at_rest(model)
+
+
+def test_full_parameters_are_summoned(world):
+    world.run(2, summons)
+
+
+def accumulates(mesh: DeviceMesh) -> None:
+    rank, plain = dist.get_rank(), seeded()
+    model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
+    with model.no_sync():
+        model(batch(0, rank)).pow(2).mean().backward()
+    model(batch(1, rank)).pow(2).mean().backward()
+    sum(plain(batch(step, r)).pow(2).mean() / 2 for step in range(2) for r in range(2)).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_no_sync(world):
+    world.run(2, accumulates)
+
+
+def constructed(mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    first = seeded()
+    unlike = seeded(seed=rank)
+    model = FSDP(unlike, sync_module_states=True, auto_wrap_policy=SIZE, process_group=mesh.get_group())
+    assert_same_state(model.state_dict(), first.state_dict(), 0.0)
+    unlike = FSDP(seeded(seed=rank), auto_wrap_policy=SIZE, device_mesh=mesh)
+    assert_same_state(unlike.state_dict(), first.state_dict(), 0.0)
+    with pytest.raises(acc.DivergenceError, match="different models"):
+        FSDP(Net(blocks=2 + rank), auto_wrap_policy=SIZE, device_mesh=mesh)
+    with torch.device("meta"):
+        empty = Net()
+    calls = []
+
+    def init(module: nn.Module) -> None:
+        calls.append(type(module).__name__)
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters() if hasattr(module, "reset_parameters") else module.seen.zero_()
+
+    torch.manual_seed(0)
+    FSDP(empty, param_init_fn=init, auto_wrap_policy=POLICIES["module"], device_mesh=mesh).state_dict()
+    assert sorted(set(calls)) == ["LayerNorm", "Linear", "Net"]
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    torch.manual_seed(0)
+    drawn = FSDP(empty, device_mesh=mesh).state_dict()
+    torch.manual_seed(0)
+    if device().type == "cpu":  # another device draws other numbers
+        assert_same_state(drawn, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).state_dict(), 0.0)
+
+
+def test_constructor_arguments(world):
+    world.run(2, constructed)
+
+
+def ignores(mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    for how in ({"ignored_modules": ["first"]}, {"ignored_states": ["first"]}, {"ignored_states": ["weight", "bias"]}):
+        net, plain = seeded(), seeded()
+        names = next(iter(how.values()))
+        chosen = [net.first if n == "first" else getattr(net.first, n) for n in names]
+        model = FSDP(net, auto_wrap_policy=POLICIES["module"], device_mesh=mesh, **{next(iter(how)): chosen})
+        assert not isinstance(net.first.weight, DTensor)
+        assert isinstance(net.last.weight, DTensor)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        model(batch(0, 0)).pow(2).mean().backward()  # one batch on all ranks: gradients of ignored ones are not reduced
+        plain(batch(0, 0)).pow(2).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(net.first.weight.grad, plain.first.weight.grad, rtol=1e-5, atol=1e-6)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.05, foreach=False
+        )  # which mixes no DTensor with what is plain
+        train(model, rank, optimizer=optimizer)
+
+
+def test_ignored_states(world):
+    world.run(2, ignores)
+
+
+def recomputes(mesh: DeviceMesh, how: str) -> None:
+    rank = dist.get_rank()
+    net = seeded()
+    if how == "inside before":
+        net.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in net.blocks)
+        model = FSDP(net, auto_wrap_policy=wrapping.ModuleWrapPolicy({CheckpointWrapper}), device_mesh=mesh)
+    elif how == "around":
+        net.blocks = nn.ModuleList(checkpoint_wrapper(FSDP(block, device_mesh=mesh)) for block in net.blocks)
+        model = FSDP(net, device_mesh=mesh)
+    else:
+        model = FSDP(net, auto_wrap_policy=POLICIES["module"], device_mesh=mesh)
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        assert isinstance(net.blocks[0]._fsdp_wrapped_module, CheckpointWrapper)
+        assert isinstance(net.blocks[0].module, Block)
+    expected, losses, _ = unsharded_steps(2)
+    assert train(model, rank) == pytest.approx([step[rank] for step in losses], abs=1e-5)
+    assert_same_state(without_counters(model), without_counters(expected), 1e-5)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    model.load_state_dict(expected.state_dict())
+    assert_same_state(model.state_dict(), expected.state_dict(), 0.0)
+
+
+@pytest.mark.parametrize("how", ["inside before", "around", "applied after"])
+def test_torchs_activation_checkpointing(world, how):
+    world.run(2, recomputes, how)
+
+
+def scales(mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    model = FSDP(
+        seeded(),
+        auto_wrap_policy=SIZE,
+        device_mesh=mesh,
+        mixed_precision=MixedPrecision(param_dtype=FP16, reduce_dtype=FP16),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device=device().type, init_scale=64.0, process_group=mesh.get_group())
+    before = copy.deepcopy(model.state_dict())
+    for step, factor in enumerate((1.0, 1e30 if rank == 0 else 1.0)):  # the second overflows on one rank alone
+        scaler.scale(model(batch(step, rank)).float().pow(2).mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = copy.deepcopy(model.state_dict())
+        assert torch.equal(after["last.weight"], before["last.weight"]) == (step == 1)
+        before = after
+    assert scaler.get_scale() == 32.0
+
+
+def test_sharded_grad_scaler(world):
+    world.run(2, scales)
+
+
+def keeps_its_dtype(mesh: DeviceMesh) -> None:
+    model = FSDP(seeded().to(BF16), auto_wrap_policy=SIZE, device_mesh=mesh)
+    assert {p.dtype for p in model.parameters()} == {BF16}
+    model(batch(0, 0).to(BF16)).pow(2).mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+def test_a_model_in_bfloat16_stays_so(world):
+    world.run(2, keeps_its_dtype)

@@ -1,0 +1,419 @@
+"""`accordion.compat.fsdp2` beside torch's own FSDP2 in one process: the same numbers, names, shapes and placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import accordion as acc
+import accordion.compat.fsdp2 as ours
+from accordion.compat.fsdp2.lazy import parts_below
+from accordion.engine.order import Phase
+from tests.devices import device
+from tests.inside import units_of
+from tests.support import models
+from tests.support.checks import assert_close, batch, one_loss
+
+SIDES = (theirs, ours)
+
+
+def sharded(api: Any, mesh: Any, build: str = "plain", **options: Any) -> models.Tiny:
+    """A model of `models`, sharded block by block and then as a whole."""
+    model = getattr(models, build)()
+    for block in model.blocks:
+        api.fully_shard(block, mesh=mesh, **options)
+    return api.fully_shard(model, mesh=mesh, **options)
+
+
+def both(mesh: Any, build: str = "plain", **options: Any) -> list[models.Tiny]:
+    return [sharded(api, mesh, build, **options) for api in SIDES]
+
+
+def full(tensors: Any) -> dict[str, Tensor | None]:
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors}
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return full((n, p.grad) for n, p in model.named_parameters())
+
+
+def params_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return full((n, p.detach()) for n, p in model.named_parameters())
+
+
+def assert_same_gradients(reference: nn.Module, model: nn.Module, tolerance: float = 1e-6) -> None:
+    """Rows as they lie, each parameter's error against its largest gradient on any rank: one collective for each mesh."""
+    wanted, found = [{n: p.grad for n, p in m.named_parameters()} for m in (reference, model)]
+    assert found.keys() == wanted.keys()
+    by_mesh: dict[Any, list[tuple[str, Tensor, Tensor]]] = {}
+    for name, a in wanted.items():
+        b = found[name]
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert isinstance(a, DTensor) == isinstance(b, DTensor), name
+            assert not isinstance(a, DTensor) or (a.placements, a.device_mesh) == (b.placements, b.device_mesh), name
+            pair = [t.to_local() if isinstance(t, DTensor) else t for t in (a, b)]
+            by_mesh.setdefault(getattr(a, "device_mesh", None), []).append((name, *pair))
+    for mesh, rows in by_mesh.items():
+        largest = torch.stack([torch.stack([largest_of(a), largest_of(b - a)]) for _, a, b in rows])
+        for i in range(0 if mesh is None else mesh.ndim):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(i))
+        for (name, _, _), (scale, error) in zip(rows, largest.tolist(), strict=True):
+            assert error <= tolerance * max(scale, 1e-30), f"{name} differs by {error}"
+
+
+def largest_of(rows: Tensor) -> Tensor:
+    return rows.float().abs().max() if rows.numel() else torch.zeros((), device=device())
+
+
+def describe(tensor: Any) -> tuple[Any, ...]:
+    local = tensor.to_local()
+    return tensor.shape, tensor.dtype, tensor.placements, tensor.device_mesh, local.shape, tensor.requires_grad
+
+
+def like_theirs(mesh, build: str, **options: Any) -> None:
+    reference, model = both(mesh, build, **options)
+    assert type(model).__name__ == type(reference).__name__ == "FSDPTiny"
+    assert isinstance(model, ours.FSDPModule)
+    assert isinstance(model, models.Tiny)
+    wanted, found = reference.state_dict(), model.state_dict()
+    assert list(found) == list(wanted)
+    assert {n: describe(t) for n, t in found.items()} == {n: describe(t) for n, t in wanted.items()}
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    held = list(model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
+    for step in range(2):
+        losses = [one_loss(m, step) for m in (reference, model)]
+        assert torch.allclose(*losses, rtol=1e-6), losses
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(reference, model)
+        for p in model.parameters():
+            assert p.grad is None or describe(p.grad)[:5] == describe(p)[:5]
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (reference, model)]
+        assert torch.allclose(*[n.full_tensor() for n in norms], rtol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True)), (
+        "the optimizer's parameters are the model's"
+    )
+    assert_close(params_of(model), params_of(reference), 1e-5)
+    assert {n: describe(t) for n, t in model.state_dict().items()} == {
+        n: describe(t) for n, t in reference.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("build", ["plain", "frozen", "wide"])
+def test_training_is_that_of_fully_shard(world, build):
+    world.run(1 if build == "frozen" else 2, like_theirs, build)
+
+
+def test_rows_that_ranks_do_not_divide_lie_as_with_fully_shard(world):
+    world.run(4, like_theirs, "narrow")
+
+
+def offloaded(mesh) -> None:
+    like_theirs(mesh, "narrow", offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
+    found = []
+    for offload in (None, ours.CPUOffloadPolicy()):
+        model = sharded(ours, mesh, offload_policy=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if offload is not None:
+            optimizer = acc.wrap_optimizer(optimizer)  # steps behind the caller's back
+        for step in range(2):
+            model.set_requires_gradient_sync(False)
+            one_loss(model, 10 + step).backward()
+            model.set_requires_gradient_sync(True)
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(full(model.state_dict().items()))
+    assert_close(found[1], found[0], 0.0)
+    shard_buffers = [type(g.shard_buffer).__name__ for unit in units_of(model) for g in unit.groups]
+    assert set(shard_buffers) == {"HostShards"}
+    model.load_state_dict(models.plain().state_dict())
+    model.to(torch.float64)
+    model(batch(model)[0]).sum().backward()
+
+
+def test_cpu_offload(world):
+    world.run(2, offloaded)
+
+
+def two_micros(mesh, how: str) -> None:
+    reference, model = both(mesh)
+    for m in (reference, model):
+        part = m.blocks[0] if how == "one block" else m
+        for step in range(2):
+            for micro in range(3):
+                last = micro == 2
+                if how != "before the backward":
+                    part.set_requires_gradient_sync(last)
+                loss = one_loss(m, 10 * step + micro)
+                part.set_requires_gradient_sync(last)
+                m.set_is_last_backward(last)
+                loss.backward()
+            if step == 0:
+                m.zero_grad()
+    assert_same_gradients(reference, model)
+
+
+@pytest.mark.parametrize("how", ["before the forward", "before the backward", "one block"])
+def test_gradients_add_up_without_communication(world, how):
+    world.run(2, two_micros, how)
+
+
+class Checkpointed(models.Tiny):
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+def checkpointed(mesh, reentrant: bool) -> None:
+    found = []
+    for api in SIDES:
+        model = models.plain()
+        model.__class__ = Checkpointed
+        model.reentrant = reentrant
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh)
+        api.fully_shard(model, mesh=mesh)
+        for step in range(2):
+            one_loss(model, step).backward()
+        found.append(model)
+    assert_same_gradients(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_under_checkpoint(world, reentrant):
+    world.run(2, checkpointed, reentrant)
+
+
+def scaled(mesh) -> None:
+    pair = both(mesh)
+    scales = []
+    for m in pair:
+        scaler, optimizer = torch.amp.GradScaler(device().type, init_scale=8.0), torch.optim.SGD(m.parameters(), lr=0.1)
+        seen = []
+        for step in range(3):
+            loss = scaler.scale(one_loss(m, step)) * (float("inf") if step == 1 and mesh.get_local_rank() == 0 else 1.0)
+            loss.backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        scales.append(seen)
+    assert scales[0] == scales[1] == [8.0, 4.0, 4.0]
+    assert_close(params_of(pair[1]), params_of(pair[0]), 1e-6)
+
+
+def test_a_gradient_scaler_skips_the_step_on_every_rank(world):
+    world.run(2, scaled)
+
+
+def hooked(mesh) -> None:
+    calls = []
+    for api in SIDES:
+        model, seen = sharded(api, mesh), []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name, seen=seen: seen.append((name, type(p.grad).__name__))
+            )
+        one_loss(model).backward()
+        calls.append(seen)
+    assert sorted(calls[0]) == sorted(calls[1])
+    assert len(calls[1]) == len(list(model.parameters()))
+
+
+def test_hooks_on_accumulated_gradients_see_the_sharded_ones(world):
+    world.run(2, hooked)
+
+
+# -- policies
+
+
+def mixed(mesh, policy: dict[str, Any]) -> None:
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        inner = api.MixedPrecisionPolicy(**{**policy, "output_dtype": None})
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh, mp_policy=inner)
+        pair.append(api.fully_shard(model, mesh=mesh, mp_policy=api.MixedPrecisionPolicy(**policy)))
+    outs = [m(batch(m)[0]) for m in pair]
+    assert outs[0].dtype == outs[1].dtype
+    seen = []
+    for m in pair:
+        m.blocks[0].up.register_forward_hook(
+            lambda module, args, out: seen.append((args[0].dtype, module.weight.dtype))
+        )
+    for m in pair:
+        one_loss(m).backward()
+    assert seen[0] == seen[1]
+    assert_same_gradients(*pair, tolerance=3e-2)
+    for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+        assert a.grad.dtype == b.grad.dtype == a.dtype == b.dtype
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32},
+        {"param_dtype": torch.bfloat16},
+        {"reduce_dtype": torch.float32, "output_dtype": torch.bfloat16},
+    ],
+    ids=["bf16", "bf16 reduce", "output"],
+)
+def test_mixed_precision(world, policy):
+    world.run(2, mixed, policy)
+
+
+def own_dtype(mesh) -> None:
+    pair = []
+    for api in SIDES:
+        model = models.plain().to(torch.bfloat16)
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh)
+        pair.append(api.fully_shard(model, mesh=mesh))
+    for m in pair:
+        one_loss(m).backward()
+    assert {p.dtype for p in pair[1].parameters()} == {p.grad.dtype for p in pair[1].parameters()} == {torch.bfloat16}
+    assert_same_gradients(*pair, tolerance=3e-2)
+
+
+def test_parameters_keep_the_dtype_that_they_came_in(world):
+    world.run(2, own_dtype)
+
+
+def leases(model: nn.Module) -> list[int]:
+    return [unit.leases for unit in units_of(model)]
+
+
+KEPT = {True: [0, 0, 0, 0], False: [1, 1, 1, 1], None: [1, 0, 0, 1], 2: [0, 0, 0, 0]}
+
+
+def resharding(mesh, options: list[bool | int | None]) -> None:
+    for option in options:
+        kept = KEPT[option]
+        reference, model = both(mesh, reshard_after_forward=option)
+        for step in range(2):
+            losses = [one_loss(m, step) for m in (reference, model)]
+            if step:  # the engine has learned by then which unit comes last
+                assert leases(model) == kept, (option, leases(model))
+            for loss in losses:
+                loss.backward()
+        assert leases(model) == [0, 0, 0, 0]
+        assert_same_gradients(reference, model)
+
+
+def test_resharding_after_the_forward(world):
+    world.run(2, resharding, [True, False, None])
+    world.run(4, resharding, [2])
+
+
+def resharding_set(mesh) -> None:
+    reference, model = both(mesh)
+    for m in (reference, model):
+        m.set_reshard_after_forward(True)
+        m.blocks[1].set_reshard_after_forward(False, recurse=False)
+        m.set_reshard_after_backward(False)
+        for micro in range(3):
+            m.set_requires_gradient_sync(micro == 2)
+            loss = one_loss(m, micro)
+            if m is model:
+                assert leases(m) == [0, 0, 1, 0]
+            loss.backward()
+            if m is model and micro < 2:
+                assert all(unit.is_full for unit in units_of(m))
+    for module in (reference, *reference.blocks):
+        module.reshard()  # torch's shows full parameters until then, without gradients
+    assert_same_gradients(reference, model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
+    for m, optimizer in zip((reference, model), optimizers, strict=True):
+        optimizer.step()
+        m.reshard()
+        for block in m.blocks:
+            block.reshard()
+    assert torch.allclose(one_loss(reference), one_loss(model), rtol=1e-6), "no full copy outlives a step"
+    with pytest.raises(ValueError, match="pass True or False"):
+        model.set_reshard_after_forward(2)
+
+
+def test_resharding_is_set_between_steps(world):
+    world.run(2, resharding_set)
+
+
+def stepped_and_unsharded(mesh) -> None:
+    """At the end of a backward its units are stepped, and what `unshard` shows goes."""
+    wanted = None
+    for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
+        model = sharded(ours, mesh)
+        for part in parts_below([model]):
+            part.offload = offload
+        one_loss(model)  # makes the engine, which the optimizer is told of
+        optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            loss = one_loss(model, step)
+            model.blocks[1].unshard()
+            loss.backward()
+            assert not any(unit.module_params.is_shown for unit in units_of(model))
+            assert all((p.grad is None) == offload.step_in_backward for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [p.to_local() for p in model.parameters()]
+        wanted = wanted or found
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_step_in_the_backward_and_a_lease_of_unshard_end_with_it(world):
+    world.run(2, stepped_and_unsharded)
+
+
+def prefetched(mesh) -> None:
+    reference, model = both(mesh)
+    for m in (reference, model):
+        m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
+        m.blocks[2].set_modules_to_backward_prefetch([m.blocks[1], m.blocks[0]])
+    one_loss(model).backward()
+    units = units_of(model)
+    assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
+    assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
+    begun = []
+    model.blocks[0].register_forward_hook(lambda *_: begun.append([bool(u._transfers) or u.is_full for u in units[2:]]))
+    one_loss(model, 1).backward()
+    assert begun == [[True, True]]
+    for step in range(2):
+        one_loss(reference, step).backward()
+    assert_same_gradients(reference, model)
+
+
+def test_what_is_gathered_ahead_is_what_was_asked(world):
+    world.run(2, prefetched)
+
+
+def hybrid(mesh) -> None:
+    like_theirs(mesh, "plain")
+    reference, model = both(mesh)
+    for m in (reference, model):
+        for micro in range(3):
+            m.set_requires_all_reduce(micro == 2)
+            one_loss(m, micro).backward()
+    assert_same_gradients(reference, model)
+
+
+def test_a_mesh_of_two_axes_is_hybrid(world):
+    world.run_mesh((2, 2), ("replicate", "shard"), hybrid)
+    world.run_mesh((2, 2), ("dp_replicate", "dp_shard"), like_theirs, "narrow")

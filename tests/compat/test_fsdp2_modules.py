@@ -1,0 +1,360 @@
+"""`accordion.compat.fsdp2`: what is sharded together, in which order it is asked for, and with what it composes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+import weakref
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import accordion as acc
+import accordion.compat.fsdp2 as ours
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe, grads_of, leases, sharded
+from tests.devices import device, here
+from tests.inside import engine_in, units_of
+from tests.support import models
+from tests.support.checks import assert_close, mean_grads, one_loss
+
+
+def trained(mesh, plain: nn.Module, model: nn.Module, steps: int = 2) -> None:
+    """The sharded model's gradients and steps are the plain one's, over all ranks."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(steps):
+        for m in (plain, model):
+            one_loss(m, step).backward()
+        wanted = mean_grads(mesh, plain)
+        assert_close(grads_of(model), wanted, 1e-5)
+        for name, p in plain.named_parameters():
+            p.grad = wanted[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def listed(mesh) -> None:
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        group = [model.norm, model.head]
+        assert api.fully_shard(group, mesh=mesh) is group
+        api.fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+        pair.append(api.fully_shard(model, mesh=mesh))
+    assert type(pair[1].norm).__name__ == "FSDPLayerNorm"
+    for step in range(2):
+        for m in pair:
+            one_loss(m, step).backward()
+    assert_same_gradients(*pair)
+    model = pair[1]
+    assert [unit.name for unit in units_of(model)] == ["", "blocks.0", "norm"]
+    model.norm.unshard()
+    assert type(model.head.weight) is nn.Parameter
+    model.head.reshard()
+    assert isinstance(model.norm.weight, DTensor)
+
+
+def test_a_list_of_modules_is_gathered_together(world):
+    world.run(2, listed)
+
+
+def only_lists(mesh) -> None:
+    """No module around them: the parts are their own roots."""
+    plain, model = models.plain(), models.plain()
+    ours.fully_shard([model.embed, *model.blocks], mesh=mesh)
+    ours.fully_shard([model.norm, model.head], mesh=mesh)
+    trained(mesh, plain, model)
+
+
+def blocks_only(mesh) -> None:
+    plain, model = models.plain(), models.plain()
+    for name in ("embed", "norm", "head"):
+        for p in [*getattr(plain, name).parameters(), *getattr(model, name).parameters()]:
+            p.requires_grad_(False)
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=mesh)
+    trained(mesh, plain, model)
+
+
+def test_without_a_root(world):
+    world.run(2, only_lists)
+    world.run(2, blocks_only)
+
+
+def late_root(mesh) -> None:
+    """The root is sharded after a block was used, and a block is called before the root."""
+    plain, model = models.plain(), models.plain()
+    x = torch.randn(2, 3, 32, device=device())
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=mesh)
+    wanted = plain.blocks[1](x)
+    assert torch.allclose(model.blocks[1](x), wanted)
+    ours.fully_shard(model, mesh=mesh)
+    assert torch.allclose(model.blocks[1](x), wanted)
+    assert len(leases(model)) == 4
+    trained(mesh, plain, model)
+
+
+def test_calls_in_another_order(world):
+    world.run(2, late_root)
+
+
+class Crossed(nn.Module):
+    """Two branches that share a weight, and a root that holds both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(19, 8)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 19))
+        self.second[0].weight = self.first[0].weight
+        self.second[2].weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.second(self.first(self.embed(tokens)))
+
+
+def tied(mesh) -> None:
+    plain, model = here(Crossed()), here(Crossed())
+    for part in (model.first, model.second):
+        ours.fully_shard(part, mesh=mesh)
+    assert model.second[0].weight is model.first[0].weight
+    ours.fully_shard(model, mesh=mesh)
+    assert model.second[2].weight is model.embed.weight
+    assert isinstance(model.embed.weight, DTensor)
+    held = list(model.parameters())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    trained(mesh, plain, model)
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    state = model.state_dict()
+    assert torch.equal(state["embed.weight"].to_local(), state["second.2.weight"].to_local())
+    apart = Crossed()
+    for part in (apart.first, apart.second):
+        ours.fully_shard(part, mesh=mesh)
+    x = torch.randn(2, 8, device=device())
+    apart.first(x)
+    with pytest.raises(ValueError, match="is tied to a parameter that was sharded with another module"):
+        apart.second(x)
+
+
+def test_tied_parameters_are_one(world):
+    world.run(2, tied)
+
+
+def tied_later(mesh) -> None:
+    """After the inner module was sharded."""
+    plain, model = models.tied(), models.tied()
+    ours.fully_shard(model.embed, mesh=mesh)
+    model.head.weight = model.embed.weight
+    ours.fully_shard(model, mesh=mesh)
+    trained(mesh, plain, model)
+
+
+def test_a_parameter_is_tied_between_the_calls(world):
+    world.run(2, tied_later)
+
+
+def chosen(mesh) -> None:
+    pair = []
+    for api in SIDES:
+        model = models.plain()
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+        pair.append(api.fully_shard(model, mesh=mesh, ignored_params={model.head.weight}))
+    assert {n: describe(p) for n, p in pair[1].named_parameters() if isinstance(p, DTensor)} == {
+        n: describe(p) for n, p in pair[0].named_parameters() if isinstance(p, DTensor)
+    }
+    assert type(pair[1].head.weight) is nn.Parameter
+    for step in range(2):
+        for m in pair:
+            one_loss(m, step).backward()
+    assert_same_gradients(*pair)
+    uneven = ours.fully_shard(models.narrow(), mesh=mesh, shard_placement_fn=lambda p: Shard(-1))
+    trained(mesh, models.narrow(), uneven)
+    scalar = ours.fully_shard(models.uneven(), mesh=mesh)
+    assert scalar.gain.placements == (Replicate(),)
+    trained(mesh, models.uneven(), scalar)
+
+
+def test_other_dims_and_ignored_parameters(world):
+    world.run(2, chosen)
+
+
+def staged(mesh) -> None:
+    """Several roots that share streams and communicators."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
+    for stage in stages:
+        ours.fully_shard(stage, mesh=mesh)
+    ours.share_comm_ctx(stages)
+    x = torch.randn(4, 8, device=device())
+    stages[1](stages[0](x)).sum().backward()
+    first, second = [engine_in(stage) for stage in stages]
+    assert first is not second
+    assert first.context is second.context
+    assert all(p.grad is not None for stage in stages for p in stage.parameters())
+
+
+def test_stages_share_communicators(world):
+    world.run(2, staged)
+
+
+def released(mesh) -> None:
+    """The model's memory goes with its last reference."""
+    model = sharded(ours, mesh)
+    one_loss(model).backward()  # the first of a process imports, and imports keep frames
+    del model
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded(ours, mesh)
+        for one, other in zip(model.blocks, model.blocks[1:], strict=False):
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
+        one_loss(model).backward()
+        held = [weakref.ref(g.shard_buffer) for unit in units_of(model) for g in unit.groups]
+        assert held
+        assert all(ref() is not None for ref in held)
+        del model, one, other
+        assert not [ref for ref in held if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def with_accordion(mesh, folder: str) -> None:
+    """The library's own functions work on such a model too."""
+    model = sharded(ours, mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    plain = models.plain()
+    for m in (plain, model):
+        one_loss(m).backward()
+    for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
+        p.grad = grad
+    norms = acc.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(*norms, rtol=1e-5)
+    optimizer.step()
+    acc.save(f"{folder}/step-1", model, optimizer)
+    with acc.full_params(model):
+        full = {n: p.detach().clone() for n, p in model.named_parameters()}
+    other = acc.shard(models.plain(), mesh=mesh)
+    again = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=1e-2))
+    acc.load(f"{folder}/step-1", other, again)
+    assert_close(dict(acc.full_state_dict(other, rank0_only=False)), full, 0.0)
+    with acc.no_sync(model):
+        one_loss(model, 1).backward()
+    one_loss(model, 2).backward()
+
+
+def test_the_rest_of_the_library_takes_the_model(world, tmp_path):
+    world.run(2, released)
+    world.run(2, with_accordion, str(tmp_path))
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    kind: str
+
+
+@dataclasses.dataclass
+class Named:
+    pair: Pair
+    more: list[Tensor]
+
+
+class Renaming(nn.Module):
+    """A dataclass with a named tuple in it, both ways; beside it what needs no gradient, from a module that has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, given: Named, *, scale: Tensor) -> Named:
+        y = self.first(given.pair.x) * scale + given.more[0]
+        return Named(given.pair._replace(x=y), [self.second(y).detach(), y])
+
+
+def renamed(mesh) -> None:
+    found = []
+    for api in SIDES:
+        torch.manual_seed(0)
+        model = nn.Sequential(Renaming())
+        for module in (model[0].first, model[0].second, model[0]):
+            api.fully_shard(module, mesh=mesh)
+        inputs = [torch.full((2, 4), float(i), requires_grad=True, device=device()) for i in range(1, 4)]
+        for _ in range(2):
+            out = model[0](Named(Pair(inputs[0], "text"), [inputs[1]]), scale=inputs[2])
+            assert (type(out), type(out.pair), out.pair.kind) == (Named, Pair, "text")
+            assert not out.more[0].requires_grad
+            (out.pair.x.square().sum() + out.more[1].sum()).backward()
+        assert model[0].second.weight.grad is None
+        found.append([*(t.grad for t in inputs), *(p.grad.to_local() for p in model[0].first.parameters())])
+    for wanted, got in zip(*found, strict=True):
+        assert torch.allclose(got, wanted, rtol=1e-6)
+
+
+class Doubling(nn.Module):
+    """Tuples, dicts and an output that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
+        y = x[0] @ self.weight + x[1]["more"]
+        return {"out": (y, y.detach().argmax(-1)), "note": "text"}
+
+
+def shaped(mesh) -> None:
+    grads = []
+    for api in SIDES:
+        model = nn.Sequential(Doubling())
+        api.fully_shard(model[0], mesh=mesh)
+        api.fully_shard(model, mesh=mesh)
+        a, b = (
+            torch.full((2, 4), 2.0, requires_grad=True, device=device()),
+            torch.ones(2, 4, requires_grad=True, device=device()),
+        )
+        out = model((a, {"more": b}))
+        (out["out"][0] ** 2).sum().backward()
+        grads.append([a.grad, b.grad, model[0].weight.grad.full_tensor()])
+        assert type(model[:1]) is nn.Sequential, "a slice is of the original class"
+    for wanted, found in zip(*grads, strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_containers_in_arguments_and_results(world):
+    world.run(2, shaped)
+    world.run(2, renamed)
+
+
+def compiled(mesh, first: bool) -> None:
+    import torch._dynamo.testing
+
+    plain, model = models.plain(), models.plain()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    # dynamo looks at `.grad` of what it takes in, and a full parameter is no leaf
+    warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf.*")
+    for block in model.blocks:
+        if first:
+            block.compile(backend=counter, fullgraph=True)
+        ours.fully_shard(block, mesh=mesh)
+        if not first:
+            block.compile(backend=counter, fullgraph=True)
+    ours.fully_shard(model, mesh=mesh)
+    for step in range(3):
+        for m in (plain, model):
+            one_loss(m, step).backward()
+        assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
+        plain.zero_grad()
+        model.zero_grad()
+    assert counter.frame_count == 1, "one graph serves all blocks and steps"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_blocks_are_compiled_before_and_after(world, first):
+    world.run(2, compiled, first)

@@ -1,0 +1,400 @@
+"""`accordion.compat.fsdp2` with other parallelism: tensor parallel, all axes on one mesh, stages, replicas, tensor subclasses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map
+
+import accordion as acc
+import accordion.compat.fsdp2 as ours
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe, grads_of
+from tests.devices import device, here
+from tests.inside import unit_in
+from tests.pool import Pool
+from tests.support import models
+from tests.support.checks import assert_close, mean_grads, one_loss
+from tests.support.sample import sampled
+
+
+def parallel(mesh) -> None:
+    """Tensor parallelism inside, sharding over the other axes: DTensors on all of them, the numbers of torch's."""
+    dp = mesh.mesh_dim_names[:-1]
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    pair = []
+    for api in SIDES:
+        model = models.seeded(num_blocks=2)
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+            api.fully_shard(block, mesh=mesh[dp])
+        pair.append(api.fully_shard(model, mesh=mesh[dp]))
+    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
+        n: describe(p) for n, p in pair[0].named_parameters()
+    }
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    row = dist.get_rank() // mesh["tp"].size()  # ranks of one tensor-parallel group train on one batch
+    for step in range(2):
+        losses = []
+        for m in pair:
+            tokens, targets = models.batch(step, 0, row, vocab=48)
+            losses.append(models.loss_of(m(tokens), targets))
+            losses[-1].backward()
+        assert torch.allclose(*losses, rtol=1e-5)
+        assert_same_gradients(*pair, tolerance=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = pair[1]
+    assert list(model.state_dict()) == list(pair[0].state_dict())
+    model.blocks[0].unshard()
+    assert model.blocks[0].up.weight.placements == (Shard(0),)
+    assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
+    model.blocks[0].reshard()
+    whole_and_clipped(pair)
+
+
+def whole_and_clipped(pair) -> None:
+    """The library's own functions see the model without any parallelism."""
+    reference, model = pair
+    whole = {n: p.full_tensor() for n, p in reference.state_dict().items()}
+    assert_close(acc.full_state_dict(model, rank0_only=False), whole, 1e-5)
+    assert bool(acc.full_state_dict(model)) == (dist.get_rank() == 0)
+    with acc.full_params(model, write=True):
+        weight = model.blocks[0].up.weight
+        assert (weight.placements, weight.shape) == ((Shard(0),), (64, 32))
+        weight.data.mul_(2.0)
+    assert_close({"": model.blocks[0].up.weight.full_tensor()}, {"": 2 * whole["blocks.0.up.weight"]}, 1e-5)
+    model.load_state_dict(whole)
+    assert_close({n: p.full_tensor() for n, p in model.state_dict().items()}, whole, 0.0)
+    for norm_type in (2.0, float("inf")):
+        for m in pair:
+            for i, p in enumerate(m.parameters()):
+                p.grad = torch.full_like(p, 0.1 * i)
+        full = [p.grad.full_tensor() for p in reference.parameters()]
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in full]), norm_type)
+        assert torch.allclose(acc.clip_grad_norm_(model, 0.5, norm_type), norm)
+        for p, grad in zip(model.parameters(), full, strict=True):
+            assert torch.allclose(p.grad.full_tensor(), grad * (0.5 / norm))
+
+
+def test_tensor_parallelism_inside(world):
+    world.run_mesh((2, 2), ("dp", "tp"), parallel)
+    world.run_mesh((2, 1, 2), ("replicate", "dp", "tp"), parallel)
+
+
+@pytest.mark.slow
+def test_replicas_shards_and_tensor_parallelism_on_eight_ranks():
+    ranks = Pool(8)
+    try:
+        ranks.run_mesh((2, 2, 2), ("replicate", "dp", "tp"), parallel, timeout_s=300.0)
+    finally:
+        ranks.close()
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4)]
+
+
+def pipelined(mesh) -> None:
+    """Stages of torch's pipeline over one axis, each sharded over the other; micro-batches add up."""
+    at, row = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    x, target = (
+        torch.randn(4, 8, generator=torch.Generator().manual_seed(row)).to(device()),
+        torch.zeros(4, 8, device=device()),
+    )
+    plain, stage = here(nn.Sequential(*layers())), here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
+    for layer in stage:
+        ours.fully_shard(layer, mesh=mesh["dp"])
+    ours.fully_shard(stage, mesh=mesh["dp"])
+    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(running, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(plain(x), target).backward()
+    for _ in range(2):
+        schedule.step(x) if at == 0 else schedule.step(target=target, losses=[])
+        found = {f"{int(n[0]) + 2 * at}{n[1:]}": g for n, g in grads_of(stage).items()}
+        wanted = {n: p.grad.clone() for n, p in plain.named_parameters() if n in found}
+        for grad in wanted.values():
+            dist.all_reduce(grad, group=mesh["dp"].get_group())
+        assert_close(found, {n: g / 2 for n, g in wanted.items()}, 1e-5)
+        stage.zero_grad()
+
+
+def test_stages_of_a_pipeline(world):
+    world.run_mesh((2, 2), ("pp", "dp"), pipelined)
+
+
+# -- several axes of other parallelism
+
+
+def spread(mesh, placements: dict[str, list[Any]]) -> nn.Module:
+    """Two layers whose weights are DTensors on all axes of `mesh`, and so what goes through them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+
+    def place(name: str, module: nn.Module, mesh) -> None:
+        for attr, p in list(module._parameters.items()):
+            own = placements.get(f"{name}.{attr}", [Replicate()] * mesh.ndim)
+            module.register_parameter(attr, nn.Parameter(distribute_tensor(p.detach(), mesh, own)))
+
+    return distribute_module(model, mesh, place)
+
+
+def stepped_alike(pair, given: Any) -> None:
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
+        n: describe(p) for n, p in pair[0].named_parameters()
+    }
+    for step in range(2):
+        losses = []
+        for m in pair:
+            losses.append(m(given(step)).square().mean())
+            losses[-1].backward()
+        found, wanted = [loss.full_tensor() for loss in losses]
+        assert torch.allclose(found, wanted, rtol=1e-6)
+        assert_same_gradients(*pair)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    norm = torch.nn.utils.clip_grad_norm_(pair[0].parameters(), 1e9)
+    assert torch.allclose(
+        acc.clip_grad_norm_(pair[1], 1e9), norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    )
+
+
+def two_axes(mesh) -> None:
+    inner = mesh["ep", "tp"]
+    placements = {"0.weight": [Shard(0), Shard(0)], "0.bias": [Shard(0), Shard(0)], "2.weight": [Shard(1), Replicate()]}
+    pair = []
+    for api in SIDES:
+        model = spread(inner, placements)
+        for layer in (model[0], model[2]):
+            api.fully_shard(layer, mesh=mesh["dp"])
+        pair.append(api.fully_shard(model, mesh=mesh["dp"]))
+    x = torch.randn(3, 4, 8, device=device())
+    stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
+
+
+def on_all_axes(mesh, dims: dict[str, Any]) -> None:
+    """`dp_mesh_dims`: a batch that is a DTensor too, cut over the data-parallel axes."""
+    names = [name for part in dims.values() for name in ([part] if isinstance(part, str) else part)]
+    placements = {
+        "0.weight": [Replicate() if n in names else Shard(0) for n in mesh.mesh_dim_names],
+        "2.weight": [Replicate() if n in names else Shard(1) for n in mesh.mesh_dim_names],
+    }
+    pair = []
+    for api in SIDES:
+        model, options = spread(mesh, placements), {"mesh": mesh, "dp_mesh_dims": api.DataParallelMeshDims(**dims)}
+        api.fully_shard(model[0], **options)
+        pair.append(api.fully_shard(model, **options))
+    x = torch.randn(3, 8, 8, device=device())
+    cut = [Shard(0) if n in names else Replicate() for n in mesh.mesh_dim_names]
+    stepped_alike(pair, lambda step: distribute_tensor(x[step], mesh, cut))
+    assert {n: p.placements for n, p in pair[1].named_parameters()} == {
+        n: p.placements for n, p in pair[0].named_parameters()
+    }
+    if "shard" not in dims:
+        return
+    for match, dims_, build in (
+        ("make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
+        ("each once", {"shard": "other"}, nn.Linear(8, 8)),
+        ("must be Replicate", dims, spread(mesh, {"0.weight": [Shard(0)] * mesh.ndim})),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ours.fully_shard(build, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(**dims_))
+
+
+def test_several_axes_inside(world):
+    world.run_mesh((1, 2, 2), ("dp", "ep", "tp"), two_axes)
+
+
+@pytest.mark.skipif(ours.DataParallelMeshDims is None, reason="torch 2.13 has dp_mesh_dims")
+@pytest.mark.parametrize(
+    ("axes", "dims"),
+    sampled(
+        [
+            ({"dp": 2, "tp": 2}, {"shard": "dp"}),
+            ({"dp": 2, "tp": 2}, {"replicate": "dp"}),
+            ({"rep": 2, "dp": 2}, {"shard": "dp", "replicate": "rep"}),
+            ({"rep": 2, "dp": 2, "tp": 1}, {"shard": "dp", "replicate": "rep"}),
+            ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
+            ({"dp": 1, "cp": 2, "tp": 2}, {"shard": ("dp", "cp")}),
+        ],
+        lambda axes, dims: len(axes) == 2,  # of three, DTensor looks for a sharding of each operator for seconds
+    ),
+    ids=lambda given: "-".join(given),
+)
+def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
+    world.run_mesh(tuple(axes.values()), tuple(axes), on_all_axes, dims)
+
+
+# -- tensor subclasses
+
+
+class Packed(Tensor):
+    """Rows in float32 that travel as bfloat16. In operators it is the tensor inside."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Packed:
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None) -> Any:
+        unwrap = lambda t: t.inner if isinstance(t, Packed) else t  # noqa: E731
+        out = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
+        if op.overloadpacket.__name__.endswith("_") and isinstance(args[0], Packed):
+            return args[0]
+        kept = (
+            "detach",
+            "_to_copy",
+            "split",
+            "new_zeros",
+            "slice",
+            "clone",
+            "view",
+            "as_strided",
+            "copy_",
+            "empty_like",
+        )
+        if op.overloadpacket.__name__ not in kept:
+            return out
+        return tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, out)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
+        assert isinstance(mp_policy, theirs.MixedPrecisionPolicy)
+        assert module.weight.shape == outer_size
+        rows = -(-outer_size[0] // mesh.size()) - self.inner.shape[0]
+        return (torch.cat([self.inner, self.inner.new_zeros(rows, *outer_size[1:])]).to(torch.bfloat16),), ("scale",)
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None) -> Any:
+        assert metadata == ("scale",)
+        (full,) = gathered
+        if out is not None:
+            assert out.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+            return None
+        return full, (full,)
+
+
+class Levels(Packed):
+    """Rows that stay int8 until a product needs them, with one scale for all: what a frozen base of an adapter is."""
+
+    def fsdp_pre_all_gather(self, mesh) -> Any:
+        return ((self.inner * 64).round().to(torch.int8),), None
+
+    def fsdp_post_all_gather(self, gathered, metadata, param_dtype, *, out=None) -> Any:
+        (full,) = gathered
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):  # the graph has saved it
+                out.copy_(full.to(out.dtype) / 64)
+            return None
+        made = full.to(param_dtype) / 64
+        return made, (made,)
+
+
+def extended(mesh) -> None:
+    policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pair = []
+    for api in SIDES:
+        torch.manual_seed(0)
+        model = here(nn.Sequential(nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 4)))
+        model[0].weight = nn.Parameter(Packed(model[0].weight.detach()))
+        model[4].weight = nn.Parameter(Levels(model[4].weight.detach()), requires_grad=False)
+        for i in (0, 4):
+            api.fully_shard(model[i], mesh=mesh, mp_policy=policy)
+        pair.append(api.fully_shard(model, mesh=mesh, mp_policy=policy))
+    kinds = [type(model[i].weight.to_local()) for model in pair for i in (0, 4)]
+    assert kinds == [Packed, Levels] * 2
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+    for step in range(3):
+        losses = []
+        for m in pair:
+            losses.append(m(x[step].bfloat16()).float().square().mean())
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None) == (not a.requires_grad)
+            assert a.grad is None or torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model = pair[1]
+    model[0].unshard()
+    assert model[0].weight.dtype is torch.bfloat16
+    model[0].reshard()
+    full_buffer = unit_in(model[0]).groups[-1].full_buffer
+    assert [full.untyped_storage().nbytes() for e in full_buffer._extended for full in e.gathered] == [0]
+    with pytest.raises(ValueError, match="says itself how it is gathered"):
+        acc.full_state_dict(model)
+
+
+def test_tensor_subclasses_say_how_they_are_gathered(world):
+    world.run(2, extended)
+
+
+class Positions(nn.Module):
+    """Its forward gives rows of its weight, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Packed(torch.arange(32.0).view(4, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: x.shape[0]]
+
+
+def viewed(mesh) -> None:
+    """A view of what a subclass made of its rows outlives the memory that was gathered."""
+    model = nn.Sequential(Positions(), nn.Linear(8, 8))
+    for module in (*model, model):
+        policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        ours.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    seen = []
+    model[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for _ in range(2):
+        model(torch.ones(3, 8)).sum().backward()
+    assert torch.equal(seen[1].detach().float().cpu(), torch.arange(24.0).view(3, 8))
+
+
+def test_a_view_of_a_tensor_subclass_has_memory_of_its_own(world):
+    world.run(2, viewed)
+
+
+# -- replicas
+
+
+def replicated(mesh) -> None:
+    """A module under torch's `replicate` inside, and `replicate` around modules that are sharded."""
+    for around in (False, True):
+        plain, model = models.plain(), models.plain()
+        for block in model.blocks:
+            ours.fully_shard(block, mesh=mesh)
+        if around:
+            replicate(model)
+        else:
+            replicate(model.embed)
+            ours.fully_shard(model, mesh=mesh)
+        assert type(model.embed.weight) is nn.Parameter
+        for step in range(2):
+            for m in (plain, model):
+                m.zero_grad()
+                one_loss(m, step).backward()
+            assert_close(grads_of(model), mean_grads(mesh, plain), 1e-5)
+
+
+def test_replicas_inside_and_around(world):
+    world.run(4, replicated)

@@ -1,0 +1,405 @@
+"""`accordion.compat.fsdp2`: full parameters on demand, state dicts, conversions, ties, lists of modules, bad input."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import accordion.compat.fsdp2 as ours
+from accordion.compat.fsdp2.asked import say_once
+from accordion.errors import DivergenceError
+from tests.compat.test_fsdp2 import (
+    SIDES,
+    assert_same_gradients,
+    both,
+    full,
+    grads_of,
+    leases,
+    params_of,
+    sharded,
+)
+from tests.devices import device
+from tests.support import models
+from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss
+
+# -- full parameters on demand
+
+
+def shown(model: nn.Module) -> dict[str, bool]:
+    """Whether each parameter of the registry is a plain leaf."""
+    return {n: type(p) is nn.Parameter and p.is_leaf for n, p in model.named_parameters()}
+
+
+def unsharded(mesh) -> None:
+    reference, model = both(mesh)
+    wanted = dict(models.plain().named_parameters())
+    for m in (reference, model):
+        assert m.blocks[1].unshard() is None
+        assert all(shown(m.blocks[1]).values())
+        assert not any(shown(m.blocks[0]).values())
+        for name, p in m.blocks[1].named_parameters():
+            assert torch.equal(p, wanted[f"blocks.1.{name}"])
+        m.blocks[1].reshard()
+        assert not any(shown(m).values())
+    held = list(model.parameters())
+    handles = [block.unshard(async_op=True) for block in model.blocks]
+    assert isinstance(handles[0], ours.UnshardHandle)
+    handles[0].wait()
+    handles[0].wait()
+    assert all(shown(model.blocks[0]).values())
+    for m in (reference, model):
+        one_loss(m).backward()
+    assert not any(shown(model).values()), "a forward that reshards ends what unshard began, and so does a backward"
+    assert leases(model) == [0, 0, 0, 0]
+    assert_same_gradients(reference, model)
+    model.blocks[2].unshard()
+    state = model.state_dict()
+    assert all(isinstance(t, DTensor) for t in state.values())
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+
+
+def test_unshard_shows_plain_parameters(world):
+    world.run(2, unsharded)
+
+
+def outside(mesh) -> None:
+    """A loss that reads a full parameter outside of any forward: its gradient is reduced by the end of the backward."""
+    plain, model = models.plain(), sharded(ours, mesh)
+    for alone in (True, False):
+        model.unshard()
+        for m in (plain, model):
+            loss = m.head.weight.square().sum() * (1 + dist.get_rank())
+            if not alone:
+                loss = loss + one_loss(m)
+            loss.backward()
+        model.reshard()
+        assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+        plain.zero_grad()
+        model.zero_grad()
+    assert leases(model) == [0, 0, 0, 0]
+    model.blocks[0].unshard()
+    loss = model.blocks[0].up.weight.square().sum()
+    one_loss(model)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()  # the forward has let go what this graph saved
+
+
+def test_gradients_of_full_parameters_that_are_read_outside_of_a_forward(world):
+    world.run(2, outside)
+
+
+class Writer(models.Tiny):
+    def generate(self, tokens: Tensor) -> Tensor:
+        return self(tokens).argmax(-1) + self.head.weight.new_zeros(())
+
+
+def entered(mesh) -> None:
+    plain, model = models.plain(), models.plain()
+    plain.__class__ = model.__class__ = Writer
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=mesh)
+    ours.fully_shard(model, mesh=mesh)
+    ours.register_fsdp_forward_method(model, "generate")
+    ours.register_fsdp_forward_method(plain, "generate")
+    tokens, _ = batch(plain)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model.generate(tokens), plain.generate(tokens))
+    with pytest.raises(ValueError, match="has no method 'sample'"):
+        ours.register_fsdp_forward_method(model, "sample")
+
+
+def test_other_methods_enter_as_forward_does(world):
+    world.run(2, entered)
+
+
+def setters(mesh) -> None:
+    reference, model = both(mesh)
+    seen: list[Tensor] = []
+    for m in (reference, model):
+        for module in (m, *m.blocks):
+            module.set_gradient_divide_factor(4.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if hasattr(m, "set_reduce_scatter_unused_params"):  # not in torch 2.11
+            m.set_reduce_scatter_unused_params(True)
+        m.blocks[0].set_all_reduce_hook(lambda grad: grad.mul_(3.0))
+        one_loss(m).backward()
+    assert_same_gradients(reference, model)
+    model.blocks[1].set_all_reduce_hook(lambda grad: seen.append(grad))
+    one_loss(model).backward()
+    assert seen
+    for setter, value in (
+        ("set_separate_reduce_scatter_group", True),
+        ("set_allocate_memory_from_process_group_for_comm", True),
+        ("set_unshard_in_backward", False),
+        ("set_post_optim_event", None),
+    ):
+        getattr(model, setter)(value)
+    model.set_symm_mem_for_comm()
+    model.set_reduce_scatter_max_input_buffers(2)
+    with pytest.raises(ValueError, match="pass a positive"):
+        model.set_reduce_scatter_max_input_buffers(0)
+    with pytest.raises(TypeError, match="pass an int"):
+        model.set_reduce_scatter_max_input_buffers(True)
+    with pytest.raises(ValueError, match="straight into place"):
+        model.set_custom_all_gather(None)
+    with pytest.raises(ValueError, match="exchange"):
+        model.set_custom_reduce_scatter(None)
+    model.zero_grad()
+    model.set_gradient_divide_factor(2.0)
+    for block in model.blocks:
+        block.set_reduce_scatter_divide_factor(2.0)
+        block.set_all_reduce_hook(lambda grad: None)
+    one_loss(model).backward()
+    plain = models.plain()
+    one_loss(plain).backward()
+    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+
+
+def test_setters(world):
+    world.run(2, setters)
+
+
+def accepted(mesh) -> None:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logger, handler = logging.getLogger("accordion"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    say_once.cache_clear()
+    try:
+        model = sharded(ours, mesh, reshard_after_forward=2)
+        for module in (model, *model.blocks):
+            module.set_unshard_in_backward(False)
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert [r.split(":")[1].strip() for r in records] == [
+        "reshard_after_forward=2",
+        "set_unshard_in_backward(False)",
+        "set_allocate_memory_from_process_group_for_comm",
+    ]
+
+
+def test_what_has_no_effect_is_said_once(world):
+    world.run(4, accepted)
+
+
+def recovered(mesh) -> None:
+    plain, model = models.plain(), sharded(ours, mesh)
+
+    def fail(*_: Any) -> None:
+        raise PlantedError
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(PlantedError):
+        one_loss(model)
+    handle.remove()
+    one_loss(model).backward()
+    with pytest.raises(RuntimeError, match="call it on the root"):
+        model.blocks[0].reset_iter_state()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    for m in (plain, model):
+        one_loss(m, 3).backward()
+    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+
+
+def test_state_of_a_failed_iteration_is_dropped(world):
+    world.run(2, recovered)
+
+
+# -- state dicts and conversions
+
+
+def options() -> list[StateDictOptions]:
+    return [
+        StateDictOptions(),
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, cpu_offload=True),
+        StateDictOptions(cpu_offload=True),
+    ]
+
+
+def stepped(m: nn.Module, step: int = 0) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+    one_loss(m, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def state_dicts(mesh) -> None:
+    pair = both(mesh)
+    optimizers = [stepped(m) for m in pair]
+    for how in options():
+        wanted, found = [get_model_state_dict(m, options=how) for m in pair]
+        assert list(wanted) == list(found)
+        assert [type(t) for t in wanted.values()] == [type(t) for t in found.values()]
+        assert_close(full(found.items()), full(wanted.items()), 1e-5)
+        wanted, found = [get_optimizer_state_dict(m, o, options=how) for m, o in zip(pair, optimizers, strict=True)]
+        assert wanted.keys() == found.keys()
+        assert wanted.get("state", {}).keys() == found.get("state", {}).keys()
+    target = sharded(ours, mesh)
+    first = dist.get_rank() == 0
+    state = {n: p.detach() + 1 for n, p in models.plain().named_parameters()} if first else {}
+    set_model_state_dict(
+        target, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
+    )
+    assert_equal(params_of(target), {n: p.detach() + 1 for n, p in models.plain().named_parameters()})
+    stepped(target)
+    state = get_optimizer_state_dict(pair[1], optimizers[1], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(target, stepped(target), state, options=StateDictOptions(full_state_dict=True))
+    target.load_state_dict(models.plain().state_dict())
+    assert_equal(params_of(target), dict(models.plain().named_parameters()))
+    target.load_state_dict(
+        {n: distribute_tensor(p * 2, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
+    )
+    assert_equal(params_of(target), {n: p * 2 for n, p in models.plain().named_parameters()})
+
+
+def test_state_dicts_of_every_kind(world):
+    world.run(4, state_dicts)  # torch's own functions ask the whole job
+
+
+def loaded_apart(mesh, assign: bool, used: bool) -> None:
+    """Full tensors that are not the same on all ranks, of the whole model or of a block, before its first use or after it."""
+    rank, right = dist.get_rank(), models.seeded(9).state_dict()
+    model = sharded(ours, mesh)
+    if used:
+        one_loss(model).backward()
+    before = {n: t.to_local().clone() for n, t in model.state_dict().items()}
+    other = {**right, "blocks.1.up.weight": right["blocks.1.up.weight"] + rank}
+    block = {n.removeprefix("blocks.1."): t for n, t in other.items() if n.startswith("blocks.1.")}
+    whole = {n.removeprefix("blocks.1."): t for n, t in right.items() if n.startswith("blocks.1.")}
+    wrong = [
+        (
+            model,
+            other,
+            right,
+            r"rank 1 has 'blocks.1.up.weight' float32 \(\d+, \d+\) with checksum .* \(rank 0: float32",
+        ),
+        (model.blocks[1], block, whole, "rank 1 has 'up.weight' float32"),
+        (model, {}, right, "rank 1 has 'embed.weight' not at all .rank 0: float32"),
+    ]
+    for module, mine, others, message in wrong:
+        with pytest.raises(DivergenceError, match="nothing was loaded") as caught:
+            module.load_state_dict(mine if rank == 1 else others, assign=assign)
+        assert re.search(message, str(caught.value)), str(caught.value)
+        assert_equal({n: t.to_local() for n, t in model.state_dict().items()}, before)
+    model.load_state_dict(right, assign=assign)
+    assert_equal(params_of(model), right)
+    one_loss(model).backward()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+def test_full_tensors_that_differ_are_refused_before_anything_changes(world, assign, used):
+    world.run(2, loaded_apart, assign, used)
+
+
+def exchanged(mesh, folder: str) -> None:
+    pair = both(mesh)
+    optimizers = [stepped(m) for m in pair]
+    for writer, reader in ((0, 1), (1, 0)):
+        source, target = pair[writer], sharded(SIDES[reader], mesh)
+        optimizer = stepped(target, 5)
+        state = {"model": get_model_state_dict(source), "optim": get_optimizer_state_dict(source, optimizers[writer])}
+        dcp.save(state, checkpoint_id=f"{folder}/{writer}")
+        state = {"model": get_model_state_dict(target), "optim": get_optimizer_state_dict(target, optimizer)}
+        dcp.load(state, checkpoint_id=f"{folder}/{writer}")
+        set_model_state_dict(target, state["model"])
+        set_optimizer_state_dict(target, optimizer, state["optim"])
+        assert_equal(params_of(target), params_of(source))
+        for m, o in ((source, optimizers[writer]), (target, optimizer)):
+            one_loss(m, 1).backward()
+            o.step()
+            o.zero_grad()
+        assert_close(params_of(target), params_of(source), 1e-5)
+
+
+def test_a_checkpoint_written_by_one_is_read_by_the_other(world, tmp_path):
+    world.run(4, exchanged, str(tmp_path))
+
+
+def from_meta(mesh) -> None:
+    with torch.device("meta"):
+        models_ = [sharded(api, mesh) for api in SIDES]
+    for model in models_:
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device=device())
+        for i, p in enumerate(model.parameters()):
+            nn.init.constant_(p, 0.01 * i)
+        one_loss(model).backward()
+    assert_same_gradients(*models_)
+    with torch.device("meta"):
+        model = sharded(ours, mesh)
+    with pytest.raises(ValueError, match="on the meta device still"):
+        one_loss(model)
+    state = {n: distribute_tensor(p, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert_equal(params_of(model), dict(models.plain().named_parameters()))
+    one_loss(model).backward()
+    plain = models.plain()
+    one_loss(plain).backward()
+    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    model.load_state_dict({n: p * 2 for n, p in model.state_dict().items()}, assign=True)
+    one_loss(model).backward()
+    assert_equal(params_of(model), {n: p * 2 for n, p in plain.named_parameters()})
+
+
+def test_models_on_the_meta_device(world):
+    world.run(2, from_meta)
+
+
+def converted(mesh) -> None:
+    """To another dtype after the first step, which torch's own refuses: as the model without sharding."""
+    plain, model = models.plain(), sharded(ours, mesh)
+    one_loss(model).backward()
+    for m in (plain, model):
+        m.zero_grad()
+        m.to(torch.float64)
+    held = list(model.parameters())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    for step in range(2):
+        for m in (plain, model):
+            assert all(p.dtype == torch.float64 for p in m.parameters())
+            m(batch(m, step)[0]).square().mean().backward()
+        mean = mean_grads(mesh, plain)
+        assert_close(grads_of(model), mean, 1e-7)  # cast to float32 there; the sums themselves are float64
+        for name, p in plain.named_parameters():
+            p.grad = mean[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    model.set_requires_gradient_sync(False)
+    model(batch(model)[0]).sum().backward()
+    with pytest.raises(ValueError, match="added up without communication"):
+        model.to(torch.float32)
+
+
+def test_a_sharded_model_is_converted(world):
+    world.run(2, converted)

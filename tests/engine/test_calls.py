@@ -1,0 +1,426 @@
+"""Kinds of calls: what may go into a unit and come out of it, as without sharding."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.devices import device
+from tests.support.chains import FEW, WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
+from tests.support.compare import (
+    RANKS,
+    Case,
+    Pair,
+    compare,
+    poisoned,
+    run_on_all,
+    seeded,
+)
+
+
+def run_case(mesh, name: str) -> None:
+    compare(mesh, poisoned(mesh, CASES[name]))
+
+
+# -- how often, and which parameters
+
+
+def loops(model: Chain, x: Tensor) -> Tensor:
+    """Another number of rounds in each step, over another number of units."""
+    for _ in range((1, 3, 2, 0, 2)[model.step]):
+        for unit in model.units[: 1 + model.step % 2]:
+            x = torch.tanh(unit(x))
+    return x
+
+
+def loop_run(model: nn.Module, step: int) -> Tensor:
+    model.step = step
+    return plain_run(model, step)
+
+
+class Some(Pair):
+    """Uses one parameter on odd ranks only, one on no rank, one with a gradient of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Parameter(torch.randn(5))
+        self.nothing = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) + 0.0 * self.nothing
+        return self.odd(x) if dist.get_rank() % 2 else x
+
+
+class FirstRank(Pair):
+    """On the first rank alone the input comes out as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if dist.get_rank() else x
+
+
+class Dropped(Chain):
+    """All ranks call all units; the odd ones leave the result of the first out of the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.units[0](x)
+        return self.last(self.units[1](x if dist.get_rank() % 2 else y))
+
+
+OFTEN_CASES = {
+    "loops of another length in each step": chain(call=loops, run=loop_run, steps=5, exact=False, tolerance=3e-6),
+    "parameters unused on some ranks or on all": chain(Some),
+    "a unit that one rank passes by from inside": chain(FirstRank),
+    "a unit whose result some ranks drop": Case(build=Dropped, run=plain_run, units={Pair}),
+}
+
+
+@pytest.mark.parametrize("name", OFTEN_CASES)
+def test_units_and_parameters_may_be_used_any_number_of_times(world, name):
+    run_on_all(world, run_case, name)
+
+
+# -- what goes in and comes out
+
+
+class Point(NamedTuple):
+    x: Tensor
+    y: Tensor | None
+
+
+@dataclass
+class State:
+    x: Tensor
+    note: str
+    more: Any = None
+
+
+def output_class() -> type:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput
+
+
+KEEP: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    # how two tensors are put together, and how they become one again
+    "tuple": (lambda x, y: (x, y), lambda t: t[0] + t[1]),
+    "list": (lambda x, y: [x, y, None], lambda t: t[0] + t[1]),
+    "dict": (lambda x, y: {"x": x, 3: y, "none": None}, lambda t: t["x"] + t[3]),
+    "ordered dict": (lambda x, y: collections.OrderedDict(b=x, a=y), lambda t: t["a"] + t["b"]),
+    "namedtuple": (lambda x, y: Point(x, y), lambda t: t.x + t.y),
+    "namedtuple with None": (lambda x, y: Point(x + y, None), lambda t: t.x * 2),
+    "dataclass": (lambda x, y: State(x, "note", y), lambda t: t.x + t.more),
+    "nested": (
+        lambda x, y: (State(x, "a", [{"y": (y, Point(x, None))}]), None, 3, "text"),
+        lambda t: t[0].x + t[0].more[0]["y"][0] + t[0].more[0]["y"][1].x,
+    ),
+    "the same tensor twice": (lambda x, y: [x, (x, y)], lambda t: t[0] + t[1][0] * t[1][1]),
+    "object": (lambda x, y: Plain(x + y), lambda t: t.x + t.inner["twice"]),
+    "ModelOutput": (
+        lambda x, y: output_class()(last_hidden_state=x, hidden_states=(x, y)),
+        lambda t: t.last_hidden_state + t["hidden_states"][1] + t[0],
+    ),
+}
+
+
+class Packs(Pair):
+    """Takes a structure, as an argument or by keyword, and returns one of the same kind."""
+
+    kind = ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ((given,),) = ((args or tuple(kwargs.values())),)
+        pack, unpack = KEEP[self.kind]
+        x = unpack(given)
+        return pack(super().forward(x), self.a(x) * 0.5)
+
+
+def pack_run(model: Chain, step: int) -> Any:
+    out: list[Any] = []
+    model.out = out
+    return mean_square(model(numbers())), out
+
+
+def pass_structures(model: Chain, x: Tensor, kind: str) -> Tensor:
+    pack, unpack = KEEP[kind]
+    state = pack(x, x * 0.5)
+    for i, unit in enumerate(model.units):
+        state = unit(given=state) if i % 2 else unit(state)
+        model.__dict__["out"].append(unpack(state).detach())
+    return unpack(state)
+
+
+def structures(kind: str) -> Case:
+    def build() -> Chain:
+        packs = type("Packs", (Packs,), {"kind": kind})
+        return Chain(packs, call=functools.partial(pass_structures, kind=kind))
+
+    return Case(build=build, run=pack_run, units=["Packs"], exact=False, tolerance=2e-6)
+
+
+class NoGrad(Pair):
+    """Outputs that carry no gradient: detached, integer, boolean, none at all, numbers, text."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y.detach(), y.argmax(-1), y > 0, None, 1.5, "text", y
+
+
+def use_no_grad(model: Chain, x: Tensor) -> Tensor:
+    for unit in model.units:
+        detached, index, mask, nothing, number, text, y = unit(x)
+        assert (nothing, number, text) == (None, 1.5, "text")
+        assert not detached.requires_grad
+        assert index.dtype == torch.long
+        x = (y + detached) * mask + index.unsqueeze(-1)
+    return x
+
+
+class Nothing(Pair):
+    """Returns nothing; what it computes stays in an attribute."""
+
+    def forward(self, x: Tensor) -> None:
+        self.kept = super().forward(x)
+
+
+def use_nothing(model: Chain, x: Tensor) -> Tensor:
+    for unit in model.units:
+        assert unit(x) is None
+        x = unit.__dict__.pop("kept")
+    return x
+
+
+class OnlyDetached(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def mixed_inputs(model: Chain, x: Tensor) -> Tensor:
+    """Inputs of which some need gradients, others not, in any place."""
+    one, two = model.units
+    y = one(numbers(), scale=x)
+    return two(y.detach(), scale=numbers()) + y
+
+
+class Scaled(Pair):
+    def forward(self, x: Tensor, *, scale: Tensor, unused: Tensor | None = None) -> Tensor:
+        return super().forward(x) * scale
+
+
+def no_input(model: Chain, x: Tensor) -> Tensor:
+    return x + model.units[0]() * model.units[1]()
+
+
+class Source(Pair):
+    """A unit without inputs."""
+
+    def forward(self) -> Tensor:
+        return super().forward(torch.ones(1, WIDTH, device=device()))
+
+
+OUTPUT_CASES = {
+    **{kind: structures(kind) for kind in KEEP},
+    "outputs without gradients": chain(NoGrad, call=use_no_grad),
+    "no output": chain(Nothing, call=use_nothing),
+    "no output with a gradient": chain(OnlyDetached),
+    "inputs of which some need gradients": chain(Scaled, call=mixed_inputs),
+    "no inputs": chain(Source, call=no_input),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUT_CASES)
+def test_anything_may_go_into_a_unit_and_come_out(world, name):
+    if name == "ModelOutput":
+        pytest.importorskip("transformers")
+    run_on_all(world, run_case, name, ranks=FEW if name in KEEP else RANKS)
+
+
+# -- in-place operators, and outputs that are inputs or parameters
+
+
+def in_place_outputs(model: Chain, x: Tensor) -> Tensor:
+    residual = x
+    for unit in model.units:
+        y = unit(x)
+        y += residual
+        y[:, 0] = 0.5
+        x = y.mul_(0.5).relu_()
+    return x
+
+
+class InPlace(Pair):
+    """Writes into its input before it uses it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1.0)
+        x.tanh_()
+        return self.b(nn.functional.relu(self.a(x), inplace=True)).add_(x)
+
+
+def in_place_inputs(model: Chain, x: Tensor) -> Tensor:
+    """What the caller sees of it is the same too."""
+    for unit in model.units:
+        y = x * 1.0
+        x = unit(y) + y
+    return x
+
+
+class ViewOut(Pair):
+    """An output that is a view of something inside."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y.view(-1).view(y.shape), y[:1]
+
+
+def in_place_views(model: Chain, x: Tensor, both: bool = False) -> Tensor:
+    for unit in model.units:
+        y, row = unit(x)
+        y.mul_(2.0)
+        x = torch.tanh(y + row if both else y)
+    return x
+
+
+class Same(Pair):
+    """Returns its input as it is, and uses nothing of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class AlsoSame(Pair):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, super().forward(x)
+
+
+def same_and_more(model: Chain, x: Tensor) -> Tensor:
+    for unit in model.units:
+        same, y = unit(x)
+        x = torch.tanh(same * y + x)
+    return x
+
+
+class WrittenSame(Pair):
+    """Adds to its input in place and returns it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.b(torch.tanh(self.a.bias))
+        return x
+
+
+def written_same(model: Chain, x: Tensor, both: bool) -> Tensor:
+    for unit in model.units:
+        x = x * 1.0
+        y = unit(x)
+        x = torch.tanh(x + y if both else y)
+    return x
+
+
+def same_written(model: Chain, x: Tensor) -> Tensor:
+    """What is written into an output that is the input is in the input too."""
+    for unit in model.units:
+        x = x * 1.0
+        unit(x).mul_(2.0)
+        x = torch.tanh(x)
+    return x
+
+
+class Own(Pair):
+    """Returns parameters of its own, and views of them."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.a.weight, self.b.weight[2:5], self.a.weight.t(), self.b.bias.view(1, -1)
+
+
+def own_parameters(model: Chain, x: Tensor) -> Tensor:
+    for unit in model.units:
+        y, weight, rows, transposed, bias = unit(x)
+        x = y @ weight + (rows.sum(0) * 0.1) + y @ transposed + bias
+        x = torch.tanh(x)
+    return x
+
+
+class OnlyOwn(nn.Module):
+    """Learned positions: a view of a parameter and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(11, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.positions[: x.shape[0]]
+
+
+def positions(model: Chain, x: Tensor) -> Tensor:
+    for unit in model.units:
+        x = x + unit(x)
+    return x
+
+
+MEMORY_CASES = {
+    "in-place operators on outputs": chain(call=in_place_outputs, exact=False),
+    "in-place operators on inputs": chain(InPlace, call=in_place_inputs, exact=False),
+    "in-place operators on outputs that are views": chain(ViewOut, call=in_place_views),
+    "in-place operators on one of two outputs over one memory": chain(
+        ViewOut, call=functools.partial(in_place_views, both=True)
+    ),
+    "a unit that returns its input": chain(Same),
+    "a unit that returns its input and more": chain(AlsoSame, call=same_and_more, exact=False, tolerance=2e-6),
+    "a unit that returns its input, into which the caller writes": chain(Same, call=same_written),
+    "a unit that writes into its input and returns it": chain(
+        WrittenSame, call=functools.partial(written_same, both=False), exact=False
+    ),
+    "a unit that writes into its input and returns it, both of which are used": chain(
+        WrittenSame, call=functools.partial(written_same, both=True), exact=False
+    ),
+    "a unit that returns its parameters and views of them": chain(
+        Own, call=own_parameters, exact=False, tolerance=2e-6
+    ),
+    "a unit that returns a view of its parameter alone": chain(OnlyOwn, call=positions),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_CASES)
+def test_outputs_may_be_inputs_parameters_and_written_into(world, name):
+    run_on_all(world, run_case, name)
+
+
+class SharesChild(Pair):
+    """Units with one child in common, which is no unit or one itself."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.tanh(self.child(x))
+
+
+def shares_child() -> Chain:
+    child = nn.Linear(WIDTH, WIDTH)
+    return Chain(lambda: SharesChild(child), count=3)
+
+
+def shared_child(mesh, units: Any) -> None:
+    case = Case(build=shares_child, run=plain_run, units=units, exact=False, tolerance=2e-6)
+    model = compare(mesh, poisoned(mesh, case))
+    assert model.units[0].child.weight is model.units[2].child.weight
+    names = [n for n, _ in model.named_parameters()]
+    assert names == [n for n, _ in seeded(shares_child).named_parameters()]
+
+
+@pytest.mark.parametrize("child", ["no unit", "a unit itself"])
+def test_a_module_that_two_units_share(world, child):
+    run_on_all(world, shared_child, {SharesChild} if child == "no unit" else {SharesChild, nn.Linear})
+
+
+CASES = {**OFTEN_CASES, **OUTPUT_CASES, **MEMORY_CASES}

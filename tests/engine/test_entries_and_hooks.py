@@ -1,0 +1,470 @@
+"""Methods beside forward, hooks and anomaly detection: each sees what it sees unsharded."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.devices import device
+from tests.support.chains import FEW, Chain, mean_square, numbers, plain_run, steps_again
+from tests.support.checks import PlantedError
+from tests.support.compare import (
+    Pair,
+    assert_alike,
+    check_grads,
+    rest,
+    run_on_all,
+    seed_of,
+    seeded,
+)
+
+# -- entry points
+
+
+class Entered(Chain):
+    """Methods beside `forward` that use the weights of the root, of units, and `forward` itself."""
+
+    def __init__(self) -> None:
+        super().__init__(Encodes)
+
+    def encode(self, x: Tensor, *, times: int = 1) -> dict[str, Tensor]:
+        for _ in range(times):
+            x = torch.tanh(x @ self.first.weight)
+        return {"x": self.units[0](x)}
+
+    def generate(self, x: Tensor, count: int) -> Tensor:
+        out = [x]
+        for _ in range(count):
+            out.append(torch.tanh(self(out[-1]) @ self.last.weight))
+        return torch.stack(out)
+
+    def raises(self, x: Tensor) -> None:
+        self.units[0](x)
+        raise PlantedError
+
+
+class Encodes(Pair):
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self(x) @ self.b.weight
+
+
+def enter(model: Entered, how: str) -> Any:
+    x = numbers()
+    if how == "encode":
+        return model.encode(x, times=2)["x"]
+    if how == "generate":
+        return model.generate(x, count=2)
+    if how == "of a unit":
+        return sum(model.units[1].encode(x))
+    return model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
+
+
+def entered(mesh) -> None:
+    plain, model = seeded(Entered), acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
+    for name in ("encode", "generate", "raises"):
+        acc.entry_point(model, name)
+    for unit in model.units:
+        acc.entry_point(unit, "encode")
+    hows = ("encode", "generate", "of a unit", "all")
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for how in hows:
+            found = []
+            for m in (plain, model):
+                torch.manual_seed(seed_of(7))
+                with mode():
+                    found.append(enter(m, how))
+            assert_alike(found[1], found[0], exact=mesh.size() == 2)
+    for how in hows:
+        for m in (plain, model):
+            m.zero_grad()
+            torch.manual_seed(seed_of(8))
+            mean_square(enter(m, how))
+        check_grads(mesh, model, plain, exact=False, tolerance=2e-6)
+        with pytest.raises(PlantedError):
+            model.raises(numbers())
+    for mode in (torch.no_grad, torch.inference_mode):  # after training, from inside a forward's own modes
+        found = []
+        for m in (plain, model):
+            torch.manual_seed(seed_of(9))
+            with mode():
+                found.append(enter(m, "all"))
+        assert_alike(found[1], found[0], exact=mesh.size() == 2)
+    steps_again(mesh, model, plain)
+
+
+def test_methods_beside_forward_use_full_parameters(world):
+    run_on_all(world, entered)
+
+
+def no_entry(mesh) -> None:
+    model = acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
+    with pytest.raises(acc.UsageError, match="no method 'enkode'"):
+        acc.entry_point(model, "enkode")
+    with pytest.raises(acc.UsageError, match="Linear is no unit"):
+        acc.entry_point(model.first, "forward")
+    with pytest.raises(acc.UsageError, match="is no unit"):
+        acc.entry_point(Entered(), "encode")
+
+
+def test_what_cannot_be_an_entry_point_is_named(world):
+    world.run(1, no_entry)
+
+
+# -- hooks
+
+
+Seen = list[tuple[str, list[Tensor | None]]]
+
+
+def note(seen: Seen, what: str, *trees: Any) -> None:
+    flat: list[Tensor | None] = []
+    for tree in trees:
+        for t in tree if isinstance(tree, (tuple, list)) else (tree,):
+            flat.append(t.detach().clone() if isinstance(t, Tensor) else None)  # noqa: PERF401
+    seen.append((what, flat))
+
+
+def attach_hooks(model: Chain, seen: Seen, change: bool) -> None:
+    """Hooks of every kind on the root, units, and modules inside; with `change` they also change what passes."""
+    modules = {"root": model, "unit 0": model.units[0], "unit 1": model.units[1], "inside": model.units[1].a}
+    for name, module in modules.items():
+
+        def pre(m: nn.Module, args: Any, name: str = name) -> Any:
+            note(seen, f"pre {name}", args)
+            return (args[0] * 1.5,) if change else None
+
+        def pre_kw(m: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
+            note(seen, f"pre with kwargs {name}", args)
+            return (args, kwargs) if change else None
+
+        def post(m: nn.Module, args: Any, out: Tensor, name: str = name) -> Any:
+            note(seen, f"post {name}", args, out)
+            return out * 0.5 if change else None
+
+        def backward(m: nn.Module, grad_in: Any, grad_out: Any, name: str = name) -> Any:
+            note(seen, f"backward {name}", grad_in, grad_out)
+            return tuple(None if g is None else g * 2.0 for g in grad_in) if change else None
+
+        def backward_pre(m: nn.Module, grad_out: Any, name: str = name) -> Any:
+            note(seen, f"backward pre {name}", grad_out)
+            return tuple(g * 0.5 for g in grad_out) if change else None
+
+        module.register_forward_pre_hook(pre)
+        module.register_forward_pre_hook(pre_kw, with_kwargs=True, prepend=True)
+        module.register_forward_hook(post)
+        module.register_forward_hook(post, prepend=True)
+        module.register_full_backward_hook(backward)
+        module.register_full_backward_pre_hook(backward_pre)
+
+
+def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
+    for i, unit in enumerate(model.units):
+        x = unit(x)
+        x.register_hook(functools.partial(note, seen[id(model)], f"activation {i}"))
+        x.register_hook(lambda g: g * 1.5)
+        x.retain_grad()
+        model.__dict__[f"kept {i}"] = x
+    return x
+
+
+def hooked(mesh, when: str, change: bool) -> None:
+    seen: dict[int, Seen] = {}
+    build = functools.partial(Chain, call=functools.partial(watch_activations, seen=seen))
+    plain, model = seeded(build), seeded(build)
+    for m in (plain, model):
+        seen[id(m)] = []
+        if when == "before":
+            attach_hooks(m, seen[id(m)], change)
+    acc.shard(model, mesh=mesh, units={Pair})
+    if when == "after":
+        for m in (plain, model):
+            attach_hooks(m, seen[id(m)], change)
+    for step in range(2):
+        for m in (plain, model):
+            seen[id(m)].clear()
+            torch.manual_seed(seed_of(step))
+            x = numbers(grad=True)
+            mean_square(m(x))
+            note(seen[id(m)], "input", x.grad)
+            for i in range(2):
+                note(seen[id(m)], f"retained {i}", m.__dict__.pop(f"kept {i}").grad)
+        mine, theirs = dict_of(seen[id(model)]), dict_of(seen[id(plain)])
+        assert [what for what, _ in seen[id(model)]] == [what for what, _ in seen[id(plain)]]
+        assert len(mine) > 20
+        for what, value in theirs.items():
+            assert_alike(mine[what], value, exact=mesh.size() == 2)
+        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        for m in (plain, model):
+            m.zero_grad()
+        rest(model)
+
+
+def dict_of(seen: Seen) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for what, tensors in seen:
+        found.setdefault(what, []).append(tensors)
+    return found
+
+
+@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
+@pytest.mark.parametrize("when", ["after", "before"])
+def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(world, when, change):
+    run_on_all(world, hooked, when, change)
+
+
+def param_hooks(mesh) -> None:
+    """Each fires once a backward, with the sharded mean; what a hook returns is the gradient."""
+    plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
+    order: dict[str, list[str]] = {"plain": [], "sharded": []}
+    sharded: list[Tensor] = []
+    for kind, m in (("plain", plain), ("sharded", model)):
+        for name, p in m.named_parameters():
+            p.register_hook(lambda g, kind=kind, name=name: order[kind].append(f"grad {name}"))
+            p.register_hook(lambda g: g * 4.0)
+            p.register_post_accumulate_grad_hook(lambda p, kind=kind, name=name: order[kind].append(f"acc {name}"))
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: sharded.append(p.grad))
+    for step in range(2):
+        for m in (plain, model):
+            torch.manual_seed(seed_of(step))
+            plain_run(m, step)
+        assert sorted(order["sharded"]) == sorted(order["plain"])
+        assert len(set(order["plain"])) == 2 * len(list(plain.parameters())) == len(order["plain"])
+        for kind in order:
+            for name, _ in plain.named_parameters():
+                assert order[kind].index(f"grad {name}") < order[kind].index(f"acc {name}")
+            order[kind].clear()
+        assert len(sharded) == step + 1
+        assert isinstance(sharded[-1], DTensor)
+        assert sharded[-1] is model.first.weight.grad
+        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        for m in (plain, model):
+            m.zero_grad()
+        rest(model)
+
+
+def test_hooks_of_parameters_see_the_sharded_gradient_once(world):
+    run_on_all(world, param_hooks)
+
+
+def step_in_hooks(mesh, of: str) -> None:
+    """An optimizer for each parameter, stepped in its hook or its node's: the gradient is gone after the backward."""
+    plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair})
+    optimizers = {p: torch.optim.SGD([p], lr=1 / 64) for p in model.parameters()}
+
+    def step_now(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+    for p, node in zip(model.parameters(), nodes, strict=True):
+        if of == "parameter":
+            p.register_post_accumulate_grad_hook(step_now)
+        else:  # as torch's own optimizers in the backward do
+            node.register_hook(lambda *_, p=p: step_now(p))
+    reference = torch.optim.SGD(plain.parameters(), lr=1 / 64)
+    for step in range(3):
+        losses = []
+        for m in (plain, model):
+            torch.manual_seed(seed_of(step))
+            losses.append(plain_run(m, step))
+        assert torch.allclose(losses[0], losses[1], rtol=1e-5), step
+        assert all(p.grad is None for p in model.parameters())
+        for p in plain.parameters():
+            dist.all_reduce(p.grad, group=mesh.get_group())
+            p.grad /= mesh.size()
+        reference.step()
+        reference.zero_grad()
+        rest(model)
+
+
+@pytest.mark.parametrize("of", ["parameter", "node"])
+def test_an_optimizer_may_step_in_the_hooks_of_parameters(world, of):
+    run_on_all(world, step_in_hooks, of)
+
+
+def weight_in_hook(mesh, when: str) -> None:
+    """A hook of a unit reads its weights: norms for a log, say."""
+    found: dict[int, list[Tensor]] = {}
+
+    def read(module: nn.Module, *_: Any) -> None:
+        found.setdefault(id(module), []).append(module.a.weight.detach().clone())
+
+    plain, model = seeded(Chain), seeded(Chain)
+    if when == "before":
+        acc.shard(model, mesh=mesh, units={Pair})
+    for m in (plain, model):
+        m.units[0].register_forward_pre_hook(read)
+        m.units[0].register_forward_hook(read)
+    if when == "after":
+        acc.shard(model, mesh=mesh, units={Pair})
+    for m in (plain, model):
+        torch.manual_seed(seed_of(0))
+        m(numbers())
+    for mine, theirs in zip(found[id(model.units[0])], found[id(plain.units[0])], strict=True):
+        assert type(mine) is Tensor
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(world, when):
+    run_on_all(world, weight_in_hook, when)
+
+
+@contextmanager
+def anomaly_mode() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
+        with torch.autograd.set_detect_anomaly(True):
+            yield
+
+
+def anomaly(mesh, strategy: acc.Strategy) -> None:
+    plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
+    with anomaly_mode():
+        steps_again(mesh, model, plain)
+        with pytest.raises(RuntimeError, match="returned nan values"):  # and it finds what it is for
+            (model(numbers() * float("nan"))).square().mean().backward()
+    for _ in range(4):  # what waits for a backward that never came is let go after some calls
+        with torch.no_grad():
+            model(numbers())
+    steps_again(mesh, model, plain)
+
+
+def test_anomaly_detection_around_a_step(world):
+    for strategy in STRATEGIES.values():
+        if not strategy.hybrid:
+            world.run(2, anomaly, strategy)
+
+
+def anomaly_of_one(mesh) -> None:
+    """Only the sum over ranks is NaN, in the first row, which the first rank owns: inf there, -inf elsewhere."""
+    rank = dist.get_rank()
+    model = acc.shard(seeded(lambda: nn.Linear(2, mesh.size(), bias=False)), mesh=mesh)
+    factors = torch.ones(mesh.size(), 1, device=device())
+    factors[0] = float("inf") if rank == 0 else float("-inf")
+
+    class Sharpens(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * factors.t()
+
+    loss = Sharpens.apply(model(torch.ones(1, 2, device=device()))).sum()
+    with anomaly_mode():
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"'AwaitReduceBackward' returned nan values"):
+                loss.backward()
+            with pytest.raises(acc.DivergenceError, match="begins a forward"):
+                model(torch.ones(1, 2, device=device()))
+        else:  # in its first step a rank sees to it that all others have come to the end
+            with pytest.raises(acc.DivergenceError, match="ends its backward"):
+                loss.backward()
+
+
+def test_anomaly_detection_raises_on_the_rank_that_has_nan(world):
+    run_on_all(world, anomaly_of_one, ranks=FEW)
+
+
+def any_true(mesh) -> None:
+    """What anomaly detection needed is for others what DTensor says: true anywhere is true on every rank."""
+    acc.shard(nn.Linear(2, 2), mesh=mesh)
+    for only in range(mesh.size() + 1):
+        local = torch.full((2,), dist.get_rank() == only, device=device())
+        whole = DTensor.from_local(local, mesh, [Shard(0)])
+        found = torch.ops.aten._is_any_true(whole)
+        assert isinstance(found, DTensor)
+        assert bool(found.full_tensor()) == (only < mesh.size())
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+    acc.shard(nn.Linear(2, 2), mesh=mesh)
+    assert handlers == before
+
+
+def test_what_anomaly_detection_asks_has_its_meaning_for_other_dtensors(world):
+    run_on_all(world, any_true, ranks=FEW)
+
+
+def marked(mesh) -> None:
+    """Attributes of parameters are read by optimizers and schedulers (muP, `no_weight_decay`, `sequence_parallel`)."""
+    model = seeded(Chain)
+    twin = nn.Parameter(model.first.weight.data)
+    twin.of_twin = True  # two objects over one memory become one parameter, with the pre-backward nodes of both
+    model.units[0].a.weight = twin
+    for name, p in model.named_parameters():
+        p.my_flag = name
+    acc.shard(model, mesh=mesh, units={Pair})
+    for name, p in model.named_parameters():
+        assert p.my_flag == name
+    assert model.units[0].a.weight is model.first.weight
+    assert model.first.weight.of_twin
+    with acc.full_params(model):
+        assert [p.my_flag for p in model.parameters()] == [n for n, _ in model.named_parameters()]
+
+
+def test_attributes_of_parameters_survive(world):
+    run_on_all(world, marked, ranks=FEW)
+
+
+def hooks_before(mesh, kind: str) -> None:
+    """Hooks set before `shard`, by the handles that the caller keeps, with one more set after it."""
+    models = plain, model = seeded(Chain), seeded(Chain)
+    seen: dict[nn.Module, list[str]] = {plain: [], model: []}
+    handles: dict[nn.Module, list[Any]] = {plain: [], model: []}
+
+    def attach(m: nn.Module, what: str) -> None:
+        for name in ("first.weight", "units.0.a.weight", "last.bias"):
+            p, text = m.get_parameter(name), f"{what} {name}"
+            if kind == "register_hook":
+                handles[m].append(p.register_hook(lambda g, text=text: (seen[m].append(text), g * 2.0)[1]))
+            else:
+                handles[m].append(p.register_post_accumulate_grad_hook(lambda p, text=text: seen[m].append(text)))
+
+    for m in models:
+        attach(m, "before")
+    acc.shard(model, mesh=mesh, units={Pair})
+    for m in models:
+        attach(m, "after")
+    for num_left in (6, 3, 0):  # those set before go first
+        for m in models:
+            for handle in handles[m][: 6 - num_left]:
+                handle.remove()
+            torch.manual_seed(seed_of(num_left))
+            plain_run(m, 0)
+        assert len(seen[model]) == num_left
+        assert sorted(seen[model]) == sorted(seen[plain])
+        check_grads(mesh, model, plain, exact=mesh.size() == 2)
+        for m in models:
+            m.zero_grad()
+            seen[m].clear()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(world, kind):
+    run_on_all(world, hooks_before, kind)
+
+
+def hooked_twins(mesh) -> None:
+    for hooked in ("first", "last"):
+        model = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+        model["last"].weight = nn.Parameter(model["first"].weight.data)
+        model[hooked].weight.register_hook(lambda g: g)
+        with pytest.raises(acc.UsageError, match=r"first\.weight, last\.weight .*hook"):
+            acc.shard(model, mesh=mesh)
+
+
+def test_a_hook_on_one_of_two_parameters_over_one_memory_is_refused_by_name(world):
+    world.run(1, hooked_twins)

@@ -1,0 +1,152 @@
+"""Families of transformers, in units found by themselves: two steps sharded are two steps unsharded."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.support.sample import sampled
+
+transformers = pytest.importorskip("transformers")
+
+from tests.support.families import FAMILIES  # noqa: E402
+from tests.support.family_inputs import loss_of  # noqa: E402
+from tests.support.family_table import RANKS, WORKING, Found, compare, render, seed_of, unsharded  # noqa: E402
+
+BF16 = torch.bfloat16
+TOLERANCE = 1e-6
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+LLAMA, GPT2, MIXTRAL = "LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM"
+T5, BERT, CLIP = "T5ForConditionalGeneration", "BertForMaskedLM", "CLIPModel"
+WHISPER, VIT, MAMBA = "WhisperForConditionalGeneration", "ViTForImageClassification", "MambaForCausalLM"
+SWITCH = "SwitchTransformersForConditionalGeneration"
+USUAL = {LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA, SWITCH} | {
+    "Qwen3ForCausalLM", "GemmaForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "AlbertForMaskedLM",
+    "NllbMoeForConditionalGeneration", "BartForConditionalGeneration", "PerceiverForMaskedLM",
+    "ResNetForImageClassification", "SwinForImageClassification", "DetrModel", "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration", "Wav2Vec2ForCTC", "ZambaForCausalLM",
+}  # fmt: skip
+
+
+def assert_equal_within(ranks: list[Found], tolerance: float = TOLERANCE) -> None:
+    for rank, found in enumerate(ranks):
+        for kind in ("grads", "losses", "params"):
+            worst = getattr(found, kind)
+            assert worst.error <= tolerance, f"{kind} of rank {rank}: {worst.name} differs by {worst.error:.3g}"
+
+
+@cache
+def in_float32(world: Pool, name: str) -> list[Found]:
+    return world.run(RANKS, compare, name)
+
+
+@pytest.mark.parametrize("name", sampled(WORKING, USUAL.__contains__))
+def test_two_steps_are_those_of_the_unsharded_model(world, name):
+    assert_equal_within(in_float32(world, name))
+
+
+IN_BFLOAT16 = [name for name in WORKING if FAMILIES[name].bf16 in ("yes", "with buffers")]
+
+
+@pytest.mark.parametrize("name", sampled(IN_BFLOAT16, USUAL.__contains__))
+def test_bfloat16_over_float32_masters(world, name):
+    assert_equal_within(world.run(RANKS, compare, name, compute=BF16), FAMILIES[name].bf16_tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in WORKING if FAMILIES[name].bf16 == "no"])
+def test_some_do_not_compute_in_bfloat16_at_all(name):
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        unsharded(FAMILIES[name].build(), FAMILIES[name], 1, BF16)
+
+
+@pytest.mark.parametrize("num_ranks", sampled([3, 4], lambda num_ranks: num_ranks == 3))
+@pytest.mark.parametrize(
+    "name", sampled([LLAMA, GPT2, MIXTRAL, SWITCH, T5, BERT, CLIP, MAMBA], {LLAMA, MIXTRAL, T5, CLIP}.__contains__)
+)
+def test_more_ranks(world, name, num_ranks):
+    assert_equal_within(world.run(num_ranks, compare, name))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize(
+    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, WHISPER, VIT], {LLAMA, MIXTRAL, WHISPER}.__contains__)
+)
+def test_checkpointing_of_transformers(world, name, use_reentrant):
+    assert_equal_within(world.run(RANKS, compare, name, use_reentrant=use_reentrant))
+
+
+@pytest.mark.parametrize(
+    "name", sampled([LLAMA, GPT2, MIXTRAL, T5, BERT, CLIP, WHISPER, VIT, MAMBA], {LLAMA, T5, VIT}.__contains__)
+)
+def test_checkpointing_of_units(world, name):
+    assert_equal_within(world.run(RANKS, compare, name, checkpoint_activations="full"))
+
+
+# -- what the tests above are about is there
+
+
+def gradients(name: str, rank: int) -> dict[str, torch.Tensor | None]:
+    model = FAMILIES[name].build()
+    loss_of(model, FAMILIES[name].batch(0, rank), seed_of(0, rank)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_mixtral_has_experts_that_only_some_ranks_use():
+    key = "model.layers.0.mlp.experts.down_proj"
+    used = [{expert for expert, grad in enumerate(gradients(MIXTRAL, rank)[key]) if grad.any()} for rank in range(4)]
+    assert len(set(map(frozenset, used))) > 1
+
+
+def test_some_parameters_have_a_gradient_on_some_ranks_only():
+    """Each expert of Switch Transformers is a module of its own."""
+    first, second = ({n for n, g in gradients(SWITCH, rank).items() if g is None} for rank in (0, 1))
+    assert first ^ second
+
+
+@pytest.mark.parametrize("name", [T5, "BartForConditionalGeneration", WHISPER, "DetrModel", "XLMWithLMHeadModel"])
+def test_what_several_units_read_is_summed_in_the_same_order(world, name):
+    """Such as an encoder's output: its gradient has the bits of the unsharded model's."""
+    assert_equal_within(in_float32(world, name), 0.0)
+
+
+# -- docs/models.md
+
+
+def without_errors(text: str) -> str:
+    """Figures of errors differ between machines."""
+    return re.sub(r"\| (0|< 1e-?\d+) (?=\|)", "| . ", text)
+
+
+@pytest.mark.slow
+def test_the_table_of_the_documentation(world):
+    written = DOCUMENT.read_text()
+    if f"transformers {transformers.__version__}," not in written:
+        pytest.skip(f"docs/models.md was not made with transformers {transformers.__version__}")
+    found = render({name: in_float32(world, name) for name in WORKING})
+    assert without_errors(found) == without_errors(written), (
+        "write it anew: python -m tests.support.family_table > docs/models.md"
+    )
+
+
+@pytest.mark.parametrize("compute", [None, BF16], ids=["float32", "bfloat16"])
+def test_a_family_that_calls_the_forward_of_layers_trains_with_entry_points(world, compute):
+    assert_equal_within(world.run(RANKS, compare, "SqueezeBertForMaskedLM", compute=compute, entered=True))
+
+
+# -- what does not work; last, since a failure restarts the ranks
+
+
+def does_not_work(name: str, reason: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
+
+
+# These go around the hooks of their layers, as they would with any engine that gathers in hooks.
+@pytest.mark.parametrize("name", [does_not_work(f.cls, f.fails) for f in FAMILIES.values() if f.fails])
+def test_families_that_do_not_train(world, name):
+    assert_equal_within(world.run(RANKS, compare, name))

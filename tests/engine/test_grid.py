@@ -1,0 +1,172 @@
+"""The contract: whatever the strategy, precision and use, training is that of the model without sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.inside import units_of
+from tests.support import checks, models, reference
+from tests.support.reference import OptimizerCopy, Trace
+from tests.support.sample import drawn, sampled
+
+FLAT, HYBRID = ("shard",), ("replicate", "shard")
+FORCED = {
+    f"{strategy.name}_{reduce}": dataclasses.replace(strategy, name=f"{strategy.name}_{reduce}", reduce=reduce)
+    for strategy in (acc.FULL_SHARD, acc.HYBRID_SHARD)
+    for reduce in ("exchange", "reduce_scatter")
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"compute": torch.bfloat16},
+    "fp16": {"compute": torch.float16, "scale": 1024.0},
+}
+CASES: dict[str, tuple[int, OptimizerCopy]] = {  # number of ranks that shard without replicas, recipe
+    "plain": (2, OptimizerCopy()),
+    "wide": (2, OptimizerCopy(build="wide")),
+    "frozen": (2, OptimizerCopy(build="frozen")),
+    "uneven": (3, OptimizerCopy(build="uneven")),
+    "experts": (3, OptimizerCopy(build="experts")),
+    "tied": (3, OptimizerCopy(build="tied")),
+    "spare": (2, OptimizerCopy(build="spare", sometimes=True)),
+    "accumulated": (2, OptimizerCopy(micros=3)),
+    "accumulated_no_sync": (2, OptimizerCopy(micros=3, no_sync=True)),
+    "unused_last": (2, OptimizerCopy(micros=2, skip_last=(1,))),
+    "unused_last_no_sync": (2, OptimizerCopy(micros=2, skip_last=(1,), no_sync=True)),
+}
+GRID = [(strategy, precision, case) for strategy in STRATEGIES for precision in PRECISIONS for case in CASES]
+GRID += [
+    (strategy, precision, case)
+    for strategy in FORCED
+    for precision in PRECISIONS
+    for case in ("wide", "uneven", "spare")
+]
+
+
+def mesh_of(strategy: acc.Strategy, num_ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
+
+
+def assert_no_leases(model: nn.Module) -> None:
+    held = {unit.name: unit.leases for unit in units_of(model)}
+    assert held
+    assert not any(held.values()), f"leases after a step: {held}"
+
+
+def train(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
+    """Five steps of the sharded model on this rank."""
+    return checks.train(
+        mesh, optimizer_copy, strategy, after_step=lambda model: partial(assert_no_leases, model), **options
+    )
+
+
+def match(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> None:
+    found = train(mesh, optimizer_copy, strategy, **options)
+    wanted = reference.unsharded(optimizer_copy, mesh.size())[dist.get_rank()]
+    reference.assert_same(found, wanted)
+
+
+# What a lower precision changes: casts, sums, the scale.
+SHOWN = {"bf16": ("wide", "tied", "spare"), "fp16": ("uneven",)}
+LOWER = drawn([row for row in GRID if row[2] in SHOWN.get(row[1], ())], 4, lambda strategy, *rest: rest)
+
+
+def usual(*row: str) -> bool:
+    """Every case in float32; of lower precision four strategies a case."""
+    return row[1] == "fp32" or row in LOWER
+
+
+@pytest.mark.parametrize(("strategy", "precision", "case"), sampled(GRID, usual), ids=["-".join(row) for row in GRID])
+def test_training_is_that_of_the_unsharded_model(world, strategy, precision, case):
+    policy = {**STRATEGIES, **FORCED}[strategy]
+    num_ranks, optimizer_copy = CASES[case]
+    optimizer_copy = dataclasses.replace(optimizer_copy, **PRECISIONS[precision])
+    world.run_mesh(*mesh_of(policy, num_ranks), match, optimizer_copy, policy, wrapped=precision == "bf16")
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpoint_full": {"checkpoint_activations": "full"},
+    "checkpoint_selective": {"checkpoint_activations": "selective"},
+    "checkpoint_every_2": {"checkpoint_activations": "every:2"},
+    "prefetch_nothing": {"prefetch": acc.Prefetch(budget_bytes=0)},
+    "prefetch_everything": {"prefetch": acc.Prefetch(budget_bytes=1 << 30)},
+    "units_by_class": {"units": {models.Block}},
+    "units_nested": {"units": {models.Block, nn.Linear}},
+    "units_by_size": {"units": acc.min_params(1000)},
+    "wrapped_optimizer": {"wrapped": True},
+}
+OPTION_ROWS = [(strategy, option) for strategy in STRATEGIES for option in OPTIONS]
+OPTIONS_DRAWN = drawn(OPTION_ROWS, 3, lambda strategy, option: option)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option"),
+    sampled(OPTION_ROWS, lambda *row: row in OPTIONS_DRAWN),
+    ids=["-".join(row) for row in OPTION_ROWS],
+)
+def test_no_option_changes_the_training(world, strategy, option):
+    policy = STRATEGIES[strategy]
+    world.run_mesh(*mesh_of(policy, 2), match, OptimizerCopy(micros=2), policy, **OPTIONS[option])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy):
+    policy = STRATEGIES[strategy]
+    optimizer_copy = OptimizerCopy(reduce_op="sum", micros=2, no_sync=True)
+    world.run_mesh(*mesh_of(policy, 2), match, optimizer_copy, policy, reduce_op="sum")
+
+
+@pytest.mark.parametrize("build", ["plain", "wide", "uneven", "tied"])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_any_number_of_ranks(world, num_ranks, build):
+    for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM, acc.NO_SHARD):
+        world.run(num_ranks, match, OptimizerCopy(build=build), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_optim"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1)])
+def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
+    for build in ("plain", "uneven"):
+        world.run_mesh(shape, HYBRID, match, OptimizerCopy(build=build), STRATEGIES[strategy])
+
+
+def replicated_gradients(mesh) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gradients of torch's DistributedDataParallel and of FULL_SHARD."""
+    tokens, targets = models.batch(0, 0, mesh.get_local_rank(), vocab=48)
+    plain = nn.parallel.DistributedDataParallel(models.wide(), process_group=mesh.get_group())
+    models.loss_of(plain(tokens), targets).backward()
+    model = acc.shard(models.wide(), mesh=mesh)
+    models.loss_of(model(tokens), targets).backward()
+    return {name: p.grad for name, p in plain.module.named_parameters()}, reference.grads_of(model)
+
+
+def test_gradients_are_those_of_ddp_bit_for_bit(world):
+    for plain, ours in world.run(2, replicated_gradients):
+        assert plain.keys() == ours.keys()
+        assert not [name for name, grad in plain.items() if not torch.equal(grad, ours[name])]
+
+
+def losses(mesh, strategy: acc.Strategy, **options: Any) -> tuple[list[list[float]], list[list[float]]]:
+    """Of this rank, sharded and unsharded."""
+    optimizer_copy = OptimizerCopy(build="wide")
+    wanted = reference.unsharded(optimizer_copy, mesh.size())[dist.get_rank()]
+    return train(mesh, optimizer_copy, strategy, **options).losses, wanted.losses
+
+
+def test_losses_are_equal_bit_for_bit_where_the_order_of_sums_is(world):
+    """A sum of two has one order, so all that two ranks do must agree; and so must both hybrids on two by two."""
+    for strategy in {**STRATEGIES, **FORCED}.values():
+        for shape in ((1, 2), (2, 1)) if strategy.hybrid else ((2,),):
+            names = HYBRID if strategy.hybrid else FLAT
+            for found, wanted in world.run_mesh(shape, names, losses, strategy, wrapped=strategy is acc.FULL_SHARD):
+                assert found == wanted, (strategy.name, shape)
+    both = [world.run_mesh((2, 2), HYBRID, losses, STRATEGIES[name]) for name in ("hybrid_shard", "hybrid_shard_optim")]
+    assert both[0] == both[1]

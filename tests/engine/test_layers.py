@@ -1,0 +1,245 @@
+"""Embeddings and heads as units of their own: when they are gathered, and what reads them from outside of their forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import accordion as acc
+from accordion import _torch
+from accordion.config import STRATEGIES
+from accordion.engine.unit import Unit
+from accordion.units import choose_units
+from tests.devices import device, here
+from tests.inside import units_of
+from tests.safety.test_divergence import IN_STREAMS
+from tests.support import models
+from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, unit_names
+
+WIDTH, VOCAB = 16, 96
+WAYS = ("module", "weight", "both", "embedding", "recomputed", "given", "raises")
+
+
+class Language(nn.Module):
+    """An embedding, blocks, a head; `way`: how the weights of the last product are read."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(models.Block(WIDTH, 24) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        if way != "embedding":
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, calls: bool = True) -> Any:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if not calls:
+            return x
+        if self.way == "module":
+            return self.head(x)
+        if self.way == "both":
+            return self.head(x) + 0.1 * F.linear(x, self.head.weight)
+        if self.way == "recomputed":
+            return checkpoint(lambda y: F.linear(y, self.head.weight).tanh(), x, use_reentrant=False)
+        if self.way == "given":
+            return F.linear(x, self.head.weight), self.head.weight
+        if self.way == "raises" and tokens.min() == 0:
+            raise RuntimeError(f"behind a read of {tuple(self.head.weight.shape)}")
+        return F.linear(x, self.tokens.weight if self.way == "embedding" else self.head.weight)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, calls: bool = True) -> Tensor:
+    out = model(tokens, calls)
+    if not calls:
+        return out.square().mean()
+    logits, weight = out if isinstance(out, tuple) else (out, None)
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    return loss if weight is None else loss + 0.01 * weight.square().mean()
+
+
+def drawn(rank: int, step: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
+
+
+def both(mesh, way: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Sharded, and the same without sharding."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(here(Language(way)))
+    return acc.shard(made[0], mesh=mesh, **options), made[1]
+
+
+def check_step(mesh, model: nn.Module, plain: nn.Module, step: int, calls: bool = True) -> None:
+    tokens = drawn(mesh.get_rank(), step)
+    for m in (model, plain):
+        m.zero_grad()
+    losses = [loss_of(m, tokens, calls) for m in (model, plain)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
+    assert_close(found, mean_grads(mesh, plain))
+
+
+def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:
+    for way in WAYS:
+        for name in strategies:
+            model, plain = both(mesh, way, strategy=STRATEGIES[name], debug=debug)
+            assert [u.name for u in units_of(model) if u.is_layer] == (
+                ["tokens"] if way == "embedding" else ["tokens", "head"]
+            )
+            for step in range(3):
+                if way == "raises" and step == 1:
+                    for m in (model, plain):
+                        with pytest.raises(RuntimeError, match=r"behind a read of \(96, 16\)"):
+                            m(torch.zeros(2, 7, dtype=torch.long, device=device()))
+                check_step(mesh, model, plain, step)
+                if way != "raises":  # there a forward waits for its backward, for some more of them
+                    assert_at_rest(model)
+            tokens = drawn(mesh.get_rank(), 9)
+            with torch.no_grad():
+                torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
+
+
+def test_weights_of_layers_are_read_from_outside(world) -> None:
+    world.run(2, check_ways, ("full_shard",), ())
+    world.run(2, check_ways, ("shard_grad_op", "shard_optim"), ("streams",))
+
+
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """From now on: the name of each unit that begins a gather, and whether that is in a backward."""
+    seen: list[tuple[str, bool]] = []
+    own = Unit.launch
+
+    def launch(unit: Unit) -> None:
+        if not (unit.is_full or unit._transfers):
+            seen.append((unit.name, _torch.current_graph_task() != -1))
+        own(unit)
+
+    monkeypatch.setattr(Unit, "launch", launch)
+    return seen
+
+
+def check_order(mesh) -> None:
+    """An embedding is gathered for its forward alone, a head once, and neither makes the last block come twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        for strategy in ("full_shard", "shard_grad_op"):
+            model, plain = both(mesh, "module", strategy=STRATEGIES[strategy])
+            check_step(mesh, model, plain, 0)
+            seen = gathers(patch)
+            check_step(mesh, model, plain, 1)
+            blocks = [f"blocks.{i}" for i in range(3)]
+            forward = ["", "tokens", *blocks, "head"]
+            back = blocks[1::-1] if strategy == "full_shard" else []
+            assert [name for name, inside in seen if not inside] == forward
+            assert [name for name, inside in seen if inside] == back
+            patch.undo()
+
+
+def check_hook_that_reads(mesh) -> None:
+    """A hook that computes with an embedding's weight makes its backward need it after all."""
+    model, plain = both(mesh, "module")
+    for m in (model, plain):
+        m.tokens.register_forward_hook(lambda module, args, out: out * module.weight.square().mean().add(1))
+    for step in range(3):
+        check_step(mesh, model, plain, step)
+
+
+class Sum(nn.Module):
+    """A unit of embeddings alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(8, WIDTH)
+        here(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=device()))
+
+
+def check_recomputed_embeddings(mesh) -> None:
+    """What is recomputed in a unit reads its weights in the backward."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(here(Language("module")))
+        made[-1].tokens = Sum()
+    acc.shard(made[0], mesh=mesh, units={Sum, models.Block}, checkpoint_activations="full")
+    for step in range(2):
+        check_step(mesh, *made, step)
+    model, plain = both(mesh, "module")
+    own = model.tokens.forward
+    model.tokens.forward = lambda tokens: checkpoint(own, tokens, use_reentrant=False)
+    for step in range(2):
+        check_step(mesh, model, plain, step)
+
+
+def test_an_embedding_is_not_gathered_for_its_backward(world) -> None:
+    world.run(2, check_order)
+    world.run(2, check_recomputed_embeddings)
+    world.run(2, check_hook_that_reads)
+
+
+def check_apart(mesh) -> list[str]:
+    """One rank's forward reads the head, the other's does not."""
+    model, plain = both(mesh, "weight")
+    with logged() as messages:
+        for step in range(4):
+            check_step(mesh, model, plain, step, calls=step == 0 or mesh.get_rank() != step % 2)
+    return [message for message in messages if "different ways" in message]
+
+
+@IN_STREAMS
+def test_ranks_may_differ_in_what_they_read(world) -> None:
+    assert all(len(said) == 1 for said in world.run(2, check_apart))
+
+
+def check_recomputed(mesh) -> None:
+    """Layers alone are not recomputed: there is nothing to save."""
+    model, plain = both(mesh, "module", checkpoint_activations="every:2")
+    wrapped = [name for name, m in model.named_modules() if "forward" in m.__dict__ and name]
+    assert wrapped == ["blocks.0", "blocks.2"]
+    for step in range(2):
+        check_step(mesh, model, plain, step)
+
+
+def test_recomputed_units_are_blocks(world) -> None:
+    world.run(2, check_recomputed)
+
+
+def test_which_layers_are_units() -> None:
+    def names(model: nn.Module, units: Any = None) -> list[str]:
+        return [name for name, _ in choose_units(model, units) if not name.startswith("blocks.")]
+
+    assert names(Language("module")) == ["", "tokens", "head"]
+    assert names(Language("module"), acc.only_blocks()) == [""]
+    tied = Language("module")
+    tied.head.weight = tied.tokens.weight
+    assert names(tied) == [""]
+    twice = Language("module")
+    twice.also = twice.tokens
+    assert names(twice) == ["", "head"]
+    small = Language("module")
+    small.head = nn.Linear(WIDTH, 8)
+    assert names(small) == ["", "tokens"]
+    assert names(nn.Sequential(nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB))) == [""]
+
+
+def check_names(mesh) -> None:
+    model = both(mesh, "module", units=acc.only_blocks())[0]
+    assert unit_names(model) == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_blocks_alone(world) -> None:
+    world.run(2, check_names)

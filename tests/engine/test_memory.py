@@ -1,0 +1,247 @@
+"""Bytes that a rank holds, counted by storage: after `shard`, during a step, at rest."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.engine import layout
+from tests.devices import device
+from tests.inside import units_of
+from tests.support import models
+from tests.support.meters import Allocations
+
+NUM_BLOCKS, WIDTH, HIDDEN = 6, 128, 2048
+UNIT_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)  # of a gathered block
+SMALL_BYTES = 320 * 1024  # activations of two tokens, the root, packed messages
+NUM_UNEVEN = len(list(models.uneven().parameters()))
+FLAT, HYBRID = ("shard",), ("replicate", "shard")
+
+
+def heavy() -> models.Tiny:
+    """Its parameters take far more than its activations, its blocks far more than its root."""
+    return models.seeded(vocab=16, width=WIDTH, hidden=HIDDEN, num_blocks=NUM_BLOCKS)
+
+
+def settle() -> None:
+    """Let everything go that nothing holds; gloo's own threads drop their last message a moment after it was sent."""
+    gc.collect()
+    time.sleep(0.05)
+
+
+def watch_gathered(memory: Allocations, found: list[list[int]], *_: Any) -> None:
+    """Forward hook: note how many units are gathered now; nothing else is of their size."""
+    found[-1].append(memory.count(range(UNIT_BYTES, UNIT_BYTES * 21 // 20)))
+
+
+def step_bytes(mesh, strategy: acc.Strategy, **options: Any) -> dict[str, Any]:
+    """Live and peak bytes of two steady steps above what was there before; and the bytes of the whole model, in float32."""
+    tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=16, shape=(1, 2))
+    found: dict[str, Any] = {"gathered": []}
+    with Allocations() as memory:
+        model = heavy()
+        total = sum(p.nbytes for p in model.parameters())
+        memory.mark("start")
+        model = acc.shard(model, mesh=mesh, strategy=strategy, **options)
+        settle()
+        memory.mark("sharded")
+        optimizer = torch.optim.AdamW(model.parameters())
+        watch = functools.partial(watch_gathered, memory, found["gathered"])
+        for i in range(NUM_BLOCKS):
+            model.blocks[i].up.register_forward_hook(watch)
+        for step in range(4):
+            found["gathered"].append([])
+            memory.mark(f"begin {step}")
+            loss = models.loss_of(model(tokens), targets)
+            memory.mark(f"backward {step}")
+            loss.backward()
+            del loss
+            memory.mark(f"gradients {step}")
+            optimizer.step()
+            settle()
+            memory.mark(f"stepped {step}")
+            optimizer.zero_grad()
+            settle()
+            memory.mark(f"end {step}")
+        found["gathered"].append([])
+        with torch.no_grad():
+            model(tokens)
+        settle()
+        memory.mark("inferred")
+        del model, optimizer
+        settle()
+        memory.mark("gone")
+    found["total"] = total
+    for mark in memory.marks:
+        found[mark] = memory.live(mark)
+    found["forward"] = memory.peak("begin 3", "backward 3") - found["begin 3"]
+    found["step"] = memory.peak("begin 3", "end 3") - found["begin 3"]
+    found["inference"] = memory.peak("end 3", "inferred") - found["end 3"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def measure(world) -> Callable[..., list[dict[str, Any]]]:
+    """Measurements of every rank, each made once."""
+
+    @functools.cache
+    def measured(strategy: str, prefetch: acc.Prefetch = acc.Prefetch()) -> list[dict[str, Any]]:  # noqa: B008
+        policy = STRATEGIES[strategy]
+        shape, names = ((2, 2), HYBRID) if policy.hybrid else ((2,), FLAT)
+        return world.run_mesh(shape, names, step_bytes, policy, prefetch=prefetch)
+
+    return measured
+
+
+KEPT: dict[str, tuple[float, float, float, float]] = {
+    # shares of the whole model, on two ranks or two by two: parameters, gradients, each optimizer state, full copies at rest
+    "full_shard": (1 / 2, 1 / 2, 1 / 2, 0),
+    "shard_grad_op": (1 / 2, 1 / 2, 1 / 2, 0),
+    "shard_optim": (1 / 2, 1 / 2, 1 / 2, 1),
+    "no_shard": (1, 1, 1, 0),
+    "hybrid_shard": (1 / 2, 1 / 2, 1 / 2, 0),
+    "hybrid_shard_optim": (1 / 4, 1 / 4, 1 / 4, 1 / 2),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_holds_its_share_and_nothing_else(measure, strategy):
+    params, grads, state, full = KEPT[strategy]
+    for found in measure(strategy):
+        total = found["total"]
+        relay = full if strategy == "hybrid_shard_optim" else 0  # rows gathered over `replicate` stand from the start
+
+        def share(value: float, total: int = total) -> Any:
+            return pytest.approx(value * total, rel=0.01)
+
+        assert found["start"] == share(1)
+        assert found["sharded"] == share(params + relay)
+        assert found["end 2"] == share(params + 2 * state + full)
+        assert found["stepped 2"] - found["end 2"] == share(grads)
+        assert found["end 3"] == found["end 2"], "a step leaves something behind"
+        assert found["inferred"] == found["end 3"], "inference leaves something behind"
+        assert found["gone"] < 0.01 * total, "something keeps the model alive"
+
+
+def held_after_shard(mesh, strategy: acc.Strategy, num_ranks: int) -> tuple[int, int, int]:
+    """Bytes live, bytes that `layout` computes, bytes of the rows themselves."""
+    with Allocations() as memory:
+        model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
+        settle()
+        memory.mark("sharded")
+        wanted = rows = 0
+        for unit in units_of(model):
+            cuts = [layout.cut(param.cut.shape, num_ranks, 4) for param in unit.params]
+            wanted += 4 * layout.message(cuts, 4).shard_numel
+        for p in models.uneven().parameters():
+            rows += 4 * (-(-p.shape[0] // num_ranks) * p[0].numel() if p.dim() else 1)
+    return memory.live("sharded"), wanted, rows
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_a_rank_holds_exactly_what_layout_computes(world, num_ranks):
+    for held, wanted, rows in world.run(num_ranks, held_after_shard, acc.FULL_SHARD, num_ranks):
+        beside = 64 + 4 * 16 + 256  # the engine's scalars, what each unit says of itself, the place of a 0-d parameter
+        assert wanted <= held <= wanted + beside
+        # one rank computes with the shards themselves, so each starts at a multiple of 256 bytes; else the 0-d one does
+        assert rows <= wanted <= rows + 256 * (NUM_UNEVEN if num_ranks == 1 else 1)
+
+
+def main_job_bytes(mesh, preset: str) -> tuple[int, int, int]:
+    """Bytes live after a step with gradients kept; of parameters, gradients and two states unsharded; without padding."""
+    transformers = pytest.importorskip("transformers")
+    from accordion.models.llama import TRAINED, llama_config
+
+    config = llama_config(TRAINED[preset], positions=2048)
+    with Allocations() as memory:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        total = sum(p.nbytes for p in model.parameters())
+        model = acc.shard(model, mesh=mesh)
+        settle()
+        memory.mark("sharded")
+        optimizer = torch.optim.AdamW(model.parameters())
+        tokens = torch.zeros(1, 4, dtype=torch.int64, device=device())
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        settle()
+        memory.mark("stepped")
+    return memory.live("sharded"), memory.live("stepped"), total
+
+
+def test_the_model_of_the_main_job_takes_its_share_of_all_states(world):
+    for sharded, stepped, total in world.run(4, main_job_bytes, "llama-10m"):
+        assert sharded == pytest.approx(total / 4, rel=0.01)
+        assert stepped == pytest.approx(4 * total / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("budget", "ahead"), [(0, 0), (None, 1), (2 * UNIT_BYTES + 4096, 2)], ids=["nothing", "one_unit", "two_units"]
+)
+def test_only_the_units_that_prefetch_allows_are_gathered(measure, budget, ahead):
+    for found in measure("full_shard", acc.Prefetch(budget_bytes=budget)):
+        first, *_, steady, inference = found["gathered"]
+        assert max(first) == 1, "the order is not known before the first step"
+        assert steady == inference == [min(1 + ahead, NUM_BLOCKS - i) for i in range(NUM_BLOCKS)]
+        units = found["forward"] / UNIT_BYTES
+        assert 1 + ahead <= units <= 1 + ahead + SMALL_BYTES / UNIT_BYTES
+        assert found["inference"] / UNIT_BYTES <= 1 + ahead + SMALL_BYTES / UNIT_BYTES
+        # backward: besides the gathered ones, gradients of this unit and of the one whose reduce is under way,
+        # what arrives from other ranks for it, and the sharded gradients of all units
+        shards = NUM_BLOCKS / 2
+        assert found["step"] / UNIT_BYTES <= 1 + ahead + 3 + shards + 2 * SMALL_BYTES / UNIT_BYTES
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optim"])
+def test_kept_full_parameters_are_those_of_the_strategy(measure, strategy):
+    for found in measure(strategy):
+        assert found["gathered"][3][-1] == NUM_BLOCKS
+        kept = found["backward 3"] - found["begin 3"]
+        wanted = NUM_BLOCKS * UNIT_BYTES if strategy == "shard_grad_op" else 0
+        assert wanted <= kept <= wanted + 4 * SMALL_BYTES
+
+
+def activation_bytes(mesh, mode: str) -> int:
+    """Bytes that a forward leaves for the backward."""
+    tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(16, 64))
+    with Allocations() as memory:
+        model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations=mode)
+        memory.mark("start")
+        loss = models.loss_of(model(tokens), targets)
+        memory.mark("end")
+        loss.backward()
+    return memory.live("end") - memory.live("start")
+
+
+def test_checkpointed_activations_take_less(world):
+    modes = ("none", "selective", "every:2", "full")
+    found = {mode: world.run(1, activation_bytes, mode)[0] for mode in modes}
+    assert found["none"] > found["selective"] > found["full"]
+    assert found["none"] > found["every:2"] > found["full"]
+
+
+def abandoned_bytes(mesh, strategy: acc.Strategy) -> list[int]:
+    """Live bytes after each of some forwards whose outputs are dropped, gradients enabled."""
+    tokens, _ = models.batch(0, 0, 0, vocab=48, shape=(4, 32))
+    with Allocations() as memory:
+        model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+        found = []
+        for _ in range(6):
+            model(tokens)
+            settle()
+            found.append(memory.live_bytes)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_forward_that_nothing_walks_back_keeps_no_activations(world, strategy):
+    for found in world.run(2, abandoned_bytes, STRATEGIES[strategy]):
+        assert found[-1] <= found[1], "they pile up"

@@ -1,0 +1,401 @@
+"""In which dtype each thing is kept, and a gradient scaler that all ranks follow."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.devices import device, here
+from tests.support import models, reference
+from tests.support.checks import assert_close, assert_equal, one_loss, run_all
+from tests.support.models import Block
+from tests.support.reference import grads_of, local_of, params_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Noting(nn.Linear):
+    """Notes the dtypes of its weight, input and output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.met = self.weight.dtype, x.dtype, out.dtype
+        return out
+
+
+class Seen(nn.Module):
+    """Notes the dtypes that its forward meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Noting(8, 8), nn.Tanh())
+        self.second = nn.Sequential(Noting(8, 8), nn.Tanh())
+        self.register_buffer("table", torch.ones(8))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
+        self.met = x.dtype, mask.dtype, self.table.dtype, self.count.dtype
+        return {"out": self.second(self.first(x)), "mask": mask}
+
+
+def seen() -> Seen:
+    torch.manual_seed(0)
+    return Seen()
+
+
+def call(model: nn.Module) -> dict[str, Any]:
+    return model(torch.linspace(-1, 1, 16, device=device()).view(2, 8), torch.tensor([True, False], device=device()))
+
+
+def dtypes(mesh) -> None:
+    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16))
+    assert {p.dtype for p in model.parameters()} == {FP32}, "masters"
+    out = call(model)
+    assert model.first[0].met == model.second[0].met == (BF16, BF16, BF16)
+    assert model.met == (BF16, torch.bool, FP32, torch.int64), "buffers stay as they are"
+    assert (out["out"].dtype, out["mask"].dtype) == (BF16, torch.bool)
+    out["out"].sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, output=FP32, buffers=BF16))
+    out = call(model)
+    assert (out["out"].dtype, out["mask"].dtype) == (FP32, torch.bool)
+    assert model.met == (BF16, torch.bool, BF16, torch.int64)
+    with torch.no_grad():
+        assert call(model)["out"].dtype == FP32
+
+    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
+    assert {p.dtype for p in model.parameters()} == {FP32}, "a wider parameter keeps its own"
+    model = acc.shard(seen().to(BF16), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
+    assert {p.dtype for p in model.parameters()} == {BF16}
+    call(model)["out"].sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {BF16}
+    model = acc.shard(seen().to(BF16), mesh=mesh, precision=acc.Precision(params=BF16))
+    assert {p.dtype for p in model.parameters()} == {FP32}, "masters of a model that came in two bytes"
+
+    with pytest.raises(RuntimeError):
+        call(acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
+
+
+def convolution() -> nn.Sequential:
+    torch.manual_seed(0)
+    return here(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1)))
+
+
+def batch_norms(mesh) -> None:
+    """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
+    plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16)
+    plain[0].to(BF16)
+    plain[2].to(BF16)
+    model = acc.shard(convolution(), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
+    for m in (model, plain):
+        m(x).float().pow(2).mean().backward()
+    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-2)
+    model = acc.shard(convolution(), mesh, precision=acc.Precision(params=BF16, buffers=BF16))
+    assert model(x).dtype == model[1][0].running_mean.dtype == BF16
+
+
+def test_batch_norms_keep_the_dtype_of_their_statistics(world):
+    world.run(2, batch_norms)
+
+
+def test_each_thing_is_in_the_dtype_that_was_asked_for(world):
+    world.run(2, dtypes)
+
+
+def overridden(mesh) -> None:
+    kept = acc.Precision(params=FP32)
+    for overrides in ({"second": kept}, {"sec*": kept}):
+        model = seen()
+        precision = acc.Precision(params=BF16, overrides=overrides)
+        model = acc.shard(model, mesh=mesh, precision=precision, units={nn.Sequential})
+        call(model)["out"].sum().backward()
+        assert model.first[0].met == (BF16, BF16, BF16)
+        assert model.second[0].met == (FP32, FP32, FP32), "and its inputs are cast"
+    model = models.plain()
+    precision = acc.Precision(params=BF16, overrides={nn.LayerNorm: kept})
+    model = acc.shard(model, mesh=mesh, precision=precision, units={Block, nn.LayerNorm, nn.Linear})
+    found: list[torch.dtype] = []
+    model.blocks[0].norm.register_forward_hook(lambda m, a, out: found.extend((m.weight.dtype, a[0].dtype, out.dtype)))
+    one_loss(model).backward()
+    assert found == [FP32] * 3
+    with pytest.raises(acc.UsageError, match=r"third.*no unit"):
+        acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
+
+
+def test_a_unit_may_have_a_precision_of_its_own(world):
+    world.run(2, overridden)
+
+
+def norms_apart(mesh) -> None:
+    kept = acc.Precision(params=FP32, output=BF16)
+    precision = acc.Precision(params=BF16, overrides={nn.LayerNorm: kept})
+    model = acc.shard(models.plain(), mesh=mesh, precision=precision, units={Block, nn.LayerNorm})
+    found: list[torch.dtype] = []
+    model.blocks[0].norm.register_forward_hook(lambda m, a, out: found.extend((m.weight.dtype, a[0].dtype)))
+    model.blocks[0].up.register_forward_pre_hook(lambda m, a: found.extend((m.weight.dtype, a[0].dtype)))
+    one_loss(model).backward()
+    assert found == [FP32, FP32, BF16, BF16]
+
+
+def test_an_override_may_name_the_dtype_of_its_output(world):
+    world.run(2, norms_apart)
+
+
+def adapted() -> models.Tiny:
+    """A frozen base in bfloat16, small adapters and norms that train in float32."""
+    model = models.plain()
+    for block in model.blocks:
+        for lin in (block.up, block.down):
+            lin.to(BF16).requires_grad_(False)
+        block.a = nn.Parameter(torch.randn(32, 4, device=device()) / 8)
+        block.b = nn.Parameter(torch.randn(4, 32, device=device()) / 8)
+    model.embed.requires_grad_(False)
+
+    def forward(block: Block, x: Tensor, use_sometimes: bool = False) -> Tensor:
+        y = block.down(nn.functional.gelu(block.up(block.norm(x).to(BF16))))
+        return x + y.to(FP32) + x @ block.a @ block.b
+
+    for block in model.blocks:
+        block.forward = forward.__get__(block)
+    return model
+
+
+def adapters(mesh, strategy: acc.Strategy) -> None:
+    """Mixed dtypes need no flag: each parameter is gathered in its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = adapted()
+        torch.manual_seed(5)
+        plain = adapted()
+    model = acc.shard(model, mesh=mesh, strategy=strategy)
+    wanted = {n: (BF16 if ".up." in n or ".down." in n else FP32) for n, _ in plain.named_parameters()}
+    assert {n: p.dtype for n, p in model.named_parameters()} == wanted, "a frozen parameter keeps its own"
+    optimizer = reference.adamw([p for p in model.parameters() if p.requires_grad])
+    for step in range(2):
+        one_loss(model, step).backward()
+        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+        assert frozen
+        assert all(dict(model.named_parameters())[n].grad is None for n in frozen)
+        if step == 0:
+            found, expected = grads_of(model), dict.fromkeys(wanted)
+            for rank in range(mesh.size()):
+                tokens, targets = models.batch(0, 0, rank, vocab=48)
+                plain.zero_grad()
+                models.loss_of(plain(tokens), targets).backward()
+                for n, p in plain.named_parameters():
+                    if p.grad is not None:
+                        part = p.grad / mesh.size()
+                        expected[n] = part if expected[n] is None else expected[n] + part
+            assert_close(found, expected, 2e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_adapters_on_a_frozen_two_byte_base(world):
+    run_all(world, adapters)
+
+
+def reduced(mesh, dtype: torch.dtype, how: str) -> None:
+    """`Precision.reduce` is the dtype of the sum: four numbers whose sum bfloat16 cannot hold."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 300, bias=False), nn.Identity()))
+    nn.init.ones_(model[0][0].weight)
+    strategy = acc.Strategy(name="x", params=acc.Place.SHARD, grads=acc.Place.SHARD, optim=acc.Place.SHARD, reduce=how)
+    precision = acc.Precision(params=BF16, reduce=dtype)
+    model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, units={nn.Sequential}, reduce_op="sum")
+    value = [256.0, 1.0, 1.0, 1.0][dist.get_rank()]
+    model(torch.full((1, 1), value, device=device())).sum().backward()
+    found = model[0][0].weight.grad.full_tensor()
+    assert found.dtype == FP32
+    (total,) = found.unique().tolist()
+    assert total == 259.0 if dtype == FP32 else total in (256.0, 260.0)  # added one by one, or rounded at the end
+
+
+@pytest.mark.parametrize("how", ["exchange", "reduce_scatter"])
+def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(world, how):
+    world.run(4, reduced, FP32, how)
+
+
+def test_a_sum_in_two_bytes_rounds_as_asked(world):
+    world.run(4, reduced, BF16, "exchange")
+
+
+# -- gradient scaling
+
+
+class Leading(nn.Module):
+    """A 0-d parameter, kept whole, before all others; then blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.ModuleList(Block(16, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+def leading() -> Leading:
+    torch.manual_seed(0)
+    return Leading()
+
+
+def inf_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
+    """Forward hook: the gradient that enters the module overflows."""
+    out.register_hook(lambda grad: grad * float("inf"))
+
+
+def overflow(mesh, strategy: acc.Strategy, wrapped: bool, where: str) -> None:
+    """One rank's gradients overflow, in one place; every rank must skip that step, and only that."""
+    model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
+    optimizer: torch.optim.Optimizer = reference.adamw(model.parameters())
+    if wrapped:
+        optimizer = acc.wrap_optimizer(optimizer)
+    scaler = torch.amp.GradScaler(device().type, init_scale=64.0, growth_interval=1000)
+    for step in range(4):
+        before = params_of(model)
+        planted = step == 1 and dist.get_rank() == mesh.size() - 1
+        handle = model.blocks[0].register_forward_hook(inf_in_backward)
+        if not (planted and where == "first_block"):
+            handle.remove()
+        out = model(torch.linspace(-1, 1, 64, device=device()).view(4, 16) * (1 + dist.get_rank())).float()
+        if planted and where == "everywhere":
+            out = out * 1e30  # inf in the gradient of the 0-d parameter and of all blocks
+        scaler.scale(out.square().mean()).backward()
+        handle.remove()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = params_of(model)
+        same = all(torch.equal(after[name], before[name]) for name in before)
+        assert same == (step == 1), f"step {step}: {'skipped' if same else 'taken'}"
+        assert scaler.get_scale() == (64.0 if step < 1 else 32.0)
+        assert all(bool(p.isfinite().all()) for p in after.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["everywhere", "first_block"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world, strategy, where):
+    policy = STRATEGIES[strategy]
+    shape, names = ((2, 2), ("replicate", "shard")) if policy.hybrid else ((2,), ("shard",))
+    for wrapped in (False, True):
+        world.run_mesh(shape, names, overflow, policy, wrapped, where)
+
+
+def scaled_clip(mesh, strategy: acc.Strategy) -> None:
+    """The usual order with a scaler: unscale, clip, step."""
+    model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
+    optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
+    norms = []
+    for scale in (2.0**10, 2.0**6):
+        scaler = torch.amp.GradScaler(device().type, init_scale=scale)
+        scaler.scale(model(torch.linspace(-1, 1, 64, device=device()).view(4, 16)).float().square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norms.append(acc.clip_grad_norm_(model, 1.0).item())
+        optimizer.zero_grad()
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+def test_clipping_sees_unscaled_gradients(world):
+    run_all(world, scaled_clip)
+
+
+# -- autocast
+
+
+def saved_copies(mesh, precision: acc.Precision | None) -> tuple[int, list[str]]:
+    """Saved tensors with the size of a full weight that are none of the unit's own memory; warnings."""
+    model = acc.shard(models.seeded(width=64, hidden=192), mesh=mesh, precision=precision)
+    sizes = {p.numel() for p in model.parameters() if p.dim() == 2}
+    own = set()
+    found = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal found
+        alias = any(tensor.untyped_storage().data_ptr() == pointer for pointer in own)
+        found += tensor.numel() in sizes and tensor.is_floating_point() and not alias
+        return tensor
+
+    def note(module: nn.Module, args: Any) -> None:
+        for part in module.modules():
+            for key in part._parameters:
+                weight = getattr(part, key)
+                if weight is not None and not isinstance(weight, DTensor):
+                    own.add(weight.untyped_storage().data_ptr())
+
+    for module in model.modules():
+        module.register_forward_pre_hook(note)
+    with warnings.catch_warnings(record=True) as said, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        warnings.simplefilter("always")
+        tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(1, 3))
+        for _ in range(2):
+            with torch.autocast(device().type, dtype=BF16):
+                loss = models.loss_of(model(tokens), targets)
+            loss.backward()
+    return found, [str(w.message) for w in said]
+
+
+def test_autocast_saves_no_copy_of_a_weight_where_precision_is_set_and_warns_once_where_not(world):
+    for found, said in world.run(2, saved_copies, acc.Precision(params=BF16)):
+        assert found == 0
+        assert not [text for text in said if "autocast" in text]
+    for found, said in world.run(2, saved_copies, None):
+        assert found > 0
+        about = [text for text in said if "autocast" in text]
+        assert len(about) <= 1
+        if about:
+            assert re.search(r"\d", about[0]), "names the bytes"
+
+
+def matched_inputs(mesh) -> None:
+    """Floating inputs are cast to the dtype of the weights, and their gradients come back in their own."""
+    torch.manual_seed(0)
+    plain = here(nn.Sequential(*(Block(32, 64) for _ in range(2))))
+    torch.manual_seed(0)
+    model = acc.shard(
+        nn.Sequential(*(Block(32, 64) for _ in range(2))), mesh=mesh, precision=acc.Precision(params=BF16)
+    )
+    x = torch.linspace(-1, 1, 192, device=device()).view(2, 3, 32)
+    xs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    weights = {n: p.detach().to(BF16).requires_grad_() for n, p in plain.named_parameters()}
+    outs = functional_call(plain, weights, (xs[0].to(BF16),)), model(xs[1])
+    assert outs[1].dtype == BF16
+    assert torch.equal(*outs)
+    for out in outs:
+        out.float().square().sum().backward()
+    assert xs[1].grad.dtype == FP32
+    assert torch.equal(xs[0].grad, xs[1].grad)
+    assert_close(grads_of(model), {n: w.grad.float() for n, w in weights.items()})
+
+
+def test_inputs_are_cast_and_their_gradients_come_back(world):
+    world.run(2, matched_inputs)
+
+
+def full_precision_outside(mesh, strategy: acc.Strategy) -> None:
+    """What leaves the engine is the master: full parameters, state dicts, checkpoints."""
+    plain = models.plain()
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=BF16))
+    one_loss(model).backward()
+    with acc.full_params(model):
+        assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert_equal(acc.full_state_dict(model, rank0_only=False), plain.state_dict())
+    assert all(isinstance(p, DTensor) and local_of(p).dtype == FP32 for p in model.parameters())
+
+
+def test_masters_are_what_leaves_the_engine(world):
+    run_all(world, full_precision_outside)

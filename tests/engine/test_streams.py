@@ -1,0 +1,224 @@
+"""The debug mode of lifetimes: the whole contract holds under it, and planted faults do not pass for results.
+
+On CPU the mode starts a communication when it is waited for, and fills what is let go with NaN instead of freeing it. So a
+read after the release, or before the wait, finds NaN. Without the mode both find what malloc has: often the very numbers
+that stood there before, which is why such faults live long. Plants are undone at once: ranks serve all tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+import accordion as acc
+from accordion import _torch
+from accordion.config import STRATEGIES
+from accordion.engine.autograd import Call
+from accordion.engine.streams import Transfer
+from accordion.engine.unit import Unit
+from tests.engine.test_grid import CASES, FORCED, GRID, PRECISIONS, match
+from tests.inside import units_of
+from tests.support import models
+from tests.support.checks import mesh_of, one_loss
+from tests.support.reference import local_of
+from tests.support.sample import sampled
+
+# -- the contract
+
+
+STEPS = 3  # one in an order not known yet, one ahead in it, one after buffers have been let go twice
+
+
+def match_all(mesh, strategy: acc.Strategy, precision: str, names: list[str]) -> None:
+    for name in names:
+        optimizer_copy = dataclasses.replace(CASES[name][1], steps=STEPS, **PRECISIONS[precision])
+        match(mesh, optimizer_copy, strategy, wrapped=precision == "bf16", debug="streams")
+
+
+ROWS = [(strategy, precision) for strategy in STRATEGIES for precision in PRECISIONS]
+ROWS += [(strategy, "bf16") for strategy in FORCED]  # in which what is exchanged has another dtype than what is summed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    sampled(
+        ROWS, lambda strategy, precision: precision == ("fp32" if strategy in ("full_shard", "no_shard") else "bf16")
+    ),
+    ids=["-".join(row) for row in ROWS],
+)
+def test_training_is_that_of_the_unsharded_model(world, strategy, precision):
+    policy = {**STRATEGIES, **FORCED}[strategy]
+    names = [case for s, p, case in GRID if (s, p) == (strategy, precision)]
+    by_mesh: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}
+    for name in names:
+        by_mesh.setdefault(mesh_of(policy, CASES[name][0]), []).append(name)
+    for (shape, axes), some in by_mesh.items():
+        world.run_mesh(shape, axes, match_all, policy, precision, some)
+
+
+# -- planted faults
+
+FAULTY = "blocks.1"
+Plant = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@contextlib.contextmanager
+def released_too_early() -> Iterator[None]:
+    """The lease ends when it begins: module and backward read what was let go."""
+    plain = Unit.acquire
+
+    def acquire(unit: Unit) -> int:
+        version = plain(unit)
+        if unit.name == FAULTY:
+            unit.release()
+            unit.leases += 1
+        return version
+
+    with mock.patch.object(Unit, "acquire", acquire):
+        yield
+
+
+@contextlib.contextmanager
+def backward_without_a_lease() -> Iterator[None]:
+    """The backward counts a lease and gathers nothing."""
+    plain = Call.begin
+
+    def count(unit: Unit) -> int:
+        unit.leases += 1
+        return unit.version()
+
+    def begin(call: Call, *args: object) -> None:
+        with mock.patch.object(Unit, "acquire", count) if call.unit.name == FAULTY else contextlib.nullcontext():
+            plain(call, *args)
+
+    with mock.patch.object(Call, "begin", begin):
+        yield
+
+
+def without_wait(doing: str) -> Plant:
+    """Nobody waits for communications that are `doing` so: they never land, their buffers are dropped where they should."""
+    plain = Transfer.land
+
+    def land(transfer: Transfer) -> None:
+        if not transfer._what.startswith(doing):
+            plain(transfer)
+
+    return lambda: mock.patch.object(Transfer, "land", land)
+
+
+SHARDED = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim")
+FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {  # the fault, strategies under which it is one
+    "released_too_early": (released_too_early, SHARDED),
+    "backward_without_a_lease": (backward_without_a_lease, ("full_shard", "hybrid_shard", "hybrid_shard_optim")),
+    "gather_without_wait": (without_wait("gathers"), (*SHARDED, "shard_optim")),
+    "reduce_without_wait": (without_wait("reduces"), ()),  # raises, and has a test of its own
+}
+
+
+def step(mesh, strategy: acc.Strategy, fault: str, debug: tuple[str, ...] = ("streams",)) -> tuple[bool, bool]:
+    """Whether loss and gradients of the step after a good one are finite, with a fault in it."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug=debug)
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    one_loss(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with FAULTS[fault][0]() if fault else contextlib.nullcontext():
+        loss = one_loss(model)
+        loss.backward()
+    return bool(loss.isfinite()), all(bool(local_of(p.grad).isfinite().all()) for p in model.parameters())
+
+
+BY_CHANCE = pytest.mark.cpu(
+    "in streams it comes in time by chance, and a device that has asserted runs nothing any more"
+)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "released_too_early",
+        *(pytest.param(f, marks=BY_CHANCE) for f in ("backward_without_a_lease", "gather_without_wait")),
+    ],
+)
+def test_a_planted_fault_gives_nan_and_not_plausible_numbers(world, fault):
+    for name in FAULTS[fault][1]:
+        for loss, grads in world.run_mesh(*mesh_of(STRATEGIES[name]), step, STRATEGIES[name], fault):
+            assert not grads, f"{name}: gradients are finite"
+            # before the backward the loss is that of full parameters which stand
+            assert loss == (fault == "backward_without_a_lease"), name
+
+
+def test_the_step_with_nothing_planted_is_finite(world):
+    for name in STRATEGIES:
+        found = world.run_mesh(*mesh_of(STRATEGIES[name]), step, STRATEGIES[name], "")
+        assert all(row == (True, True) for row in found), name
+
+
+def passes_without_reducing(mesh, strategy: acc.Strategy) -> bool:
+    """The sums over ranks never arrive. Their tags are among them, and the first to be read is wrong."""
+    try:
+        return all(step(mesh, strategy, "reduce_without_wait"))
+    except acc.DivergenceError:
+        return False
+
+
+@pytest.mark.cpu("a device that has asserted runs nothing any more")
+def test_a_reduce_that_nobody_waits_for_does_not_pass(world):
+    for name in STRATEGIES:
+        assert not any(world.run_mesh(*mesh_of(STRATEGIES[name]), passes_without_reducing, STRATEGIES[name])), name
+
+
+# -- the mode itself
+
+
+def released_twice(mesh, strategy: acc.Strategy, when: str) -> None:
+    """In the forward (the release of `after`), or in the backward."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="streams")
+    plain = Unit.release
+
+    def release(unit: Unit) -> None:
+        plain(unit)
+        if unit.name == FAULTY and (_torch.current_graph_task() == -1) == (when == "forward"):
+            plain(unit)
+
+    with mock.patch.object(Unit, "release", release), pytest.raises(AssertionError, match=f"{FAULTY}.*released more"):
+        one_loss(model).backward()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_lease_that_ends_twice_is_an_error_that_names_the_unit(world, when):
+    for strategy in (acc.FULL_SHARD, acc.HYBRID_SHARD):
+        world.run_mesh(*mesh_of(strategy), released_twice, strategy, when)
+
+
+def order_of_arrival(mesh) -> list[tuple[bool, bool]]:
+    """For each unit gathered ahead: whether its numbers were there before and after somebody waited for it."""
+    model = acc.shard(models.plain(), mesh=mesh, debug="streams")
+    for _ in range(2):  # what comes next is known from the first on
+        one_loss(model).backward()
+    plain, found = Unit._land, []
+
+    def land(unit: Unit) -> None:
+        waits, early = bool(unit._transfers), all(bool(view.isfinite().all()) for view in unit.views)
+        plain(unit)
+        if waits:
+            found.append((early, all(bool(view.isfinite().all()) for view in unit.views)))
+
+    with mock.patch.object(Unit, "_land", land):
+        one_loss(model)
+    for unit in units_of(model):
+        standing = unit.leases > 0
+        assert all(bool(view.isnan().any()) != standing for view in unit.views), f"{unit.name} after a forward"
+    return found
+
+
+@pytest.mark.cpu("it reads what a stream is writing")
+def test_nothing_arrives_before_it_is_waited_for_and_nothing_stays_after(world):
+    for found in world.run(2, order_of_arrival):
+        assert found
+        assert all(moment == (False, True) for moment in found)

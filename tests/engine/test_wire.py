@@ -1,0 +1,258 @@
+"""What goes between ranks in a step: which collectives, how many bytes, and no copies of large parameters around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import accordion as acc
+from accordion import _torch
+from accordion.config import STRATEGIES
+from accordion.engine import reduce as reduce_file
+from accordion.engine.communicator import Communicator, common_name
+from accordion.engine.layout import PACK_LIMIT_BYTES
+from tests.devices import device
+from tests.inside import unit_in
+from tests.support import models
+from tests.support.meters import Call, Copy, Wire
+
+FLAT, HYBRID = ("shard",), ("replicate", "shard")
+NUM_BLOCKS = 3
+UNITS = NUM_BLOCKS + 1  # and the root
+TAG_BYTES = 16  # at most, of what each rank says of itself in a gather: which unit, which call
+MODELS = {"small": models.plain, "large": models.wide}
+
+
+def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
+
+
+def steady_step(
+    mesh, build: str, strategy: acc.Strategy, micros: int = 1, no_sync: bool = False, **options: Any
+) -> tuple[list[Call], list[Copy]]:
+    """Collectives and copies in forward and backward of the third step; the order of units is known by then."""
+    model = acc.shard(MODELS[build](), mesh=mesh, strategy=strategy, **options)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        wire = Wire()
+        for micro in range(micros):
+            tokens, targets = models.batch(step, micro, mesh.get_rank(), vocab=48, shape=(1, 4))
+            with wire, acc.no_sync(model) if no_sync and micro < micros - 1 else nullcontext():
+                models.loss_of(model(tokens), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wire.calls, wire.copies
+
+
+def units_of(build: str) -> list[list[Tensor]]:
+    """Parameters of the root and of each block."""
+    model = MODELS[build]()
+    blocks = [list(block.parameters()) for block in model.blocks]
+    inside = {id(p) for block in blocks for p in block}
+    return [[p for p in model.parameters() if id(p) not in inside], *blocks]
+
+
+def padded_bytes(params: Iterable[Tensor], num_ranks: int, itemsize: int = 4) -> int:
+    """Bytes of all parameters, each padded to the same number of rows on every rank."""
+    return sum(-(-p.shape[0] // num_ranks) * num_ranks * p[0].numel() * itemsize for p in params)
+
+
+# Collectives of one step by kind, of all units: the table of design 3.8. A gather less where a unit stays full from its
+# forward to its backward: the root and the last block may.
+TABLE: dict[str, dict[str, range]] = {
+    "full_shard": {"gather": range(2 * UNITS - 2, 2 * UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    "shard_grad_op": {"gather": range(UNITS, UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    "shard_optim": {"gather": range(UNITS, UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    "no_shard": {"all_reduce": range(UNITS, UNITS + 1)},
+    "hybrid_shard": {
+        "gather": range(2 * UNITS - 2, 2 * UNITS + 1),
+        "reduce": range(UNITS, UNITS + 1),
+        "all_reduce": range(UNITS, UNITS + 1),
+    },
+    # the rows of the other replicas once a step, and a second reduce over them
+    "hybrid_shard_optim": {
+        "gather": range(3 * UNITS - 2, 3 * UNITS + 1),
+        "reduce": range(2 * UNITS, 2 * UNITS + 1),
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_a_step_are_those_of_the_table(world, strategy):
+    policy = STRATEGIES[strategy]
+    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, "small", policy):
+        found = Counter(call.kind for call in calls)
+        assert found.keys() == TABLE[strategy].keys()
+        assert all(found[kind] in wanted for kind, wanted in TABLE[strategy].items()), found
+
+
+MICROS = 3
+ACCUMULATED: dict[tuple[str, bool], dict[str, range]] = {
+    ("full_shard", False): {
+        "gather": range(MICROS * (2 * UNITS - 2), MICROS * 2 * UNITS + 1),
+        "reduce": range(MICROS * UNITS, MICROS * UNITS + 1),
+    },
+    ("full_shard", True): {
+        "gather": range(MICROS * (2 * UNITS - 2), MICROS * 2 * UNITS + 1),
+        "reduce": range(UNITS, UNITS + 1),
+    },
+    ("shard_optim", True): {"gather": range(UNITS, UNITS + 1), "reduce": range(UNITS, UNITS + 1)},
+    ("no_shard", True): {"all_reduce": range(UNITS, UNITS + 1)},
+}
+
+
+@pytest.mark.parametrize(("strategy", "no_sync"), ACCUMULATED)
+def test_accumulation_reduces_once_under_no_sync(world, strategy, no_sync):
+    wanted = ACCUMULATED[strategy, no_sync]
+    for calls, _ in world.run(2, steady_step, "small", STRATEGIES[strategy], micros=MICROS, no_sync=no_sync):
+        found = Counter(call.kind for call in calls)
+        assert found.keys() == wanted.keys()
+        assert all(found[kind] in numbers for kind, numbers in wanted.items()), found
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("reduce", ["exchange", "reduce_scatter"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard"])
+def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build):
+    """A gather carries each shard once, with a tag a rank; a reduce each gradient, with flags and a tag."""
+    policy = dataclasses.replace(STRATEGIES[strategy], reduce=reduce)
+    sizes = [padded_bytes(unit, 2) for unit in units_of(build)]
+    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(build))
+    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy):
+        sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
+        gathers = 1 if policy.keep_until_backward or strategy == "shard_optim" else 2
+        kept = 0 if gathers == 1 else sizes[0] + sizes[-1]  # the root and the last block may stay
+        assert gathers * sum(sizes) - kept <= sent["gather"] <= gathers * (sum(sizes) + 2 * TAG_BYTES * len(sizes))
+        assert sum(sizes) <= sent["reduce"] <= sum(sizes) + flags
+        summed = sum(call.num_bytes for call in calls if call.kind == "all_reduce")
+        assert (sum(sizes) / 2 <= summed <= sum(sizes) / 2 + flags) if policy.hybrid else summed == 0
+
+
+def test_two_byte_parameters_halve_what_is_gathered_and_exchanged(world):
+    """The sum is float32 all the same: the exchange adds on arrival, a reduce-scatter sends what it adds."""
+    sizes = [padded_bytes(unit, 2) for unit in units_of("large")]
+    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of("large"))
+    precision = acc.Precision(params=torch.bfloat16)
+    for algorithm, width in (("exchange", 2), ("reduce_scatter", 4)):
+        policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce=algorithm)
+        for calls, _ in world.run(2, steady_step, "large", policy, precision=precision):
+            sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
+            assert sum(sizes) / 2 <= sent["gather"] <= sum(sizes) / 2 + 2 * TAG_BYTES * len(sizes)
+            assert sum(sizes) / 4 * width <= sent["reduce"] <= sum(sizes) / 4 * width + flags
+            assert {call.dtype for call in calls if call.kind == "gather"} == {torch.bfloat16}
+
+
+def test_one_rank_says_nothing_and_copies_nothing(world):
+    for strategy in ("full_shard", "shard_grad_op", "shard_optim", "no_shard"):
+        for calls, copies in world.run(1, steady_step, "large", STRATEGIES[strategy]):
+            assert calls == []
+            assert large(copies, 1) == []
+
+
+def large(copies: list[Copy], num_ranks: int) -> list[Copy]:
+    """Those of a parameter beyond the packing limit, or of one rank's shard of it.
+
+    But for a shard to its own place in the full parameter, which gloo's gathers in place do inside.
+    """
+    limit = PACK_LIMIT_BYTES // 4 // num_ranks
+    shard = max(p.numel() for unit in units_of("large") for p in unit) // 2
+    return [copy for copy in copies if copy.numel >= limit and not (into_place(copy) and copy.numel <= shard)]
+
+
+def into_place(copy: Copy) -> bool:
+    return copy.name.startswith("aten::_foreach_copy_") and not copy.cast and not copy.strided
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_large_parameters_are_never_copied_around_a_collective(world, strategy):
+    policy = dataclasses.replace(STRATEGIES[strategy], reduce="exchange")
+    for _, copies in world.run_mesh(*mesh_of(policy), steady_step, "large", policy):
+        assert large(copies, 4 if policy.optim_over_replicas else 2) == []
+
+
+def test_nor_around_a_reduce_scatter(run_fake):
+    """On the fake group: gloo's reduce-scatter copies in its wait, where it cannot be told from ours."""
+    for shape, strategy in ((2, acc.FULL_SHARD), ((2, 2), acc.HYBRID_SHARD), ((2, 2), acc.HYBRID_SHARD_OPTIM)):
+        policy = dataclasses.replace(strategy, reduce="reduce_scatter")
+        _, copies = run_fake(shape, 0, steady_step, "large", policy)
+        assert large(copies, 4) == []
+
+
+def test_a_change_of_dtype_is_one_copy_and_no_more(world):
+    """Each gather casts the own shard into place; an exchange sends gradients as they are."""
+    policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce="exchange")
+    for _, copies in world.run(2, steady_step, "large", policy, precision=acc.Precision(params=torch.bfloat16)):
+        found = large(copies, 4)
+        big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of("large") for p in unit)
+        assert all(copy.cast for copy in found)
+        assert 0 < len(found) <= big
+
+
+def beside_other_groups(mesh) -> float:
+    """A communicator of the engine's own, where this rank knows more groups than the other; NCCL's communicators have one."""
+    for _ in range(1 - mesh.get_rank()):
+        dist.new_group([0], use_local_synchronization=True)
+    communicator = Communicator(mesh.get_group(), torch.device("cpu"))
+    group = _torch.named_group(common_name([communicator]), communicator.ranks, None)
+    value = torch.ones(1, device=device())
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def test_ranks_that_know_different_groups_meet(world):
+    assert world.run(2, beside_other_groups) == [2.0, 2.0]
+
+
+def check_pieces(mesh) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        return received_numels(mesh, patch)
+
+
+def check_cast_pieces(mesh) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce_file, "CAST_BYTES", PACK_LIMIT_BYTES)
+        return received_numels(mesh, patch, "reduce_scatter")
+
+
+def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -> tuple[int, int]:
+    """Gradients that are reduced in pieces are those reduced at once, bit for bit; elements that pass at a time, both ways."""
+    found, arriving = [], []
+    for in_pieces in (False, True):
+        torch.manual_seed(0)
+        precision = acc.Precision(params=torch.bfloat16)
+        strategy = dataclasses.replace(acc.FULL_SHARD, reduce=reduce)
+        model = models.Tiny(width=256, hidden=2112, num_blocks=1)
+        acc.shard(model, mesh=mesh, precision=precision, strategy=strategy, units={models.Block})
+        unit = unit_in(model.blocks[0])
+        axis = unit.groups[0].context.shard
+        axis.reduce.is_gloo = not in_pieces
+        patch.setattr(reduce_file, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
+        tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
+        models.loss_of(model(tokens), targets).backward()
+        (plan,) = unit.groups[0].plans(unit.trained.indices, torch.bfloat16)
+        assert plan.exchange == (reduce == "exchange")
+        pieces = plan.pieces if plan.exchange else plan.casts
+        assert len(pieces) == ((2 if plan.exchange else 8) if in_pieces else 1), pieces
+        arriving.append(plan.received_numel if plan.exchange else plan.cast_numel)
+        found.append([p.grad.to_local() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return arriving[0], arriving[1]
+
+
+def test_an_exchange_in_pieces_receives_less_at_a_time(world) -> None:
+    for at_once, in_pieces in world.run(2, check_pieces):
+        assert in_pieces <= 0.6 * at_once
+
+
+def test_what_is_cast_for_a_reduce_scatter_passes_in_pieces(world) -> None:
+    """A head of 1.05 billion parameters took 4 GiB in float32 on its way."""
+    for at_once, in_pieces in world.run(2, check_cast_pieces):
+        assert in_pieces <= 0.13 * at_once

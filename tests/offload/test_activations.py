@@ -1,0 +1,328 @@
+"""Inputs of recomputed units on the host or disk: gone from the device between forward and backward, and no bit differs."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.offload import swap_file
+from accordion.offload.activations import stores
+from accordion.offload.activations.offload import ActivationOffload
+from accordion.offload.activations.stores import HostActivationStore, joined
+from tests.devices import device
+from tests.inside import engine_in
+from tests.support import models
+from tests.support.checks import logged
+from tests.support.disks import fill, mounted
+from tests.support.meters import Allocations
+from tests.support.offloads import pieces_of
+from tests.support.reference import local_of, params_of
+
+PARKED = acc.Offload(activations="host")
+NUM_BLOCKS = 6  # more than pieces of host memory on the way to the disk
+
+
+def on_disk(path: Path, **options: Any) -> acc.Offload:
+    return acc.Offload(activations=f"disk:{path}", checksums=True, **options)
+
+
+def activation_offload_of(model: nn.Module) -> ActivationOffload:
+    return engine_in(model).context.shard_buffers.activation_offload
+
+
+def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Tensor:
+    tokens = torch.randint(8, shape, generator=torch.Generator().manual_seed(seed)).to(device())
+    return model(tokens).square().mean()
+
+
+def same(mesh, path: Path, which: list[int]) -> None:
+    """With every kind of recomputation, other offload, two losses of which one is walked twice, and late arrivals."""
+    all_away = dict.fromkeys(("params", "grads", "optimizer"), f"disk:{path}")
+    mixed = {"blocks.1": acc.Offload(), "blocks.2": PARKED, "blocks.4": acc.Offload(activations=f"disk:{path}/other")}
+    (path / "other").mkdir(exist_ok=True)
+    cases = [
+        ("full", {}, (), {}),
+        ("full", {}, ("streams",), mixed),
+        ("selective", {}, (), {}),
+        ("every:2", {"params": "host", "optimizer": "host"}, ("streams",), {}),
+        ("full", all_away, (), {}),
+    ]
+    for i in which:
+        checkpointing, places, debug, overrides = cases[i]
+        wanted = None
+        for activations in ("device", *(["host"] if i % 2 == 0 or len(which) == 1 else []), f"disk:{path}"):
+            offload = acc.Offload(activations=activations, checksums=True, **places)
+            offload = replace(offload, overrides=overrides if activations != "device" else {})
+            found = used(mesh, offload, checkpoint_activations=checkpointing, debug=debug)
+            wanted = found if wanted is None else wanted
+            pairs = enumerate(zip(found, wanted, strict=True))
+            wrong = [i for i, (a, b) in pairs if not torch.equal(a, b)]
+            assert not wrong, (checkpointing, activations, places, wrong)
+    assert os.listdir(path) == ["other"]
+    assert os.listdir(path / "other") == []
+
+
+def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
+    """Every use of a forward: several before a backward, one walked twice, others that have none, sums, other shapes."""
+    model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, offload=offload, **options)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses, shapes = [], [(2, 8), (5, 3), (4, 16)]
+    with pieces_of(4096):
+        for step in range(3):
+            first, second = loss_of(model, step, shapes[step]), loss_of(model, step + 7)
+            second.backward(retain_graph=True)
+            loss_of(model, 50)  # nobody goes back
+            (first + second).backward()
+            model.eval()
+            with torch.no_grad():
+                losses.append(loss_of(model, 60))
+            losses.append(loss_of(model, 61).detach())
+            model.train()
+            with acc.no_sync(model):
+                loss_of(model, step + 20, shapes[-1 - step]).backward()
+            loss_of(model, step + 30).backward()
+            losses += [first.detach(), second.detach(), acc.clip_grad_norm_(model, 0.1)]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    acc.synchronize(model)
+    return losses + [local_of(v).clone() for v in params_of(model).values()]
+
+
+def counted(mesh) -> None:
+    """What is live after a forward falls by the inputs of all blocks; the host has them, in memory that is used again."""
+    live, activation_offload = [], None
+    num_blocks, inputs = 6, 8 * 64 * 32 * 4
+    for offload in (None, PARKED):
+        model = acc.shard(
+            models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=offload
+        )
+        tokens = torch.zeros(8, 64, dtype=torch.int64, device=device())
+        model(tokens).sum().backward()
+        if offload is not None:
+            activation_offload = engine_in(model).context.shard_buffers.activation_offload
+            assert activation_offload.host_bytes == num_blocks * inputs
+        with Allocations() as memory:
+            loss = model(tokens).sum()
+            gc.collect()
+            memory.mark("forward")
+            loss.backward()
+        live.append(memory.live("forward"))
+    assert activation_offload is not None
+    assert activation_offload.host_bytes == num_blocks * inputs, "the second step used what the first one took"
+    saved = live[0] - live[1]
+    assert (num_blocks - 1) * inputs - 4096 <= saved <= num_blocks * inputs + 4096, (live, inputs)
+
+
+def test_inputs_of_recomputed_units_off_the_device(world, tmp_path):
+    world.run(2, same, tmp_path, [1], timeout_s=180)
+    world.run(1, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", range(5))
+def test_inputs_off_the_device_with_everything_else(world, which, tmp_path):
+    world.run(2, same, tmp_path, [which], timeout_s=300)
+
+
+@pytest.mark.parametrize("direct", [swap_file.DIRECT, 0])
+def test_inputs_on_disk_past_the_page_cache_and_through_it(world, direct, tmp_path):
+    world.run(1, bounded, direct, tmp_path)
+
+
+def bounded(mesh, direct: int, path: Path) -> None:
+    """A few pieces of host memory, a file as large as all inputs, and neither grows with uses of the same shapes."""
+    inputs, num_blocks = 8 * 64 * 32 * 4, 8
+    with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(stores, "CHUNK_BYTES", 4096 * 3):
+        model = acc.shard(
+            models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
+        )
+        with logged() as messages:
+            loss_of(model, 0, (8, 64)).backward()
+    activation_offload = activation_offload_of(model)
+    taken = stores.NUM_STAGES * inputs, num_blocks * inputs
+    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    said = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
+    assert any(said in m for m in messages)
+    for seed in range(3):
+        loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
+        gc.collect()
+        loss_of(model, seed, (8, 64)).backward()
+    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    (store,) = activation_offload._stores.values()
+    before = dict(store.file.traffic)
+    loss_of(model, 9, (8, 64)).backward()
+    store._collect()  # waits for what is under way
+    assert store.file.traffic["written"] - before["written"] == num_blocks * inputs
+    assert store.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
+        "the last ones are there"
+    )
+    loss_of(model, 9, (8, 65)).backward()
+    assert activation_offload.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
+    store._collect()
+    assert store._free == [(0, store.file.num_bytes)], "all of it is free, in one part"
+    assert os.listdir(path) == []
+
+
+def sizes_that_change(mesh, path: Path) -> None:
+    """Inputs of many shapes, one after the other, take what the largest ones take, on the host as on disk."""
+    for offload in (PARKED, on_disk(path)):
+        model = acc.shard(
+            models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload
+        )
+        for length in (40, 8, 33, 64, 1, 57, 64):
+            loss_of(model, 0, (8, length)).backward()
+        activation_offload, largest = activation_offload_of(model), 8 * 64 * 32 * 4
+        assert activation_offload.host_bytes <= NUM_BLOCKS * (largest + largest // 8), (
+            "a piece that grew has an eighth to spare"
+        )
+        assert activation_offload.disk_bytes <= 2 * NUM_BLOCKS * largest
+
+
+def test_inputs_that_grow_a_little_take_memory_now_and_then():
+    """Each piece that is let go and made anew would be a wait for the device, and pinning."""
+    store, made, page = HostActivationStore(torch.device("cpu"), None), [], 4096
+    for num_pages in range(100, 200):
+        slot = store.take(num_pages * page)
+        made.extend([] if slot._piece in made else [slot._piece])
+        slot.free(False)
+        assert store.host_bytes <= num_pages * page * 9 / 8 + page
+    assert len(made) <= 8
+
+
+def test_inputs_of_many_shapes_take_what_the_largest_take(world, tmp_path):
+    world.run(1, sizes_that_change, tmp_path)
+    assert joined([(4, 8), (0, 4), (12, 16)]) == [(0, 8), (12, 16)]
+
+
+# -- faults
+
+
+@contextmanager
+def failing(call: str, number: int) -> Iterator[None]:
+    def broken(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with mock.patch.object(os, call, broken):
+        yield
+
+
+def broken_disk(mesh, path: Path) -> None:
+    """A write, a read and a page that has changed stop with the folder; after that another forward and backward are right."""
+    faults = [
+        (("pwritev", errno.ENOSPC), rf"of the swap file in {path} could not be written: No space left on device"),
+        (("preadv", errno.EIO), rf"of the swap file in {path} could not be read: Input/output error"),
+        (None, rf"of the swap file in {path} are not what was written there"),
+    ]
+    wanted = None
+    for fault, message in [(None, None), *faults]:
+        model = acc.shard(
+            models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(path)
+        )
+        if wanted is not None and fault is not None:
+            with failing(*fault), pytest.raises(acc.OffloadError, match=message):
+                loss_of(model, 1).backward()
+        elif wanted is not None:
+            loss = loss_of(model, 1)
+            (store,) = activation_offload_of(model)._stores.values()
+            store._collect()
+            for stage in store._stages:
+                stage.clear()  # all is in the file, and nowhere else
+            os.pwrite(store.file._plain, b"some other bytes", 64)
+            with pytest.raises(acc.OffloadError, match=message):
+                loss.backward()
+            del loss
+        model.zero_grad()
+        gc.collect()
+        loss_of(model, 2).backward()
+        found = [local_of(p.grad).clone() for p in model.parameters()]
+        wanted = found if wanted is None else wanted
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), message
+    assert os.listdir(path) == []
+
+
+def no_place(mesh, path: Path) -> None:
+    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere: No such file or directory; name a folder"):
+        acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
+    for one, another in ((PARKED, on_disk(path)), (acc.Offload(), PARKED)):
+        mine = one if mesh.get_rank() else another
+        with pytest.raises(acc.DivergenceError, match="different models or settings"):
+            acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=mine)
+    for options in ({"device_bytes": 10}, {"host_bytes": 10}):
+        with pytest.raises(acc.UsageError, match=r"_bytes=10\) says how much .* \(activations are no part of it\)"):
+            on_disk(path, **options)
+    offload = on_disk(path, optimizer="host", device_bytes=2**40)  # everything else is nearer
+    model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload)
+    loss_of(model, 1).backward()
+    (store,) = activation_offload_of(model)._stores.values()
+    assert store.file._is_summed
+    assert store.file.folder == path
+
+
+def test_a_disk_of_activations_that_fails_is_named(world, tmp_path):
+    (tmp_path / "a").mkdir()
+    world.run(1, broken_disk, tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    world.run(2, no_place, tmp_path / "b")
+
+
+def full(mesh, folder: Path) -> None:
+    """No room for the inputs of the first forward, or for larger ones; with room again it goes on."""
+    model = acc.shard(
+        models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=on_disk(folder)
+    )
+    for shape in ((1, 8), (8, 64)):
+        filler = fill(folder)
+        with pytest.raises(acc.OffloadError, match=rf"{folder} has no room for [0-9]+ bytes of what is offloaded"):
+            loss_of(model, 1, shape)
+        filler.unlink()
+        loss_of(model, 1, shape).backward()
+    assert os.listdir(folder) == []
+
+
+def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
+    with mounted(tmp_path / "small", "size=8m") as folder:
+        world.run(1, full, folder)
+
+
+def in_order(mesh) -> None:
+    """What is offloaded in another forward, after a backward, is not brought with it; a write into what leaves is told."""
+    model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=PARKED)
+    activation_offload = engine_in(model).context.shard_buffers.activation_offload
+    offloaded = []
+    for value in (1.0, 2.0, 3.0):
+        offloaded.append(activation_offload.park(torch.full((4,), value, device=device()), "host"))
+        offloaded[-1].leave()
+        if value != 2:  # in the first and the last one a backward comes
+            assert torch.equal(offloaded[-1].tensor(), torch.full((4,), value, device=device()))
+    first, second, _ = offloaded
+    assert first._coming is None, "of a forward before a backward"
+    assert second._coming is not None, "of the same forward"
+    live = torch.zeros(4, device=device())
+    activation_offload.park(live, "host")
+    live.add_(1)
+    with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
+        activation_offload.park(torch.zeros(4, device=device()), "host")
+
+
+def nothing_recomputed(mesh) -> None:
+    with pytest.raises(acc.UsageError, match="checkpoint_activations is 'none'; pass 'full'"):
+        acc.shard(models.plain(), mesh=mesh, offload=PARKED)
+
+
+def test_without_recomputation_there_is_nothing_to_keep(world):
+    world.run(1, nothing_recomputed)
+    world.run(1, in_order)
+    with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk'\) is no place; did you mean 'disk:/path'?"):
+        acc.Offload(activations="disk")

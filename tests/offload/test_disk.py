@@ -1,0 +1,162 @@
+"""Parameters, gradients and states on disk: in pieces, read ahead, read and written as often as planned."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accordion as acc
+from accordion.offload.disk_shards import DiskShards
+from accordion.offload.swap_file import aligned_buffer, bytes_of
+from tests.inside import engine_in, units_of
+from tests.support import models
+from tests.support.checks import one_loss
+from tests.support.offloads import disk, disk_of_all, pieces_of
+from tests.support.reference import local_of, params_of
+
+
+def in_pieces(mesh, path: Path) -> None:
+    """States lie in the file, pass through small buffers, are read and written once a step, and are those of no offload."""
+    found = []
+    for options in ({}, {"offload": disk(path)}):
+        with pieces_of(1024):
+            model = acc.shard(models.wide(), mesh=mesh, **options)
+            optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
+            for step in range(3):
+                one_loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        state = [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+        acc.synchronize(model)
+        found.append([*state, *params_of(model).values()])
+        if options:
+            (held,) = engine_in(model).context.shard_buffers.states.values()
+            (file,) = held.files
+            numel = sum(local_of(p).numel() for p in model.parameters())
+            floor = 3 * 4 * numel  # three states of four bytes
+            assert held.buffer_bytes == 4 * 3 * 4 * 1024
+            assert floor <= file.traffic["written"] / 3 <= 1.25 * floor
+            assert file.traffic["read"] * 3 == file.traffic["written"] * 2, "there is nothing to read in the first step"
+            low = file._bytes.data_ptr()
+            shaped = [v for v in state if v.dim()]
+            assert all(low <= v.data_ptr() < low + file.num_bytes for v in shaped if v.numel())
+            assert os.listdir(path) == []
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
+
+
+def all_on_disk(mesh, path: Path) -> None:
+    """Only what was stated is in memory; each step reads and writes each thing once, and parameters once more for each gather."""
+    model = acc.shard(
+        models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=disk_of_all(path)
+    )
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    tiers = engine_in(model).context.shard_buffers
+    (allocator,) = tiers.files
+    numel = sum(local_of(p).numel() for p in model.parameters())
+    before = dict(allocator.file.traffic)
+    for step in range(4):
+        if step == 1:
+            acc.synchronize(model)
+            before = dict(allocator.file.traffic)
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.synchronize(model)
+    moved = {key: (allocator.file.traffic[key] - before[key]) / 3 for key in before}
+    masters, rows = 4 * numel, 2 * numel
+    assert 2 * masters + rows <= moved["written"] + masters <= 1.3 * (2 * masters + rows) + masters, "and the gradients"
+    assert moved["read"] <= 1.3 * (2 * masters + 2 * rows) + 2**18, moved
+    low, high = tiers.arena.memory.data_ptr(), tiers.arena.memory.data_ptr() + tiers.arena.num_bytes
+    assert not any(low <= local_of(p).data_ptr() < high for p in model.parameters())
+    largest = max(sum(p.cut.shard_numel for p in unit.params) for unit in units_of(model))
+    assert tiers.arena.num_bytes <= (4 + 2 * 2) * largest + 2**18, "a landing and two bays"
+    assert os.listdir(path) == []
+
+
+def ahead(mesh, path: Path) -> None:
+    """From the second pass on the shards of a unit are being read before it is gathered, in the forward and in the backward."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(params=f"disk:{path}", optimizer="host"))
+    one_loss(model).backward()
+    begun, late = [], []
+    begin_read, refresh = DiskShards.begin_read, DiskShards.refresh
+
+    def watched_read(shard_buffer: DiskShards, version: int) -> None:
+        begun.append(shard_buffer)
+        begin_read(shard_buffer, version)
+
+    def watched_refresh(shard_buffer: DiskShards, version: int) -> Any:
+        late.extend([shard_buffer] if shard_buffer not in begun else [])
+        begun.clear()
+        return refresh(shard_buffer, version)
+
+    with mock.patch.multiple(DiskShards, begin_read=watched_read, refresh=watched_refresh):
+        one_loss(model, 1)
+    assert len(late) == 1, "the first unit, which nobody announces"
+
+
+def touched(mesh, path: Path) -> None:
+    """What a caller writes into a parameter, a gradient or a state counts, though it lies on disk; what he keeps is his."""
+    found = []
+    for offload in (None, disk_of_all(path)):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        kept = []
+        for step in range(3):
+            one_loss(model, step).backward()
+            one_loss(model, step + 5).backward()
+            acc.clip_grad_norm_(model, 0.05)
+            local_of(model.head.weight.grad).mul_(2)
+            kept.append(model.norm.weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            acc.synchronize(model)
+            with torch.no_grad():
+                local_of(model.norm.weight).mul_(1.25)
+            optimizer.state_dict()["state"][0]["exp_avg"].mul_(0.5)
+        found.append([*params_of(model).values(), *(local_of(g).clone() for g in kept)])
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
+
+
+def changed_unseen(mesh, path: Path) -> None:
+    """A write that no version counts, foreach on DTensors, is no fault of the disk; what the disk changes is one, here too."""
+    found = []
+    for offload in (None, disk_of_all(path)):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(2):
+            one_loss(model, step).backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            acc.synchronize(model)
+            optimizer.zero_grad()
+        found.append([value.clone() for value in params_of(model).values()])
+        if offload is not None:
+            one_loss(model).backward()
+            unit = units_of(model)[-1]
+            slot = unit.groups[0].shard_buffer.grads._slots[0]
+            file, page = slot.file_range.file, aligned_buffer(4096).fill_(7)
+            # tmpfs takes direct access and has but the cache: what is written there is what a caller wrote.
+            kind = subprocess.run(["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True)
+            if file.is_direct and kind.stdout.strip() != "tmpfs":
+                os.pwritev(file._fast, [bytes_of(page)], slot.file_range.offset)
+                optimizer.step()
+                with pytest.raises(acc.OffloadError, match="are not what was written there"):
+                    acc.synchronize(model)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
+
+
+def test_a_write_that_nobody_counts_is_no_fault_of_the_disk(world, tmp_path):
+    world.run(1, changed_unseen, tmp_path)
+
+
+def test_everything_on_disk(world, tmp_path):
+    world.run(2, all_on_disk, tmp_path)
+    world.run(2, touched, tmp_path)
+    world.run(1, ahead, tmp_path)
+    world.run(2, in_pieces, tmp_path)

@@ -1,0 +1,259 @@
+"""Offload changes where states rest and no bit of what is trained: under every strategy, for every kind of model and use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.offload.estimate import stated
+from tests.devices import device
+from tests.inside import engine_in, units_of
+from tests.support import models
+from tests.support.checks import assert_at_rest, assert_equal, logged, mesh_of, one_loss
+from tests.support.offloads import HOST, MIXED, OPTIMIZER, RECIPES, disk, disk_of_all, fresh, places, same_as_without
+from tests.support.reference import local_of
+
+SAMPLE = ("full_shard", "no_shard", "hybrid_shard_optim")
+
+
+@pytest.mark.parametrize(
+    "strategy", [s if s in SAMPLE else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]
+)
+def test_no_bit_differs(world, strategy, tmp_path):
+    policy = STRATEGIES[strategy]
+    which = list(STRATEGIES).index(strategy)
+    chosen = [RECIPES[which % len(RECIPES)], RECIPES[(which + 3) % len(RECIPES)]]
+    world.run_mesh(*mesh_of(policy), same_as_without, policy, chosen, [HOST, disk(tmp_path)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
+    policy = STRATEGIES[strategy]
+    world.run_mesh(
+        *mesh_of(policy, num_ranks),
+        same_as_without,
+        policy,
+        RECIPES,
+        [HOST, OPTIMIZER, MIXED, disk(tmp_path), *places(tmp_path).values()],
+        timeout_s=300,
+    )
+
+
+def in_every_place(mesh, path: Path) -> None:
+    same_as_without(mesh, acc.FULL_SHARD, [RECIPES[5]], list(places(path).values()), piece_numel=4096)
+
+
+def test_no_bit_differs_in_any_place(world, tmp_path):
+    world.run(2, in_every_place, tmp_path)
+
+
+# -- where things are
+
+
+def addresses(mesh) -> None:
+    """Shards and gradients lie in the arena, one piece of memory; the unit with an override of its own has them outside."""
+    with logged() as messages:
+        model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
+    arena, kind = engine_in(model).context.shard_buffers.arena, "ordinary" if device().type == "cpu" else "pinned"
+    assert any(f"offload: {arena.num_bytes} bytes of {kind} host memory for 2 of 3 units, the" in m for m in messages)
+    low, high = arena.memory.data_ptr(), arena.memory.data_ptr() + arena.num_bytes
+    one_loss(model).backward()
+    first = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        for address in (local_of(p).data_ptr(), local_of(p.grad).data_ptr()):
+            assert (low <= address < high) != name.startswith("blocks.1"), name
+    kept = model.head.weight.grad
+    value = local_of(kept).clone()
+    model.zero_grad()
+    one_loss(model, 1).backward()
+    assert torch.equal(local_of(kept), value), "a gradient that the caller holds is the caller's"
+    assert not torch.equal(local_of(model.head.weight.grad), value)
+    again = {name: local_of(p.grad).data_ptr() for name, p in model.named_parameters()}
+    assert again["head.weight"] != first["head.weight"]
+    assert again["norm.weight"] == first["norm.weight"]
+
+
+def landing(mesh) -> None:
+    """On CPU nothing lands that is added to gradients: memory for that does not become resident."""
+    found = []
+    for offload in (None, HOST):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        if offload is not None:
+            landed = engine_in(model).context.shard_buffers._landing.fill_(7)
+        for micro in range(3):
+            one_loss(model, micro).backward()
+        found.append({name: local_of(p.grad).clone() for name, p in model.named_parameters()})
+    assert_equal(*found)
+    assert len(landed)
+    if device().type == "cpu":
+        assert bool((landed == 7).all())
+
+
+def budgets(mesh, path: Path) -> None:
+    """Parameters come nearer first, then whole units, from the first on, the coldest stay on disk; and no bit differs."""
+    found, policy = [], disk_of_all(path, device_bytes=60_000, host_bytes=120_000)
+    for offload in (None, policy):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        for step in range(2):
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(acc.full_state_dict(model, rank0_only=False))
+    assert_equal(found[0], found[1])
+    tiers = engine_in(model).context.shard_buffers
+    kinds = [[place.partition(":")[0] for place in (o.params, o.rest_of_grads, o.optimizer)] for o in tiers.offloads]
+    assert kinds == [["device"] * 3, ["device", "host", "host"], ["device", "host", "disk"], ["device", "host", "disk"]]
+    assert tuple(tiers.offloads) == stated(models.plain(), policy, 2).places
+    for options, message in (
+        ({"host_bytes": 1000}, "host_bytes=1000 is less than the"),
+        ({"device_bytes": 5, "overrides": {"blocks.0": acc.Offload()}}, "device_bytes=5 is less than the"),
+    ):
+        with pytest.raises(acc.UsageError, match=message):
+            acc.shard(models.plain(), mesh=mesh, offload=disk(path, **options))
+
+
+def said_before(mesh, path: Path) -> None:
+    """What is stated of a model is what is taken, to the rounding of pages: also of a model without memory."""
+    precision, num_ranks = acc.Precision(params=torch.bfloat16), mesh.size()
+    for name, offload in {**places(path), "host": HOST, "mixed": MIXED, "states on disk": disk(path)}.items():
+        with torch.device("meta"):
+            said = stated(models.wide(), offload, num_ranks, precision=precision)
+        model = acc.shard(models.wide(), mesh=mesh, precision=precision, offload=offload)
+        with logged() as messages:
+            optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
+        tiers = engine_in(model).context.shard_buffers
+        states = list(tiers.states.values())
+        told = [m for m in messages if "states laid out" in m]
+        assert len(told) == len(states), name
+        for one, message in zip(states, told, strict=True):
+            there = f"{one.host_bytes} bytes of host memory, {sum(f.num_bytes for f in one.files)} bytes on disk"
+            assert f"{there}, buffers of {one.buffer_bytes} bytes on the host" in message, name
+        on_disk = sum(f.num_bytes for f in [*(s.file for s in tiers.files), *(f for one in states for f in one.files)])
+        assert tiers.arena.num_bytes == said.arena, name
+        assert on_disk <= said.disk <= 1.1 * on_disk, name
+        assert (
+            sum(one.buffer_bytes for one in states) <= said.host_buffers <= 1.2 * sum(s.buffer_bytes for s in states)
+        ), name
+        one_loss(model).backward()
+        optimizer.step()
+        acc.synchronize(model)
+        units = [unit for unit in units_of(model) if tiers.offloads[unit.index].optimizer == "host"]
+        on_host = {id(p.sharded) for unit in units for p in unit.params}
+        held = [v for p, entry in optimizer.state.items() if id(p) in on_host for v in entry.values() if v.dim()]
+        assert len(held) == 2 * len(on_host), name
+        num_bytes = sum(local_of(v).nbytes for v in held)
+        assert num_bytes <= said.host_states <= 1.1 * num_bytes + 4096 * len(held), name
+
+
+def test_budgets_are_kept_and_what_is_stated_before_is_what_is_taken(world, tmp_path):
+    world.run(2, budgets, tmp_path)
+    world.run(2, said_before, tmp_path)
+
+
+# -- what callers do
+
+
+def uses(mesh, path: Path) -> None:
+    """Hooks, autograd.grad, clipping, writes, state dicts and checkpoints, of tied weights in and across units."""
+    found = []
+    for options in (
+        {},
+        {"offload": HOST},
+        {"offload": disk_of_all(path)},
+        {"offload": disk_of_all(path, step="device")},
+    ):
+        with torch.device("meta"):
+            model = Blocks()
+        model = acc.shard(model, mesh=mesh, precision=acc.Precision(params=torch.bfloat16), **options)
+        torch.manual_seed(3)
+        acc.initialise(model)
+        assert model.last.weight is model.first.weight
+        seen: list[Any] = []
+        model.first.weight.register_post_accumulate_grad_hook(
+            lambda p, seen=seen: seen.append(local_of(p.grad).clone())
+        )
+        model.blocks[0].weight.register_hook(lambda g, seen=seen: seen.append(local_of(g).clone()))
+        x = torch.full((3, 8), 0.5 + dist.get_rank(), device=device())
+        seen += [local_of(g).clone() for g in torch.autograd.grad(model(x).sum(), list(model.parameters()))]
+        for _ in range(2):
+            model(x).square().mean().backward()
+        seen.append(acc.clip_grad_norm_(model, 0.1))
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            seen.append(model(x))
+        with acc.full_params(model, write=True), torch.no_grad():
+            model.blocks[1].weight.mul_(1.5)
+        with torch.no_grad():
+            seen.append(model(x))
+        state = {name: value.clone() for name, value in acc.full_state_dict(model, rank0_only=False).items()}
+        model(x).square().mean().backward()
+        optimizer.step()
+        model.load_state_dict(state)
+        with torch.no_grad():
+            seen.append(model(x))
+        acc.synchronize(model)
+        seen += [local_of(v).clone() for v in model.state_dict().values()]
+        seen += [local_of(v) for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+        assert_at_rest(model)
+        found.append(seen)
+    for i, values in enumerate(zip(*found, strict=True)):
+        assert all(torch.equal(value.cpu(), values[0].cpu()) for value in values[1:]), i
+
+
+class Blocks(nn.Module):
+    """Its first and last layer are one, and so are those of its two blocks: ties between units and in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+def saved(mesh, path: str) -> None:
+    """What was trained with offload goes on without, and the other way round, bit for bit."""
+    results = []
+    swapped, off_device = {"offload": disk(Path(path))}, {"offload": disk_of_all(Path(path))}
+    pairs = (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped))
+    for first, then in (*pairs, (off_device, {}), ({}, off_device)):
+        model, optimizer = fresh(mesh, **first)
+        for step in range(2):
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        folder = f"{path}/{len(results)}"
+        acc.save(folder, model, optimizer)
+        model, optimizer = fresh(mesh, seed=7, **then)
+        acc.load(folder, model, optimizer)
+        one_loss(model, 2).backward()
+        optimizer.step()
+        results.append(acc.full_state_dict(model, rank0_only=False))
+    for other in results[1:]:
+        assert_equal(other, results[0])
+
+
+def test_callers_see_the_same_thing(world, tmp_path):
+    world.run(2, addresses)
+    world.run(2, landing)
+    world.run(2, uses, tmp_path)
+    world.run(2, saved, str(tmp_path))

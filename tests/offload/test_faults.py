@@ -1,0 +1,266 @@
+"""What goes wrong off the device: a disk that fails or is full, a kill, memory that is refused, ranks that differ."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.offload import arena, tiers
+from accordion.offload.swap_file import SwapFile, aligned_buffer
+from tests.devices import device
+from tests.inside import engine_in
+from tests.support import models
+from tests.support.checks import assert_equal, one_loss
+from tests.support.offloads import HOST, disk, disk_of_all, fresh
+from tests.support.reference import grads_of, params_of
+
+
+def disk_fails(mesh, path: Path) -> None:
+    """The disk is full in the third step: the error names it, and the last checkpoint goes on as if nothing had been."""
+    wanted = None
+    for fails, place in ((False, disk), (True, disk), (True, disk_of_all)):
+        model, optimizer = fresh(mesh, offload=place(path))
+        for step in range(4):
+            if step == 2:
+                acc.save(path / "ckpt", model, optimizer)
+            one_loss(model, step).backward()
+            with failing_writes(fails and step == 2):
+                optimizer.step()
+                if fails and step == 2:
+                    with pytest.raises(acc.OffloadError, match="could not be written: No space left on device"):
+                        acc.synchronize(model)
+                    break
+            optimizer.zero_grad()
+        if fails:
+            model, optimizer = fresh(mesh, seed=5, offload=place(path))
+            acc.load(path / "ckpt", model, optimizer)
+            for step in (2, 3):
+                one_loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_equal(acc.full_state_dict(model, rank0_only=False), wanted)
+            continue
+        wanted = acc.full_state_dict(model, rank0_only=False)
+
+
+@contextmanager
+def failing_writes(fails: bool) -> Iterator[None]:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "pwritev", full if fails else os.pwritev):
+        yield
+
+
+def killed(path: Path) -> None:
+    """A job that is killed while states are on their way to the disk."""
+    file = SwapFile(path, 1 << 22)
+    for _ in range(3):
+        threading.Thread(
+            target=lambda: [file.write(0, aligned_buffer(1 << 22)) for _ in range(1000)], daemon=True
+        ).start()
+    while not file.traffic["written"]:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_job_leaves_nothing(world, tmp_path):
+    world.run(1, at_rest)  # the pool's server of new processes has torch at hand
+    job = mp.get_context("forkserver").Process(target=killed, args=(tmp_path,))
+    job.start()
+    job.join(60)
+    assert job.exitcode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+def at_rest(mesh) -> None:
+    assert mesh.size() == 1
+
+
+def test_a_disk_that_fills_up_stops_with_its_name_and_the_last_checkpoint_goes_on(world, tmp_path):
+    world.run(1, disk_fails, tmp_path)
+
+
+def broken_disk(mesh, path: Path) -> None:
+    """A read that fails, and a page that has changed: of states, of gradients and of parameters, each stops with its name."""
+    for what, offload in {
+        "states": disk(path),
+        "all": disk_of_all(path),
+        "device": disk_of_all(path, step="device"),
+    }.items():
+        for breaks, message in (
+            (failing_reads, "could not be read: Input/output error"),
+            (changed, "not what was written"),
+        ):
+            model, optimizer = fresh(mesh, offload=offload)
+            one_loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            acc.synchronize(model)
+            one_loss(model).backward()
+            with breaks(model), pytest.raises(acc.OffloadError, match=message):
+                stepped(model, optimizer)
+            assert os.listdir(path) == [], what
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    acc.synchronize(model)
+
+
+@contextmanager
+def failing_reads(model: torch.nn.Module) -> Iterator[None]:
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch.object(os, "preadv", broken):
+        yield
+
+
+@contextmanager
+def changed(model: torch.nn.Module) -> Iterator[None]:
+    """Every file of the model has other bytes in its first page than were written there."""
+    tiers = engine_in(model).context.shard_buffers
+    states = [file for one in tiers.states.values() for file in one.files]
+    for file in [*states, *(allocator.file for allocator in tiers.files)]:
+        os.pwrite(file._plain, b"some other bytes", 64)
+    yield
+
+
+def test_a_disk_that_does_not_read_and_one_that_lies_are_named(world, tmp_path):
+    world.run(1, broken_disk, tmp_path)
+
+
+def unwrapped(mesh, path: Path) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    with pytest.raises(
+        acc.UsageError, match=r"Adam\(capturable=True\) .* unit 'root' .* leave out capturable, or pass step='device'"
+    ):
+        acc.wrap_optimizer(torch.optim.Adam(model.parameters(), capturable=True))
+    for offload in (disk(path), acc.Offload(optimizer="host", step="device")):
+        model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        one_loss(model).backward()
+        with pytest.raises(
+            acc.UsageError, match=r"SGD steps parameters of unit 'root', .* pass the optimizer to wrap_optimizer"
+        ):
+            optimizer.step()
+
+
+def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(world, tmp_path):
+    world.run(1, unwrapped, tmp_path)
+
+
+def failing(mesh) -> None:
+    """What a step raises on its thread is raised by whoever needs it next."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    one_loss(model).backward()
+    for group in optimizer.param_groups:
+        group["lr"] = "fast"
+    optimizer.step()
+    with pytest.raises(TypeError):
+        acc.synchronize(model)
+
+
+def test_an_error_of_the_step_is_not_lost(world):
+    world.run(1, failing)
+
+
+# -- what is refused
+
+
+def refused(mesh) -> None:
+    with pytest.raises(acc.UsageError, match=r"overrides names blocks.9, which is no unit"):
+        acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(overrides={"blocks.9": HOST}))
+    with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere"):
+        acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="disk:/nowhere"))
+    if dist.get_rank() == 0:
+        with pytest.raises(acc.UsageError, match=r"the machine refuses to pin 4096 bytes of host memory \(denied\)"):
+            pin_on(denied := FakeAccelerator(1))
+        assert denied.calls == ["register 4096", "launch"], "else the runtime's last error is raised by the next launch"
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert_equal(params_of(model), dict(models.plain().named_parameters()))
+    one_loss(model).backward()
+    assert grads_of(model)
+
+
+def pin_on(module: Any) -> list[str]:
+    class Owner:
+        pass
+
+    owner, memory = Owner(), torch.empty(4096, dtype=torch.uint8, device=device())
+
+    def launch() -> None:  # the first one after an error of the runtime raises that
+        module.calls.append("launch")
+        raise RuntimeError("CUDA error: out of memory")
+
+    arena.pin(owner, memory, module, lambda: module.calls.append("settle"), launch)
+    del owner
+    return module.calls
+
+
+class FakeAccelerator:
+    """The part of an accelerator's driver that pins memory. `answer`: 0 where it does."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer, self.calls = answer, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(f"register {num_bytes}")
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.calls.append("unregister")
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+        return "denied"
+
+
+def refused_on_one(mesh) -> None:
+    """One rank's machine refuses to pin: `shard` says so on all ranks, before anything is trained."""
+
+    class Refusing(arena.Arena):
+        def __init__(self, num_bytes: int, device: torch.device) -> None:
+            super().__init__(num_bytes, device)
+            if mesh.get_rank() == 1:
+                arena.pin(self, self.memory, FakeAccelerator(1), lambda: None, lambda: None)
+
+    others = "1 other ranks could not get the memory or files that offloading asks for; they say why"
+    message = "the machine refuses to pin" if mesh.get_rank() == 1 else others
+    with mock.patch.object(tiers, "Arena", Refusing), pytest.raises(acc.AccordionError, match=message):
+        acc.shard(models.plain(), mesh=mesh, offload=HOST)
+
+
+def test_memory_that_cannot_be_pinned_is_named(world):
+    world.run(2, refused)
+    world.run(2, refused_on_one)
+    assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
+
+
+def ranks_differ(mesh, path: Path) -> None:
+    offload = acc.Offload(optimizer="host") if mesh.get_rank() == 0 else None
+    with pytest.raises(acc.DivergenceError, match="different models or settings"):
+        acc.shard(models.plain(), mesh=mesh, offload=offload)
+    tight = disk(path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
+    with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
+        acc.shard(models.plain(), mesh=mesh, offload=tight)
+
+
+def test_ranks_that_offload_differently_are_an_error_on_all(world, tmp_path):
+    world.run(2, ranks_differ, tmp_path)

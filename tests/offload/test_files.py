@@ -1,0 +1,356 @@
+"""Files of optimizer states: what is written comes back, and each way in which a disk fails is named and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accordion.errors import OffloadError, UsageError
+from accordion.offload import swap_file
+from accordion.offload.arena import Arena
+from accordion.offload.step import chunks
+from accordion.offload.step.optimizer_copy import Entry
+from accordion.offload.step.pipelines import NUM_BUFFERS, HostPipeline, Stream
+from accordion.offload.swap_file import SwapFile, aligned_buffer, check_folder
+from tests.support.disks import mounted
+
+PAGE = swap_file.ALIGN_BYTES
+
+
+def filled(num_bytes: int, seed: int) -> Tensor:
+    buffer = aligned_buffer(num_bytes)
+    return buffer.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_written_comes_back_and_is_seen_from_outside(tmp_path, direct, checksums):
+    file = SwapFile(tmp_path, 5 * PAGE, direct=direct, checksums=checksums)
+    assert file.is_direct == (direct and reads_past_the_cache(tmp_path))
+    one, two = filled(2 * PAGE, 1), filled(3 * PAGE, 2)
+    file.write(0, one)
+    file.write(2 * PAGE, two)
+    shown = file.mapped(0, 5 * PAGE, torch.uint8)
+    assert torch.equal(shown, torch.cat([one, two]))
+    into = aligned_buffer(3 * PAGE)
+    file.read(2 * PAGE, into)
+    assert torch.equal(into, two)
+    assert file.traffic == {"read": 3 * PAGE, "written": 5 * PAGE}
+    file.mapped(2 * PAGE, 3 * PAGE, torch.uint8).copy_(two + 1)
+    file.flush()
+    file.read(2 * PAGE, into)
+    assert torch.equal(into, two + 1), "what the outside writes counts"
+    file.write(0, two[:PAGE])
+    assert torch.equal(shown[:PAGE], two[:PAGE]), "and what is written, the outside sees"
+
+
+def reads_past_the_cache(folder: Path) -> bool:
+    (folder / "probe").write_bytes(bytes(PAGE))
+    try:
+        handle = os.open(folder / "probe", os.O_RDWR | os.O_DIRECT)
+        return os.preadv(handle, [aligned_buffer(PAGE).numpy().data], 0) == PAGE
+    except (OSError, AttributeError):  # of another system
+        return False
+
+
+def test_a_file_system_without_direct_access_is_read_and_written_plainly(tmp_path, monkeypatch):
+    real = os.preadv
+
+    def preadv(handle: int, *rest: Any) -> int:
+        if os.get_blocking(handle) and swap_file.DIRECT & fcntl_flags(handle):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(handle, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    file = SwapFile(tmp_path, PAGE)
+    assert not file.is_direct
+    file.write(0, filled(PAGE, 3))
+    into = aligned_buffer(PAGE)
+    file.read(0, into)
+    assert torch.equal(into, filled(PAGE, 3))
+
+
+def fcntl_flags(handle: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(handle, fcntl.F_GETFL)
+
+
+def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
+    first, second = SwapFile(tmp_path, PAGE), SwapFile(tmp_path, PAGE)
+    first.write(0, filled(PAGE, 1))
+    second.write(0, filled(PAGE, 2))
+    into = aligned_buffer(PAGE)
+    first.read(0, into)
+    assert torch.equal(into, filled(PAGE, 1))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("never_named", [True, False])
+def test_no_file_has_a_name_and_names_that_a_kill_left_are_taken_away(tmp_path, monkeypatch, never_named):
+    if not never_named:  # a file system that makes none without a name
+        monkeypatch.setattr(swap_file, "NEVER_NAMED", 0)
+    elif not swap_file.NEVER_NAMED:
+        pytest.skip("this system has no files without a name")
+    else:
+        monkeypatch.setattr(swap_file.tempfile, "mkstemp", None)
+    running = SwapFile(tmp_path, PAGE)
+    if not never_named:
+        (tmp_path / f"{swap_file.PREFIX}left").write_text("by a job that was killed before its file lost its name")
+    (tmp_path / "other").write_text("")
+    file = SwapFile(tmp_path, PAGE)
+    assert os.listdir(tmp_path) == ["other"]
+    for seed, one in enumerate((running, file)):
+        one.write(0, filled(PAGE, seed))
+    into = aligned_buffer(PAGE)
+    running.read(0, into)
+    assert torch.equal(into, filled(PAGE, 0))
+
+
+def test_a_block_that_changed_on_the_disk_is_named(tmp_path):
+    file = SwapFile(tmp_path, 2 * PAGE, checksums=True)
+    file.write(PAGE, filled(PAGE, 1))
+    os.pwrite(file._plain, b"wrong", PAGE + 100)
+    with pytest.raises(OffloadError, match=rf"{PAGE} bytes at {PAGE} of the swap file in .* are not what was written"):
+        file.read(PAGE, aligned_buffer(PAGE))
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "message"),
+    [
+        ("preadv", errno.EIO, f"{PAGE} bytes at 0 of the swap file in .* could not be read: Input/output error"),
+        (
+            "pwritev",
+            errno.ENOSPC,
+            f"{PAGE} bytes at 0 of .* could not be written: No space left on device. The last check",
+        ),
+    ],
+)
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch, call, number, message):
+    file = SwapFile(tmp_path, PAGE)
+
+    def fails(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(OffloadError, match=message):
+        file.read(0, aligned_buffer(PAGE)) if call == "preadv" else file.write(0, aligned_buffer(PAGE))
+
+
+def test_transfers_that_come_in_parts_are_completed(tmp_path, monkeypatch):
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda handle, views, at: real(handle, [views[0][:PAGE]], at))
+    file = SwapFile(tmp_path, 4 * PAGE)
+    file.write(0, filled(4 * PAGE, 5))
+    into = aligned_buffer(4 * PAGE)
+    file.read(0, into)
+    assert torch.equal(into, filled(4 * PAGE, 5))
+
+
+def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeypatch):
+    with pytest.raises(OffloadError, match=r"cannot rest in .*nowhere: No such file or directory; name a folder"):
+        check_folder(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"cannot rest in .*file: Not a directory"):
+        check_folder(tmp_path / "file")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match=rf"has no room for {PAGE} bytes of what is offloaded \(No space left"):
+        SwapFile(tmp_path, PAGE)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path):
+    keys = {"a": torch.float32, "b": torch.float32}
+    sizes = [5000, 1, 1024, 2048, 3, 0]
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // 1024) * 1024
+    area = chunks.StateBlock(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
+    tensors = [torch.zeros(size) for size in sizes]
+    entries = [Entry(0, t, t, t, {}) for t in tensors]
+    todos = [
+        chunks.ParamStep(e, chunks.StatePlace(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)
+    ]
+    stepped = [todo for i, todo in enumerate(todos) if i != 2]
+    for piece in chunks.pieces_of(stepped):
+        assert 0 < piece.stop - piece.start <= 2048
+        assert piece.start % 1024 == piece.stop % 1024 == 0
+        for part in piece.parts:
+            first = part.todo.place.start
+            assert piece.start <= first + part.low < first + part.high <= piece.stop
+            part.todo.entry.own[part.low : part.high] += 1
+    assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
+    assert all(bool((t <= 1).all()) for t in tensors)
+
+
+def test_several_requests_are_in_flight(tmp_path, monkeypatch):
+    """As many reads as there are buffers wait for each other: one after the other they would never end."""
+    todo, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    real, together = os.preadv, threading.Barrier(NUM_BUFFERS)
+
+    def preadv(*given: Any) -> int:
+        together.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        stream = Stream(parts, pool, buffers())
+        for which in range(NUM_BUFFERS):
+            _, (view, *_) = stream.take(which)
+            assert not view.any()
+        passage = HostPipeline(pool, buffers())
+        for future in [passage.start(part, add_one) for part in parts]:
+            future.result(60)
+    assert bool((todo.place.shown["a"] == 1).all())
+
+
+def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tmp_path):
+    """The first piece that is stepped waits until all others were read; no two are stepped at a time; all come back once."""
+    todo, parts = made_pieces(tmp_path, 3 * NUM_BUFFERS)
+    file, begun, stepping = todo.place.area.store, threading.Event(), threading.Semaphore(1)
+
+    def step(piece: chunks.Chunk, views: list[Tensor]) -> None:
+        assert stepping.acquire(blocking=False), "two are stepped at a time"
+        if not begun.is_set():
+            while file.traffic["read"] < NUM_BUFFERS * 4 * PAGE:
+                threading.Event().wait(0.001)
+            begun.set()
+        add_one(piece, views)
+        stepping.release()
+
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        passage = HostPipeline(pool, buffers())
+        for future in [passage.start(part, step) for part in parts]:
+            future.result(60)
+        passage.rest()
+        assert bool((todo.place.shown["a"] == 1).all())
+        assert file.traffic == {"read": file.num_bytes, "written": file.num_bytes}
+
+
+def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_others_after(tmp_path):
+    """Each of several threads would keep what its allocator took when states came into being."""
+    _, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    first, later = set[int](), set[int]()
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        passage = HostPipeline(pool, buffers())
+        for part in parts:
+            new = replace(part, spans=[replace(span, reads=False) for span in part.spans])
+            passage.start(new, lambda piece, views: first.add(threading.get_ident())).result(60)
+            passage.start(part, lambda piece, views: later.add(threading.get_ident())).result(60)
+    assert first == {threading.get_ident()}
+    assert threading.get_ident() not in later
+    assert later
+
+
+def test_a_piece_that_fails_gives_its_buffer_back(tmp_path):
+    _, parts = made_pieces(tmp_path, 2 * NUM_BUFFERS)
+
+    def fails(piece: chunks.Chunk, views: list[Tensor]) -> None:
+        raise ValueError("planted")
+
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        passage = HostPipeline(pool, buffers())
+        for future in [passage.start(part, fails) for part in parts]:
+            with pytest.raises(ValueError, match="planted"):
+                future.result(60)
+        passage.rest()
+    for _ in range(NUM_BUFFERS + 1):  # more than there are buffers
+        with pytest.raises(RuntimeError, match="cannot schedule"):
+            passage.start(parts[0], add_one)
+
+
+def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypatch):
+    """The first of several reads fails at once; the buffers are nobody's when the others have ended."""
+    _, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    real, failed, ended = os.preadv, threading.Event(), []
+
+    def preadv(handle: int, views: Any, at: int) -> int:
+        if at == 0:
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        assert failed.wait(60)
+        threading.Event().wait(0.2)
+        ended.append(at)
+        return real(handle, views, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with ThreadPoolExecutor(NUM_BUFFERS) as pool:
+        stream = Stream(parts, pool, buffers())
+        with pytest.raises(OffloadError, match="could not be read"):
+            stream.take(0)
+        stream.abandon()
+        assert len(ended) == NUM_BUFFERS - 1
+
+
+def made_pieces(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chunk]]:
+    """A parameter with a state of zeros in a file, cut into pieces of four pages."""
+    numel = num * PAGE
+    area = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
+    own, shown = torch.zeros(numel), area.store.mapped(0, numel, torch.float32)
+    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.StatePlace(area, 0, {"a": shown}), frozenset({"a"}))
+    parts = list(chunks.pieces_of([todo]))
+    assert len(parts) == num
+    return todo, parts
+
+
+def buffers() -> list[Tensor]:
+    return [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)]
+
+
+def add_one(piece: chunks.Chunk, views: list[Tensor]) -> None:
+    views[0].add_(1)
+
+
+def test_host_memory_is_given_at_once_and_never_grows():
+    arena = Arena(3 * PAGE, torch.device("cpu"))
+    first, second = arena.take(PAGE // 4 + 1, torch.float32), arena.take(7, torch.float32)
+    assert second.data_ptr() - first.data_ptr() == 2 * PAGE
+    with pytest.raises(AssertionError, match="sized for all that is taken"):
+        arena.take(1, torch.float32)
+    with pytest.raises(UsageError, match=rf"offloading needs {2**60} bytes of host memory .* the machine did not give"):
+        Arena(2**60, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("total", "wanted"), [(10, 2**16), (10**7, 10**5), (10**9, 2**21)])
+def test_pieces_are_small_beside_what_is_stepped_and_never_large(total, wanted):
+    for itemsize in (2, 4):
+        step = PAGE // itemsize
+        numel = chunks.piece_numel(itemsize, total)
+        assert numel % step == 0
+        assert wanted - step < numel <= wanted
+
+
+def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):
+    with mounted(tmp_path / "full", "size=256k") as full:
+        with pytest.raises(OffloadError, match=r"has no room for 1048576 bytes .* \(No space left on device\)"):
+            SwapFile(full, 2**20)
+        assert os.listdir(full) == []
+        first = SwapFile(full, 2**17)
+        first.write(0, filled(2**17, 1))
+        with pytest.raises(OffloadError, match="has no room for 196608 bytes"):
+            SwapFile(full, 3 * 2**16)  # another job has taken what was there
+        into = aligned_buffer(2**17)
+        first.read(0, into)
+        assert torch.equal(into, filled(2**17, 1)), "which it keeps"
+        del first
+        SwapFile(full, 3 * 2**16)
+        assert os.listdir(full) == []
+    with (
+        mounted(tmp_path / "fixed", "ro") as fixed,
+        pytest.raises(OffloadError, match=r"cannot rest in .*: Read-only file"),
+    ):
+        check_folder(fixed)

@@ -1,0 +1,105 @@
+"""Real disks that fill up under a job: what is allocated stays usable, what is asked for anew is refused by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from tests.support import disks, models
+from tests.support.checks import assert_equal, one_loss
+from tests.support.offloads import disk_of_all
+
+FULL_STEP, STEPS = 2, 4  # the disk is full in this step
+
+
+class Job:
+    """Trains with one block left out until a step, whose states are first written then."""
+
+    def __init__(self, seed: int = 0, **options: Any) -> None:
+        self.model = acc.shard(models.seeded(seed), **options)
+        self.optimizer = acc.wrap_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
+
+    def step(self, step: int) -> None:
+        one_loss(self.model, step).backward()
+        for p in self.model.blocks[2].parameters() if step < FULL_STEP else ():
+            p.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        acc.synchronize(self.model)
+
+    def full(self) -> dict[str, torch.Tensor]:
+        return acc.full_state_dict(self.model, rank0_only=False)
+
+
+def wanted(mesh: Any, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What is trained without offload; the last checkpoint before the step in question."""
+    job = Job(mesh=mesh)
+    for step in range(STEPS):
+        if step == FULL_STEP:
+            acc.save(checkpoint, job.model, job.optimizer)
+        job.step(step)
+    return job.full()
+
+
+def resumed(mesh: Any, checkpoint: Path, offload: acc.Offload) -> dict[str, torch.Tensor]:
+    job = Job(seed=5, mesh=mesh, offload=offload)
+    acc.load(checkpoint, job.model, job.optimizer)
+    for step in range(FULL_STEP, STEPS):
+        job.step(step)
+    return job.full()
+
+
+def fills_up(mesh: Any, swap: Path, checkpoint: Path) -> None:
+    """A job goes on, on a disk that others have filled since; its new optimizer is refused, and nothing of it is left."""
+    expected = wanted(mesh, checkpoint)
+    job = Job(mesh=mesh, offload=disk_of_all(swap))
+    for step in range(STEPS):
+        if step == FULL_STEP:
+            filler = disks.fill(swap)
+            extra = nn.Linear(256, 256)
+            with pytest.raises(acc.OffloadError, match=rf"{swap} has no room for \d+ bytes .*No space left on device"):
+                acc.shard(extra, mesh=mesh, offload=disk_of_all(swap))
+            assert os.listdir(swap) == [filler.name]
+        job.step(step)
+    assert_equal(job.full(), expected)
+    filler.unlink()
+    assert_equal(resumed(mesh, checkpoint, disk_of_all(swap)), expected)
+
+
+def breaks(mesh: Any, swap: Path, backing: Path, checkpoint: Path) -> None:
+    """A disk that has promised more than there is fails in the step that first writes there: the last checkpoint goes on."""
+    expected = wanted(mesh, checkpoint)
+    offload = acc.Offload(params="host", optimizer=f"disk:{swap}")
+    job = Job(mesh=mesh, offload=offload)
+    told = "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EIO))
+    for step in range(FULL_STEP + 1):
+        if step == FULL_STEP:
+            filler = disks.fill(backing)
+            with pytest.raises(acc.OffloadError, match=rf"of the swap file in {swap} could not be written: ({told})"):
+                job.step(step)
+        else:
+            job.step(step)
+    assert set(os.listdir(swap)) <= {"lost+found"}
+    del job
+    filler.unlink()
+    assert_equal(resumed(mesh, checkpoint, offload), expected)
+
+
+def test_a_disk_that_fills_up_under_a_job(world, tmp_path):
+    with disks.mounted(tmp_path / "swap", "size=2m") as swap:
+        world.run(1, fills_up, swap, tmp_path / "checkpoint")
+
+
+def test_a_disk_that_has_promised_too_much(world, tmp_path):
+    with (
+        disks.mounted(tmp_path / "backing", "size=16m") as backing,
+        disks.thin(tmp_path / "swap", backing, 64) as swap,
+    ):
+        world.run(1, breaks, swap, backing, tmp_path / "checkpoint")

@@ -1,0 +1,123 @@
+"""Every combination of places that has a meaning, and each that has none: no bit differs, or it is refused by name."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import accordion as acc
+from tests.devices import device
+from tests.support import models
+from tests.support.checks import one_loss
+from tests.support.offloads import pieces_of
+from tests.support.reference import local_of, params_of
+
+PLACES = ("device", "host", "disk")
+NUM_COMBINATIONS = 33  # of where parameters, gradients and states rest and where the step is; the first is no offload
+
+
+def combinations(path: Path) -> dict[tuple[str, ...], acc.Offload]:
+    """One policy for each combination that has a meaning."""
+    found: dict[tuple[str, ...], acc.Offload] = {}
+    for params, grads, optimizer, step in itertools.product(PLACES, PLACES, PLACES, ("device", "host")):
+        without_meaning = (
+            # a step there with states elsewhere, gradients away from the parameters that are stepped
+            (step == "host" and optimizer == "device") or (grads == "device" and (params != "device" or step == "host"))
+        )
+        places = {
+            kind: f"disk:{path}" if place == "disk" else place
+            for kind, place in (("params", params), ("grads", grads), ("optimizer", optimizer))
+        }
+        if without_meaning:
+            with pytest.raises(acc.UsageError, match=r"Offload\((step='host', optimizer='device'|grads='device', )"):
+                acc.Offload(**places, step=step)
+            continue
+        offload = acc.Offload(**places, step=step, checksums=True)
+        assert (offload.rest_of_grads.partition(":")[0], offload.stepped_on) == (grads, step)
+        found[params, grads, optimizer, step] = offload
+    return found
+
+
+def trained(mesh, kind: str, **options: Any) -> list[Tensor]:
+    """Losses, norms, parameters and states after backwards that add up and are clipped, or scaled with an overflow."""
+    model = acc.shard(models.plain(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), **options)
+    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+    settings = {"fused": True, "weight_decay": 0.1} if kind == "adamw" else {"momentum": 0.9}
+    optimizer = acc.wrap_optimizer(make(model.parameters(), lr=1e-2, **settings))
+    scaler = torch.amp.GradScaler(device().type, enabled=kind == "sgd", init_scale=2.0**8, growth_interval=2)
+    found = []
+    for step in range(3):
+        for micro in range(2):
+            overflows = kind == "sgd" and (step, micro) == (1, 1)
+            loss = one_loss(model, step + 5 * micro) * (float("inf") if overflows else 1.0)
+            scaler.scale(loss).backward()
+            found.append(loss.detach())
+        scaler.unscale_(optimizer)
+        found.append(acc.clip_grad_norm_(model, 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    acc.synchronize(model)
+    found += [value.clone() for _, value in sorted(params_of(model).items())]
+    states = optimizer.state_dict()["state"]
+    return found + [local_of(v).clone() for _, entry in sorted(states.items()) for _, v in sorted(entry.items())]
+
+
+def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
+    """Inputs of recomputed blocks rest on the device in one half of them, on the host in the other."""
+    found = combinations(path)
+    assert len(found) == NUM_COMBINATIONS
+    for kind in kinds:
+        wanted = trained(mesh, kind)
+        for i, (names, offload) in enumerate(found.items()):
+            offload = replace(offload, activations="host" if i % 2 else "device")
+            with pieces_of(4096):
+                got = trained(mesh, kind, offload=offload, checkpoint_activations="full" if i % 2 else "none")
+            pairs = enumerate(zip(got, wanted, strict=True))
+            pairs = ((at, a.cpu(), b.cpu()) for at, (a, b) in pairs)
+            wrong = [at for at, a, b in pairs if not torch.equal(a, b) and not (a.isnan().all() and b.isnan().all())]
+            assert not wrong, (kind, names, wrong)
+
+
+def test_no_bit_differs_in_every_combination_and_what_has_no_meaning_is_refused(world, tmp_path):
+    world.run(1, in_every_combination, tmp_path, ("adamw", "sgd"), timeout_s=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_no_bit_differs_in_every_combination_on_several_ranks(world, kind, tmp_path):
+    world.run(3, in_every_combination, tmp_path, (kind,), timeout_s=600)
+
+
+def collected_in_a_step(mesh) -> None:
+    """A model may be collected at any moment; whenever that is, the step of another optimizer goes on."""
+    model = models.Tiny(width=16, hidden=32, num_blocks=1)
+    acc.shard(model, mesh=mesh, offload=acc.Offload(optimizer="host", step="device"), units={models.Block})
+    gone = [model]
+    del model
+
+    def collect(*_: Any) -> None:
+        gone.clear()
+        gc.collect()
+
+    first, last = (register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None))
+    try:
+        other = torch.nn.Parameter(torch.ones(2, device=device()))
+        other.grad = torch.ones(2, device=device())
+        torch.optim.SGD([other], lr=1.0).step()
+        assert other.tolist() == [0.0, 0.0]
+    finally:
+        first.remove()
+        last.remove()
+
+
+def test_a_model_that_goes_while_an_optimizer_steps_leaves_that_step_alone(world):
+    world.run(1, collected_in_a_step)

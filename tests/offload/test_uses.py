@@ -1,0 +1,294 @@
+"""What programs do around a step that is under way: each gives, with everything in every place, what it gives without offload."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import accordion as acc
+from tests.devices import device
+from tests.support import models
+from tests.support.checks import PlantedError, one_loss
+from tests.support.offloads import HOST, MIXED, disk, disk_of_all
+from tests.support.reference import local_of, params_of
+
+Program = Callable[..., list[Any]]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(run: Program) -> Program:
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trained[::2], "weight_decay": 0.1}, {"params": trained[1::2], "lr": 3e-3}]
+    return acc.wrap_optimizer(torch.optim.AdamW(groups, lr=1e-2, **options))
+
+
+def end_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of all parameters and states."""
+    acc.synchronize(model)
+    found = [value.clone() for _, value in sorted(params_of(model).items())]
+    for optimizer in optimizers:
+        for _, entry in sorted(optimizer.state_dict()["state"].items()):
+            found += [local_of(value).clone() for _, value in sorted(entry.items())]
+    return found
+
+
+@program
+def unscales_and_clips(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """A scaler that writes into the gradients, backwards that add up, an overflow, torch's own clipping."""
+    model = shard(models.plain())
+    optimizer, scaler = adamw(model), torch.amp.GradScaler(device().type, init_scale=2.0**10, growth_interval=2)
+    found = []
+    for step in range(5):
+        for micro in range(2):
+            loss = one_loss(model, step + 7 * micro) * (float("inf") if (step, micro) == (2, 1) else 1.0)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if step % 2:
+            found.append(acc.clip_grad_norm_(model, 0.1))
+        else:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    return found + end_of(model, optimizer)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise PlantedError("in the middle of a backward")
+
+
+@program
+def raises_in_a_backward(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """A backward that raises half-way, right behind a step; with what it left cleared, and with what it left added to."""
+    model = shard(models.plain())
+    optimizer = adamw(model)
+    for step in range(5):
+        one_loss(model, step).backward()
+        if step % 2:
+            handle = model.blocks[1].register_forward_hook(lambda m, args, out: Raises.apply(out))
+            loss = one_loss(model, step + 9)
+            handle.remove()
+            with pytest.raises(PlantedError):
+                loss.backward()
+            del loss
+            if step == 1:
+                optimizer.zero_grad()
+                one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return end_of(model, optimizer)
+
+
+@program
+def two_optimizers(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """Each has some parameters of every unit; one steps every second time."""
+    model = shard(models.plain())
+    params = list(model.parameters())
+    first = acc.wrap_optimizer(torch.optim.AdamW(params[::2], lr=1e-2, fused=True))
+    second = acc.wrap_optimizer(torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9))
+    for step in range(5):
+        one_loss(model, step).backward()
+        first.step()
+        first.zero_grad()
+        if step % 2:
+            second.step()
+            second.zero_grad()
+    return end_of(model, first, second)
+
+
+@program
+def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    model = shard(models.plain())
+    optimizer = adamw(model)
+    for step in range(6):
+        model.blocks[1].requires_grad_(step in (0, 1, 4, 5))
+        model.embed.requires_grad_(step != 3)
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return end_of(model, optimizer)
+
+
+@program
+def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """Evaluation, an average of full parameters, state dicts and other hyperparameters, all right behind a step."""
+    model = shard(models.plain())
+    optimizer = adamw(model)
+    average: dict[str, Tensor] = {}
+    found = []
+    for step in range(5):
+        one_loss(model, step).backward()
+        optimizer.step()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 1e9  # this step has its own already
+        if step == 0:
+            model.eval()
+            with torch.no_grad():
+                found.append(one_loss(model, 50))
+            model.train()
+        if step == 1:
+            with acc.full_params(model):
+                for name, p in model.named_parameters():
+                    average[name] = p.detach().clone()
+        if step == 2:
+            found += [local_of(v).clone() for v in model.state_dict().values()]
+        if step == 3:
+            found += [local_of(v).clone() for e in optimizer.state_dict()["state"].values() for v in e.values()]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate / 2
+        optimizer.zero_grad()
+    return found + list(average.values()) + end_of(model, optimizer)
+
+
+@program
+def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """A save in the background right behind a step, with steps behind it: what is loaded is what the step made."""
+    model = shard(models.plain())
+    optimizer = adamw(model)
+    for step in range(2):
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saving = acc.save(path / "ckpt", model, optimizer, background=True)
+    for step in range(2, 5):
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saving.wait()
+    found = end_of(model, optimizer)
+    model = shard(models.seeded(7))
+    optimizer = adamw(model)
+    one_loss(model, 3).backward()
+    optimizer.step()
+    acc.load(path / "ckpt", model, optimizer)
+    found += end_of(model, optimizer)
+    optimizer.zero_grad()
+    one_loss(model, 2).backward()
+    optimizer.step()
+    return found + end_of(model, optimizer)
+
+
+@program
+def two_models(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """In turn, and with one optimizer for both; then one of them goes while its step is under way."""
+    a, b = shard(models.plain()), shard(models.seeded(3, tied=True))
+    first, second = adamw(a), adamw(b)
+    both = acc.wrap_optimizer(torch.optim.SGD([*a.parameters(), *b.parameters()], lr=1e-2, momentum=0.9))
+    for step in range(3):
+        (one_loss(a, step) + one_loss(b, step)).backward()
+        first.step()
+        second.step()
+        both.step()
+        both.zero_grad()
+    found = end_of(a, first) + end_of(b, second, both)
+    one_loss(a, 4).backward()
+    first.step()
+    del a, first, both
+    gc.collect()
+    b.zero_grad()
+    one_loss(b, 5).backward()
+    second.step()
+    return found + end_of(b, second)
+
+
+@program
+def adds_a_group(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """Parameters that come later, behind a step; a step without any gradient; a closure."""
+    model = shard(models.plain())
+    params = list(model.parameters())
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(params[:5], lr=1e-2, amsgrad=True))
+    optimizer.step()
+    found = []
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = one_loss(model, step)
+            loss.backward()
+            return loss.detach()
+
+        found.append(optimizer.step(closure))
+        if step == 1:
+            optimizer.add_param_group({"params": params[5:], "lr": 1e-3})
+    return found + end_of(model, optimizer)
+
+
+@program
+def goes_on_from_a_state_dict(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
+    """A state dict taken right behind a step, kept over two more, and loaded again into the same and a new optimizer."""
+    model = shard(models.tied())
+    optimizer = adamw(model)
+    one_loss(model).backward()
+    optimizer.step()
+    kept = torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, optimizer.state_dict())
+    for step in (1, 2):
+        one_loss(model, step).backward()
+        optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(kept))  # torch steps what it was given in place
+    one_loss(model, 3).backward()
+    optimizer.step()
+    found = end_of(model, optimizer)
+    other = adamw(model)
+    other.load_state_dict(kept)
+    one_loss(model, 4).backward()
+    other.step()
+    return found + end_of(model, other)
+
+
+PLACES = ("all on disk", "mixed", "disk", "host", "streamed", "budgets")
+
+
+def in_places(mesh, path: Path, names: list[str], places: list[str]) -> None:
+    """Each program in each place; the budgets of ranks differ."""
+    rank = dist.get_rank()
+    offloads = {
+        "host": HOST,
+        "mixed": MIXED,
+        "disk": disk(path),
+        "all on disk": disk_of_all(path),
+        "streamed": disk_of_all(path, step="device"),
+        "budgets": disk_of_all(path, host_bytes=150_000 + 20_000 * rank, device_bytes=30_000 * rank + 3),
+    }
+    for name in names:
+        wanted = PROGRAMS[name](mesh, partial(acc.shard, mesh=mesh), path / name)
+        for place in places:
+            shard = partial(acc.shard, mesh=mesh, offload=offloads[place])
+            found = PROGRAMS[name](mesh, shard, path / f"{name} {place}")
+            pairs = enumerate(zip(found, wanted, strict=True))
+            wrong = [
+                i for i, (a, b) in pairs if not (torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) else a == b)
+            ]
+            assert not wrong, (name, place, wrong)
+
+
+def test_programs_in_a_place_each(world, tmp_path):
+    for i, place in enumerate(PLACES):
+        world.run(2, in_places, tmp_path, list(PROGRAMS)[i :: len(PLACES)], [place])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_in_every_place(world, name, tmp_path):
+    world.run(2, in_places, tmp_path, [name], list(PLACES), timeout_s=600)

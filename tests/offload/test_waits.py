@@ -1,0 +1,135 @@
+"""Who waits for a step that is under way: whatever shows, keeps, changes or clips what the step works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import accordion as acc
+from tests.support import models
+from tests.support.checks import one_loss
+from tests.support.offloads import HOST, disk, disk_of_all, fresh
+from tests.support.reference import local_of, params_of
+
+Ask = Callable[[nn.Module, Optimizer, Path], list[Any]]
+
+
+def rows(state: dict[str, Any]) -> list[Tensor]:
+    return [local_of(value).clone() for value in state.values()]
+
+
+def shown(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    return rows(model.state_dict())
+
+
+def shown_of_a_unit(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    return rows(model.blocks[1].state_dict())
+
+
+def shown_of_a_part_of_a_unit(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    return rows(model.blocks[1].up.state_dict())
+
+
+def loaded(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    model.load_state_dict(models.seeded(9).state_dict())
+    return []
+
+
+def loaded_into_a_part(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    acc.synchronize(model)
+    kept = {name: value.clone() for name, value in model.blocks[1].up.state_dict().items()}
+    optimizer.step()
+    model.blocks[1].up.load_state_dict(kept)
+    return []
+
+
+def states_shown(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    return [local_of(v).clone() for entry in optimizer.state_dict()["state"].values() for v in entry.values()]
+
+
+def states_loaded(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    optimizer.load_state_dict(optimizer.state_dict())
+    return []
+
+
+def whole(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    return list(acc.full_state_dict(model, rank0_only=False).values())
+
+
+def in_the_registry(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    with acc.full_params(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def saved(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    acc.save(path, model, optimizer)
+    other, its = fresh(next(model.parameters()).device_mesh, seed=5)
+    acc.load(path, other, its)
+    return [*params_of(other).values(), *states_shown(other, its, path)]
+
+
+def restored(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    acc.save(path, model, optimizer)
+    optimizer.step()
+    acc.load(path, model, optimizer)
+    return states_shown(model, optimizer, path)
+
+
+def clipped(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    """Gradients that the step reads are scaled after it."""
+    return [acc.clip_grad_norm_(model, 1e-3)]
+
+
+def cleared(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    optimizer.zero_grad(set_to_none=False)
+    return []
+
+
+def asked(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    acc.synchronize(model)
+    return []
+
+
+def stepped_again(model: nn.Module, optimizer: Optimizer, path: Path) -> list[Any]:
+    optimizer.step()
+    acc.synchronize(model)
+    return states_shown(model, optimizer, path)
+
+
+FOR_ALL: tuple[Ask, ...] = (
+    *(shown, loaded, states_shown, states_loaded, whole, in_the_registry, saved, restored, clipped, cleared, asked),
+    stepped_again,
+)
+FOR_A_PART: tuple[Ask, ...] = (shown_of_a_unit, shown_of_a_part_of_a_unit, loaded_into_a_part)
+PART = "blocks.1.up."
+
+
+def waits(mesh, path: Path) -> None:
+    """Shards are NaN in the debug mode until somebody waits: none is once a way has returned, and all is as without offload.
+
+    A way has one place, in turn.
+    """
+    places = HOST, disk(path), disk_of_all(path)
+    for which, way in enumerate((*FOR_ALL, *FOR_A_PART)):
+        found = []
+        for i, offload in enumerate((None, places[which % len(places)])):
+            model, optimizer = fresh(mesh, offload=offload, debug=() if offload is None else ("streams",))
+            one_loss(model).backward()
+            optimizer.step()
+            if offload is not None:
+                assert all(local_of(p).isnan().all() for p in model.parameters()), "a step is under way"
+            said = way(model, optimizer, path / f"{way.__name__} {i}")
+            missed = [name for name, p in model.named_parameters() if local_of(p).isnan().any()]
+            assert not [name for name in missed if way in FOR_ALL or name.startswith(PART)], (way.__name__, offload)
+            acc.synchronize(model)
+            found.append([*said, *params_of(model).values()])
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True)), way.__name__
+
+
+def test_whoever_needs_what_a_step_makes_waits_for_it(world, tmp_path):
+    world.run(2, waits, tmp_path, timeout_s=300)

@@ -1,0 +1,196 @@
+"""What programs do with optimizers that ends in a sentence: pickles, wrappers of other libraries, norms that are not finite."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import accordion as acc
+from tests.devices import device
+from tests.support import models
+from tests.support.checks import assert_equal, one_loss
+from tests.support.row_states import InBlocks
+
+
+def stepped(mesh, seed=0):
+    model = acc.shard(models.seeded(seed), mesh=mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    one_loss(model).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def pickled(mesh):
+    _, optimizer = stepped(mesh)
+    optimizer.zero_grad()
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        with pytest.raises(acc.UsageError, match=r"wrapped AdamW.*state_dict\(\).*acc\.save"):
+            pickle.dumps(optimizer, protocol)
+    with pytest.raises(acc.UsageError, match=r"wrapped AdamW.*state_dict\(\)"):
+        torch.save({"optimizer": optimizer}, "/dev/null")
+    for twin in (copy.deepcopy(optimizer), copy.copy(optimizer)):
+        assert type(twin) is type(optimizer)
+        assert isinstance(twin, torch.optim.AdamW)
+        assert twin.param_groups[0]["lr"] == 1e-2
+        twin.step()
+
+
+def test_a_pickle_of_a_wrapped_optimizer_is_refused_in_a_sentence(world):
+    world.run(2, pickled)
+
+
+class Prepared(torch.optim.Optimizer):
+    """An optimizer around another, as accelerate's `AcceleratedOptimizer` is; with a scaler it keeps the other's step."""
+
+    def __init__(self, optimizer, scaler=None):
+        self.optimizer, self.scaler = optimizer, scaler
+        if scaler is not None:
+            self._original_step = optimizer.step
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self):
+        return self.optimizer.defaults
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none=None):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def looked_through(mesh, path):
+    model = acc.shard(models.seeded(0), mesh=mesh)
+    prepared = Prepared(Prepared(torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    assert acc.wrap_optimizer(prepared) is prepared
+    assert acc.wrap_optimizer(prepared) is prepared
+    other = acc.shard(models.seeded(0), mesh=mesh)
+    plain = acc.wrap_optimizer(torch.optim.AdamW(other.parameters(), lr=1e-2))
+    assert type(prepared.optimizer.optimizer).__mro__[1:] == type(plain).__mro__[1:]
+    for background in (False, True):
+        for m, o in ((model, prepared), (other, plain)):
+            one_loss(m).backward()
+            o.step()
+            o.zero_grad()
+        acc.save(path / str(background), model, prepared, background=background).wait()
+    dist.barrier(mesh.get_group())
+    again = acc.shard(models.seeded(3), mesh=mesh)
+    its = Prepared(acc.wrap_optimizer(torch.optim.AdamW(again.parameters(), lr=1e-2)))
+    acc.load(path / "True", again, its)
+    for m, o in ((model, prepared), (other, plain), (again, its)):
+        one_loss(m, 1).backward()
+        o.step()
+    for m in (model, again):
+        assert_equal(acc.full_state_dict(m, rank0_only=False), acc.full_state_dict(other, rank0_only=False))
+    with pytest.raises(acc.UsageError, match=r"holds the step of the AdamW.*wrap_optimizer.*before"):
+        acc.wrap_optimizer(Prepared(torch.optim.AdamW(model.parameters()), scaler=object()))
+    with pytest.raises(acc.UsageError, match="does not know InBlocks"):
+        acc.wrap_optimizer(Prepared(InBlocks(model.parameters())))
+    with pytest.raises(acc.UsageError, match=r"takes a torch.optim.Optimizer, not LambdaLR"):
+        acc.wrap_optimizer(torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1.0))
+
+
+def test_an_optimizer_around_another_is_looked_through(world, tmp_path):
+    world.run(2, looked_through, tmp_path)
+
+
+def not_finite(mesh):
+    model, _ = stepped(mesh)
+    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    norm = acc.clip_grad_norm_(model, 1e9, error_if_nonfinite=True)
+    assert torch.isfinite(norm)
+    bad = next(p for p in model.parameters() if p.grad.to_local().numel())
+    for value in (float("inf"), float("nan")):
+        if dist.get_rank() == 0:
+            bad.grad.to_local().view(-1)[0] = value
+        with pytest.raises(acc.NonFiniteError, match=r"norm of the gradients is (inf|nan).*error_if_nonfinite"):
+            acc.clip_grad_norm_(model, 1.0, 2.0, True)
+        for name, p in model.named_parameters():
+            assert torch.equal(p.grad.to_local(), before[name]) or (p is bad and dist.get_rank() == 0), name
+    assert not torch.isfinite(acc.clip_grad_norm_(model, 1.0))
+
+
+def test_a_norm_that_is_not_finite_is_raised_where_it_is_asked_for(world):
+    world.run(2, not_finite)
+
+
+class Streams(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def stream(self, x):
+        for _ in range(2):
+            x = self.inner(x)
+            yield x
+
+    async def later(self, x):
+        return self.inner(x)
+
+    async def streams_later(self, x):
+        yield self.inner(x)
+
+    @torch.no_grad()
+    def without_grad(self, x):
+        yield self.inner(x)
+
+
+def generators(mesh):
+    model = acc.shard(Streams(), mesh=mesh)
+    for name in ("stream", "later", "streams_later", "without_grad"):
+        with pytest.raises(acc.UsageError, match=rf"Streams.{name} .*after the call.*return"):
+            acc.entry_point(model, name)
+    assert model(torch.ones(1, 4, device=device())).shape == (1, 4)
+
+
+def test_a_generator_is_no_entry_point(world):
+    world.run(2, generators)
+
+
+def one_without(mesh, path):
+    """An optimizer that only one rank gives to `load`."""
+    model, optimizer = stepped(mesh)
+    acc.save(path, model, optimizer)
+    for which in (0, 1):
+        mine = optimizer if dist.get_rank() == which else None
+        with pytest.raises(acc.CheckpointError, match=r"rank 0 has .* and rank 1 has .*optimizer"):
+            acc.load(path, model, mine)
+
+
+def test_an_optimizer_that_one_rank_loads_is_named(world, tmp_path):
+    world.run(2, one_without, tmp_path / "ckpt")
+
+
+def several(mesh, path):
+    model = acc.shard(models.seeded(0), mesh=mesh)
+    two = [torch.optim.AdamW(list(model.parameters())[:3]), torch.optim.SGD(list(model.parameters())[3:])]
+    for call in (acc.save, acc.load):
+        with pytest.raises(acc.UsageError, match=r"optimizer is a list.*one torch.optim.Optimizer"):
+            call(path, model, two)
+    one_loss(model).backward()
+    two[0].step()
+    with pytest.raises(acc.CheckpointError, match=r"second/.*sharded.*optimizer="):
+        acc.save(path, model, state={"second": two[0]})
+    assert not path.exists()
+
+
+def test_several_optimizers_are_refused_by_name(world, tmp_path):
+    world.run(2, several, tmp_path / "ckpt")

@@ -1,0 +1,185 @@
+"""Optimizers on sharded parameters: ordinary ones, wrapped ones, those that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from tests.support import models, reference
+from tests.support.checks import (
+    assert_close,
+    assert_equal,
+    mean_grads,
+    one_loss,
+    run_all,
+)
+from tests.support.reference import params_of
+
+
+def early_optimizer(mesh, strategy: acc.Strategy) -> None:
+    for wrong in ("step", "zero_grad", "wrap"):
+        plain = models.plain()
+        optimizer = reference.adamw(plain.parameters())
+        model = acc.shard(plain, mesh=mesh, strategy=strategy)
+        one_loss(model).backward()
+        with pytest.raises(acc.UsageError, match=r"made before shard.*model\.parameters\(\)"):
+            acc.wrap_optimizer(optimizer) if wrong == "wrap" else getattr(optimizer, wrong)()
+
+
+def test_an_optimizer_made_before_sharding_is_a_named_error(world):
+    run_all(world, early_optimizer)
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam_foreach": (torch.optim.Adam, {"lr": 1e-2, "foreach": True}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adamw_amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2}),
+    "asgd": (torch.optim.ASGD, {"lr": 1e-2}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
+}
+
+
+def optimizers(mesh, kind: str) -> None:
+    """The step of an ordinary optimizer, wrapped or not, with groups and a scheduler."""
+    make, options = OPTIMIZERS[kind]
+    found = []
+    for way in (
+        ("plain", "wrapped") if kind == "rprop" else ("plain", "sharded", "wrapped")
+    ):  # torch has no rule for rprop
+        model = models.plain()
+        if way != "plain":
+            model = acc.shard(model, mesh=mesh)
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        optimizer = make([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], **options)
+        if way == "wrapped":
+            assert acc.wrap_optimizer(optimizer) is optimizer
+            assert acc.wrap_optimizer(optimizer) is optimizer
+            assert isinstance(optimizer, make)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        losses = []
+        for step in range(4):
+            loss = one_loss(model, step)
+            loss.backward()
+            if way == "plain":
+                for p, grad in zip(model.parameters(), mean_grads(mesh, model).values(), strict=True):
+                    p.grad = grad
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            schedule.step()
+            losses.append(loss.item())
+        found.append((losses, schedule.get_last_lr(), params_of(model)))
+        if way == "wrapped":
+            assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+            assert [p for group in optimizer.param_groups for p in group["params"]] == [*decay, *rest]
+            states = [v for entry in optimizer.state.values() for v in entry.values() if v.dim()]
+            assert all(isinstance(v, DTensor) for v in states)
+    for losses, rates, params in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-6)
+        assert rates == found[0][1]
+        assert_close(params, found[0][2], 1e-4)
+    assert_equal(found[1][2], found[-1][2])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_ordinary_optimizers_and_schedulers_step_alike_wrapped_or_not(world, kind):
+    world.run(2, optimizers, kind)
+
+
+def replaced_optimizer_state(mesh) -> None:
+    """A wrapped optimizer with a closure, and with parameters that got no gradient."""
+    model = acc.shard(models.spare(), mesh=mesh)
+    optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = one_loss(model)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert model.blocks[0].never not in optimizer.state
+    assert model.blocks[0].up.weight in optimizer.state
+
+
+def test_a_wrapped_optimizer_takes_a_closure(world):
+    world.run(2, replaced_optimizer_state)
+
+
+def refused(mesh) -> None:
+    """Optimizers that look at more than one element, and those nobody knows."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+        params = [p for p in model.parameters() if p.dim() == 2]
+        with pytest.raises(acc.UsageError, match=f"^{kind.__name__} looks at more than one element.*leave out"):
+            acc.wrap_optimizer(kind(params))
+
+    class Lion(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.sub_(torch.sign(momentum * 0.9 + p.grad * 0.1), alpha=group["lr"])
+                    momentum.mul_(0.99).add_(p.grad, alpha=0.01)
+
+    with pytest.raises(acc.UsageError, match="does not know Lion; pass elementwise=True"):
+        acc.wrap_optimizer(Lion(model.parameters(), {"lr": 1e-3}))
+    plain = models.plain()
+    mine, theirs = Lion(model.parameters(), {"lr": 1e-3}), Lion(plain.parameters(), {"lr": 1e-3})
+    acc.wrap_optimizer(mine, elementwise=True)
+    for step in range(3):
+        one_loss(plain, step).backward()
+        for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
+            p.grad = grad
+        one_loss(model, step).backward()
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(params_of(model), dict(plain.named_parameters()))
+
+
+def test_wrapping_is_for_optimizers_that_treat_each_element_by_itself(world):
+    world.run(2, refused)
+
+
+def whole_tensors(mesh) -> None:
+    """Their steps on DTensors are torch's own, and ask the other ranks."""
+    for make, tolerance in ((torch.optim.LBFGS, 1e-5), (torch.optim.Muon, 1e-2)):
+        found = []
+        for sharded in (False, True):
+            model = models.plain()
+            if sharded:
+                model = acc.shard(model, mesh=mesh)
+            optimizer = make([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
+            losses: list[float] = []
+
+            def closure(model=model, optimizer=optimizer, losses=losses) -> Tensor:
+                optimizer.zero_grad()
+                tokens, targets = models.batch(0, 0, 0, vocab=48)
+                loss = models.loss_of(model(tokens), targets)
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            for _ in range(2):
+                optimizer.step(closure)
+            found.append(losses)
+        assert found[1] == pytest.approx(found[0], rel=tolerance)
+
+
+def test_optimizers_that_look_at_whole_tensors_step_unwrapped(world):
+    world.run(2, whole_tensors)

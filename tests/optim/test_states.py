@@ -1,0 +1,178 @@
+"""An optimizer's own state dict on shards: of one rank's rows, says so, and is refused elsewhere before anything changes."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import accordion as acc
+from tests.support import models
+from tests.support.checks import assert_equal, full, go_on, one_loss
+from tests.support.row_states import InBlocks, Packed
+
+
+def built(mesh, seed=0, make=torch.optim.AdamW, **options):
+    model = acc.shard(models.seeded(seed), mesh=mesh, **options)
+    return model, acc.wrap_optimizer(make(model.parameters(), lr=1e-2), elementwise=True)
+
+
+def trained(mesh, steps=2, **options):
+    model, optimizer = built(mesh, **options)
+    go_on(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def local(value):
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def values(optimizer):
+    """Copies of all states, and which objects they are."""
+    return [
+        (key, value, local(value).clone() if isinstance(value, torch.Tensor) else value)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for key, value in optimizer.state[p].items()
+    ]
+
+
+def assert_untouched(optimizer, before):
+    now = values(optimizer)
+    assert len(now) == len(before)
+    for (key, tensor, value), (key_then, tensor_then, value_then) in zip(now, before, strict=True):
+        assert key == key_then
+        assert tensor is tensor_then
+        assert torch.equal(value, value_then) if isinstance(value, torch.Tensor) else value == value_then
+
+
+def written(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def read(data):
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def of_rank(mesh, data, rank):
+    """What another rank wrote."""
+    found = [None] * mesh.size()
+    dist.all_gather_object(found, data, group=mesh.get_group())
+    return found[rank]
+
+
+def one_rank_for_all(mesh, make, path):
+    model, optimizer = trained(mesh, make=make)
+    before, weights = values(optimizer), full(model)
+    for rank in range(mesh.size()):
+        theirs = of_rank(mesh, written(optimizer.state_dict()), rank)
+        for state in (read(theirs), copy.deepcopy(read(theirs))):
+            with pytest.raises(
+                acc.UsageError, match=rf"states of rank {rank} of {mesh.size()}.*other rows.*acc\.save"
+            ) as caught:
+                optimizer.load_state_dict(state)
+            assert_untouched(optimizer, before)
+            assert str(caught.value).startswith("rank ")
+    assert_equal(full(model), weights)
+    (path / f"{make.__name__}-{dist.get_rank()}").write_bytes(written(optimizer.state_dict()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, InBlocks, Packed])
+def test_what_one_rank_wrote_is_refused_by_the_others_on_all(world, tmp_path, make):
+    said = world.run(2, one_rank_for_all, make, tmp_path)
+    assert said[0] == said[1]
+    world.run(1, of_another_world, make, tmp_path, {})
+    world.run(3, of_another_world, make, tmp_path, {})
+    world.run(2, of_another_world, make, tmp_path, {"strategy": acc.NO_SHARD})
+
+
+def of_another_world(mesh, make, path, options):
+    """Another number of ranks, another cut."""
+    _, optimizer = trained(mesh, make=make, **options)
+    before = values(optimizer)
+    with pytest.raises(acc.UsageError, match=r"states of rank \d of 2"):
+        optimizer.load_state_dict(read((path / f"{make.__name__}-{dist.get_rank() % 2}").read_bytes()))
+    assert_untouched(optimizer, before)
+
+
+def own(mesh):
+    """A rank's own goes on bit for bit, whichever way it went."""
+    for make in (torch.optim.AdamW, InBlocks, Packed):
+        for way in (lambda state: state, copy.deepcopy, lambda state: read(written(state))):
+            model, optimizer = trained(mesh, make=make)
+            before = values(optimizer)
+            state = way(optimizer.state_dict())
+            assert set(state) == {"state", "param_groups"}
+            other, its = built(mesh, seed=3, make=make)
+            its.load_state_dict(state)
+            for (key, _, value), (key_then, _, value_then) in zip(values(its), before, strict=True):
+                assert key == key_then
+                assert torch.equal(value, value_then) if isinstance(value, torch.Tensor) else value == value_then
+            go_on(other, its, range(1))
+    model, optimizer = trained(mesh)
+    optimizer.load_state_dict(optimizer.state_dict())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(one_loss(model)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()
+    optimizer.load_state_dict(read(written(optimizer.state_dict())))
+
+
+def test_a_ranks_own_is_loaded(world):
+    world.run(2, own)
+
+
+def replicas(mesh):
+    """Where every rank has all rows, and where ranks of another node have the same, it does not matter who wrote them."""
+    _, optimizer = trained(mesh, strategy=acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD)
+    before = values(optimizer)
+    found = [None] * 4
+    dist.all_gather_object(found, written(optimizer.state_dict()))
+    rank = dist.get_rank()
+    theirs = found[(rank + 1) % 4] if mesh.ndim == 1 else found[(rank + 2) % 4]
+    optimizer.load_state_dict(read(theirs))
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(values(optimizer), before, strict=True))
+
+
+def test_replicas_take_each_others(world):
+    world.run(4, replicas)
+    world.run_mesh((2, 2), ("replicate", "shard"), replicas)
+
+
+def of_dcp(mesh, path):
+    """torch's DCP and its helpers cut and join rows themselves: raw state dicts, its own dicts, full ones."""
+    model, optimizer = trained(mesh)
+    group = mesh.get_group()
+    state = {"raw": optimizer.state_dict(), "named": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path, process_group=group)
+    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    for way in ("raw", "named", "full"):
+        other, its = trained(mesh, seed=4, steps=3)
+        if way == "raw":
+            state = {"raw": its.state_dict()}
+            dcp.load(state, checkpoint_id=path, process_group=group)
+            its.load_state_dict(state["raw"])
+        elif way == "named":
+            state = {"named": get_optimizer_state_dict(other, its)}
+            dcp.load(state, checkpoint_id=path, process_group=group)
+            set_optimizer_state_dict(other, its, state["named"])
+        else:
+            set_optimizer_state_dict(other, its, whole, options=StateDictOptions(full_state_dict=True))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(local(optimizer.state[p]["exp_avg"]), local(its.state[q]["exp_avg"])), way
+
+
+def test_helpers_of_torch_go_on(world, tmp_path):
+    world.run(2, of_dcp, tmp_path / "dcp")

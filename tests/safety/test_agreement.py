@@ -1,0 +1,438 @@
+"""What ranks must share is compared before anything is changed: the message names the rank and both values, on every rank."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import accordion as acc
+from accordion import _torch
+from accordion.config import STRATEGIES
+from accordion.same_on_ranks import checksum
+from accordion.shard import same_mesh as meshes
+from tests.safety.test_divergence import IN_STREAMS, impatient
+from tests.support import models
+from tests.support.checks import logged, mesh_of, one_loss
+from tests.support.reference import local_of, params_of
+
+BF16 = acc.Precision(params=torch.bfloat16)
+
+# What rank 1 gives, what the others give, and what the message must say of each.
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "reduce_op": ({"reduce_op": "sum"}, {}, "reduce_op 'sum' (rank 0: 'mean')"),
+    "debug": ({}, {"debug": "order"}, "debug [] (rank 0: ['order'])"),
+    "prefetch": (
+        {"prefetch": acc.Prefetch(budget_bytes=10**6)},
+        {},
+        "prefetch.budget_bytes 1000000 (rank 0: None)",
+    ),
+    "activations": (
+        {"checkpoint_activations": "every:2"},
+        {"checkpoint_activations": "full"},
+        "checkpoint_activations 'every:2' (rank 0: 'full')",
+    ),
+    "precision": ({"precision": BF16}, {}, "precision.params bfloat16 (rank 0: None)"),
+    "output": (
+        {"precision": acc.Precision(output=torch.float16)},
+        {},
+        "precision.output float16 (rank 0: None)",
+    ),
+    "override": (
+        {"precision": acc.Precision(overrides={"blocks.1": BF16}), "units": {models.Block}},
+        {"units": {models.Block}},
+        "precision.params of unit 'blocks.1' bfloat16 (rank 0: not at all)",
+    ),
+    "offload": ({"offload": acc.Offload(optimizer="host")}, {}, "offload.optimizer 'host' (rank 0: 'device')"),
+    "strategy": ({"strategy": acc.SHARD_OPTIM}, {}, "strategy shard_optim (rank 0: full_shard)"),
+    "units": ({"units": set()}, {"units": {models.Block}}, "unit 'blocks.0' not at all (rank 0: Block)"),
+    "sync": ({"sync": True}, {}, "sync True (rank 0: False)"),
+}
+
+
+def argued(mesh: Any) -> dict[str, str]:
+    """The message of this rank for each argument that rank 1 gives otherwise."""
+    texts = {}
+    for name, (mine, others, _) in ARGUMENTS.items():
+        model = models.plain()
+        with pytest.raises(acc.DivergenceError) as caught:
+            acc.shard(model, mesh=mesh, **(mine if mesh.get_rank() == 1 else others))
+        texts[name] = str(caught.value)
+        assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
+    full, every = ({"checkpoint_activations": text} for text in ("full", "every:1"))
+    model = acc.shard(models.plain(), mesh=mesh, **(full if mesh.get_rank() else every))
+    one_loss(model).backward()
+    return texts
+
+
+def test_arguments_that_differ_are_named_with_both_values(world):
+    first, *others = world.run(3, argued)
+    assert all(other == first for other in others)
+    for name, (_, _, words) in ARGUMENTS.items():
+        assert words in first[name], first[name]
+        assert "rank 1 has " in first[name], first[name]
+        assert "rank 2" not in first[name], first[name]
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6))
+
+
+# What rank 1 builds in place of `nn.Sequential(nn.Linear(4, 5))`, and what is said of it.
+BUILDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "width": (
+        wider,
+        "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
+    ),
+    "dtype": (lambda: nn.Sequential(nn.Linear(4, 5)).half(), "parameter '0.weight' float16 (5, 4), trained"),
+    "depth": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5)), "parameter '1.weight' float32 (5, 5)"),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(4, 5)).requires_grad_(False),
+        "parameter '0.weight' float32 (5, 4), frozen",
+    ),
+    "meta": (
+        lambda: nn.Sequential(nn.Linear(4, 5, device="meta")),
+        "parameter '0.weight' float32 (5, 4) on meta, trained",
+    ),
+    "many": (lambda: nn.Sequential(*(nn.Linear(4, 5) for _ in range(4))), " and 3 more"),
+}
+
+
+def built(mesh: Any) -> dict[str, str]:
+    texts = {}
+    for name, (make, _) in BUILDS.items():
+        model = make() if mesh.get_rank() == 1 else nn.Sequential(nn.Linear(4, 5))
+        with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has") as caught:
+            acc.shard(model, mesh=mesh)
+        texts[name] = str(caught.value)
+    return texts
+
+
+def test_models_that_differ_are_named_by_parameter_with_both_forms(world):
+    first, second = world.run(2, built)
+    assert first == second
+    for name, (_, words) in BUILDS.items():
+        assert words in first[name], first[name]
+
+
+# -- meshes
+
+
+def meshed(mesh: Any) -> list[str]:
+    """Ranks give meshes of other groups; what each is told. Then all give the same one, and train."""
+    rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
+    rows, columns = mesh["shard"], mesh["replicate"]
+    texts = []
+    for given in (
+        flat if rank == 0 else mesh,  # of all ranks, cut otherwise
+        (rows, columns, columns, rows)[rank],  # 0 waits for 1, that for 3, that for 2, that for 0
+        flat if rank else rows,  # 0 waits for 1, which waits for 0 in another
+    ):
+        strategy = acc.HYBRID_SHARD if given.ndim == 2 else acc.FULL_SHARD
+        time.sleep(4.0 if rank == 3 and given is flat else 0.0)  # the others have found out by then
+        began = time.monotonic()
+        with pytest.raises(acc.DivergenceError, match="gave other meshes and wait for each other") as caught:
+            acc.shard(models.plain(), mesh=given, strategy=strategy)
+        assert time.monotonic() - began < 30.0
+        texts.append(str(caught.value))
+        dist.barrier()
+    for given in (flat, rows, columns, rows):
+        model = acc.shard(models.plain(), mesh=given)
+        one_loss(model).backward()
+    return texts
+
+
+def test_meshes_of_other_groups_are_named_on_every_rank(world):
+    found = world.run_mesh((2, 2), ("replicate", "shard"), meshed, timeout_s=100)
+    for texts in zip(*found, strict=True):
+        assert len(set(texts)) == 1, texts
+    first, second, third = found[0]
+    assert "rank 0 gave (4,) of ranks [0, 1, 2, 3], rank 1 gave (2, 2) of ranks [0, 1, 2, 3]" in first
+    assert (
+        "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (2,) of ranks [1, 3], rank 2 gave (2,) of ranks [0, 2]" in second
+    )
+    assert "rank 0 gave (2,) of ranks [0, 1], rank 1 gave (4,) of ranks [0, 1, 2, 3]" in third
+
+
+def test_a_circle_is_told_when_two_looks_have_found_it():
+    """Posts are read one after the other, while their ranks go on: what was not there at the last look may be none."""
+    store = dist.HashStore()
+    mine, theirs, later = (
+        meshes.Post(mesh=f"{name} of ranks [0, 1]", ranks=[0, 1], time=1, waits=True) for name in "abc"
+    )
+
+    def told(before: dict[int, meshes.Post]) -> tuple[dict[int, meshes.Post], bool]:
+        return meshes._look(store, 0, mine, before), store.check([meshes._key("failed", mine)])
+
+    for rank, post in enumerate((mine, theirs)):
+        meshes._tell(store, rank, post)
+        store.add(meshes._given(post.mesh, rank), 1)
+    assert told({}) == ({0: mine, 1: theirs}, False)
+    meshes._tell(store, 1, later)
+    assert told({0: mine, 1: theirs}) == ({0: mine, 1: later}, False)
+    assert told({0: mine, 1: later})[1]
+    assert store.check([meshes._key("failed", later)])
+
+
+def some_first(mesh: Any) -> None:
+    """Ranks come to a mesh that they share from meshes that they do not: some wait for long, nobody is stuck."""
+    rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
+    if rank == 3:
+        time.sleep(5.0)
+    for given in (mesh["replicate"], flat) if rank in (1, 3) else (flat,):
+        model = acc.shard(models.plain(), mesh=given)
+        one_loss(model).backward()
+
+
+def test_ranks_that_come_late_from_another_mesh_are_waited_for(world):
+    world.run_mesh((2, 2), ("replicate", "shard"), some_first)
+
+
+def alone_on_it(mesh: Any) -> str:
+    """Rank 1 takes a mesh of its own; nobody comes to the one that rank 0 gives, and that says so within the job's time-out."""
+    text, both = "", mesh["replicate"].get_group()
+    if dist.get_rank():
+        acc.shard(models.plain(), mesh=mesh["shard"])
+    else:
+        with (
+            mock.patch.object(_torch, "timeout_s_of_job", return_value=2.0),
+            mock.patch.object(meshes, "MARGIN_S", 0.0),
+            pytest.raises(acc.DivergenceError) as caught,
+        ):
+            acc.shard(models.plain(), mesh=mesh, strategy=acc.HYBRID_SHARD)
+        text = str(caught.value)
+    dist.barrier(both)
+    return text
+
+
+def test_a_rank_with_a_mesh_of_its_own_is_named(world):
+    text = world.run_mesh((2, 1), ("replicate", "shard"), alone_on_it, timeout_s=40)[0]
+    assert "this rank gave a mesh of (2, 1) of ranks [0, 1] and waits for rank 1 (gave (1,) of ranks [1] last)" in text
+    assert "None of them came in 2 s" in text
+
+
+def valued(mesh: Any) -> str:
+    model = models.plain()
+    if mesh.get_rank() == 2:
+        with torch.no_grad():
+            model.blocks[0].up.weight.copy_(model.blocks[0].up.weight.flip(0))  # the same numbers elsewhere
+    with pytest.raises(acc.DivergenceError) as caught:
+        acc.shard(model, mesh=mesh)
+    return str(caught.value)
+
+
+def test_values_that_differ_name_the_rank_and_the_parameter(world):
+    for text in world.run(3, valued):
+        assert "rank 2 has parameter 'blocks.0.up.weight' with checksum " in text, text
+        assert "rank 1" not in text, text
+        assert "and " not in text.partition(";")[0], text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn])
+def test_a_checksum_counts_values_and_their_places(dtype):
+    tensor = torch.arange(1, 13).remainder(5).view(3, 4).to(dtype)
+    swapped = tensor.clone()
+    swapped[0, 0], swapped[2, 1] = tensor[2, 1].clone(), tensor[0, 0].clone()
+    assert checksum(tensor) == checksum(tensor.t().contiguous().t())
+    assert checksum(tensor) != checksum(swapped)
+    assert checksum(tensor.flatten()) != checksum(swapped.flatten())
+    assert checksum(tensor[:0]) == 0
+
+
+# -- buffers
+
+
+class Counts(nn.Module):
+    """`shared` is in the state dict, `own` is not."""
+
+    def __init__(self, shared: float = 0.0, own: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.register_buffer("shared", torch.full((3,), shared))
+        self.register_buffer("own", torch.full((2,), own), persistent=False)
+
+
+def buffered(mesh: Any, strategy: acc.Strategy) -> None:
+    rank = float(dist.get_rank())
+    with pytest.raises(
+        acc.DivergenceError, match=r"rank \d has buffer 'shared' with checksum .*persistent=False"
+    ) as caught:
+        acc.shard(Counts(shared=rank), mesh=mesh, strategy=strategy)
+    assert "parameter" not in str(caught.value).partition(";")[0]
+    assert "'own'" not in str(caught.value)
+    with logged() as messages:
+        model = acc.shard(Counts(own=rank), mesh=mesh, strategy=strategy)
+    assert [m for m in messages if "buffer 'own' float32 (2,) with checksum" in m][int(rank == 0) :] == []
+    assert any("buffer 'own'" in m for m in messages) == (rank == 0)
+    assert model.own.tolist() == [rank, rank]
+    model = acc.shard(Counts(shared=rank + 1, own=rank + 1), mesh=mesh, strategy=strategy, sync=True)
+    assert model.own.tolist() == [1, 1]
+    assert model.shared.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
+def test_buffers_of_the_state_dict_are_equal_others_are_each_ranks_own(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), buffered, STRATEGIES[strategy])
+
+
+def batch_norms(mesh: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[1](torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.get_rank())))
+    with pytest.raises(acc.DivergenceError, match=r"rank 1 has buffer '1.running_mean' .*; buffer '1.running_var' "):
+        acc.shard(model, mesh=mesh)
+
+
+def test_statistics_of_a_batch_norm_that_differ_are_an_error(world):
+    world.run(2, batch_norms)
+
+
+# -- the first rank's for all
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = models.plain()
+        self.tied = nn.Linear(3, 3)
+        self.again = self.tied
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("table", torch.randn(4), persistent=False)
+        self.register_buffer("same", self.table)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(tokens)
+
+
+def loaded_on_first(mesh: Any, strategy: acc.Strategy) -> None:
+    torch.manual_seed(5)
+    wanted = Whole()
+    torch.manual_seed(5)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        given = Whole()
+    model = acc.shard(given, mesh=mesh, strategy=strategy, sync=True)
+    for (name, found), right in zip(params_of(model).items(), wanted.parameters(), strict=True):
+        assert torch.equal(found.cpu(), right.cpu()), name
+    for (name, found), right in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(found.cpu(), right.cpu()), name
+    assert model.table is model.same
+    model(models.batch(0, 0, dist.get_rank(), vocab=model.body.embed.num_embeddings)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_first_rank_loads_and_the_others_are_on_meta(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_on_first, STRATEGIES[strategy])
+
+
+def loaded_elsewhere(mesh: Any) -> None:
+    model = nn.Linear(8, 8, device="cpu" if mesh.get_rank() else "meta")
+    with pytest.raises(
+        acc.DivergenceError, match=r"2 tensors are on the meta device there .* the first is parameter 'weight'"
+    ):
+        acc.shard(model, mesh=mesh, sync=True)
+    model = nn.BatchNorm1d(8, affine=False, device="cpu" if mesh.get_rank() else "meta")
+    with pytest.raises(acc.DivergenceError, match=r"2 tensors|3 tensors"):
+        acc.shard(nn.Sequential(nn.Linear(2, 2), model), mesh=mesh, sync=True)
+    nowhere = acc.shard(nn.Linear(8, 8, device="meta"), mesh=mesh, sync=True)
+    assert all(not p.to_local().any() for p in nowhere.parameters())
+
+
+def test_the_first_rank_has_what_all_shall_take(world):
+    world.run(2, loaded_elsewhere)
+
+
+# -- full tensors loaded after `shard`
+
+
+def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(local_of(tensor), before[name]) for name, tensor in model.state_dict().items())
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
+
+
+def loaded_apart(mesh: Any, strategy: acc.Strategy) -> None:
+    rank = dist.get_rank()
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+    before, right = held(model), models.seeded(9).state_dict()
+    other = {**right, "blocks.1.up.weight": right["blocks.1.up.weight"] + rank}
+    mixed = {**model.state_dict(), "embed.weight": right["embed.weight"]}  # some rows, some full
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (other, right, r"rank 1 has 'blocks.1.up.weight' float32 \(\d+, \d+\) with checksum .* \(rank 0: float32"),
+        ({}, right, "rank 1 has 'embed.weight' not at all .rank 0: float32"),
+        ({**right, "embed.weight": right["embed.weight"].double()}, right, "rank 1 has 'embed.weight' float64"),
+        (mixed, right, r"rank 1 has 'blocks.0\.\S+' float32 .* as \(.* \(rank 0: float32"),
+    ]
+    for mine, others, message in wrong:
+        with pytest.raises(acc.DivergenceError, match="nothing was loaded") as caught:
+            model.load_state_dict(mine if rank == 1 else others, strict=False)
+        assert re.search(message, str(caught.value)), str(caught.value)
+        assert unchanged(model, before)
+    model.load_state_dict(right)
+    assert not unchanged(model, before)
+    one_loss(model).backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard_optim"])
+def test_full_tensors_that_differ_are_refused_before_anything_changes(world, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), loaded_apart, STRATEGIES[strategy])
+
+
+def own_rows_alone(mesh: Any) -> None:
+    """A state dict of rows needs nobody else."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = held(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            local_of(param).zero_()
+    if mesh.get_rank() == 1:
+        model.load_state_dict(kept)
+        assert unchanged(model, before)
+    dist.barrier(mesh.get_group())
+
+
+def test_rows_are_loaded_by_one_rank_alone(world):
+    world.run(2, own_rows_alone)
+
+
+def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
+    model = acc.shard(models.plain(), mesh=mesh)
+    for step in range(num_steps):
+        one_loss(model, step).backward()
+    state = models.plain().state_dict()
+    if mesh.get_rank() and not comes:
+        time.sleep(4.0)
+        return "rank 1 did something else"
+    with impatient(lost_s=2.5), pytest.raises(acc.DivergenceError) as caught:
+        one_loss(model).backward() if mesh.get_rank() else model.load_state_dict(state)
+    return str(caught.value)
+
+
+@pytest.fixture
+def alone(world: Any) -> Any:
+    """The pool, started anew afterwards: ranks have drifted apart."""
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, pytest.param(2, marks=IN_STREAMS)])
+def test_a_load_on_the_first_rank_alone_is_named_where_the_others_train(alone, num_steps):
+    for text in alone.run(2, loads_alone, num_steps, True):
+        assert "rank 0 loads full tensors (load_state_dict)" in text, text
+        assert "rank 1 " in text, text
+
+
+def test_a_load_on_the_first_rank_alone_names_who_never_comes(alone):
+    text, _ = alone.run(2, loads_alone, 2, False)
+    assert "this rank loads full tensors (load_state_dict)" in text
+    assert "nothing is heard of rank 1" in text, text

@@ -1,0 +1,278 @@
+"""Ranks that do different things: a named error on every rank within seconds, never a hang, never another unit's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.safety import divergence
+from tests.devices import device
+from tests.support import models
+from tests.support.checks import mesh_of, one_loss
+
+SOON_S = 20.0
+IN_STREAMS = pytest.mark.cpu(
+    "ranks that wait in streams cannot be asked: debug='order' tells, and `DivergenceMonitor` says so in the log"
+)
+
+
+@contextlib.contextmanager
+def impatient(lost_s: float = divergence.LOST_S) -> Iterator[None]:
+    """Ranks ask each other after a second and not after four."""
+    before = divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S
+    divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = 1.0, 0.3, lost_s
+    try:
+        yield
+    finally:
+        divergence.PATIENCE_S, divergence.POLL_S, divergence.LOST_S = before
+
+
+# What rank 1 does where the others train, and what its message or theirs names.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "calls_a_block": ("unit 2 (blocks.1) in its forward", "unit 0 (root)"),
+    "trains_less": ("training 0 of 6", "training 6 of "),
+    "forwards_again": ("rank 1 begins a forward", "rank 0 "),
+}
+
+
+def goes(model: nn.Module, how: str, step: int) -> None:
+    if how == "calls_a_block":
+        model.blocks[1](torch.ones(2, 3, 32, requires_grad=True, device=device())).sum().backward()
+        return
+    if how == "trains_less":
+        model.blocks[1].requires_grad_(False)
+    loss = one_loss(model, step)
+    if how == "forwards_again":
+        loss = one_loss(model, step)
+    loss.backward()
+
+
+def apart(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
+    """The message of this rank after `steps` good steps."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
+    for step in range(steps):
+        one_loss(model, step).backward()
+    start = time.monotonic()
+    with impatient(), pytest.raises(acc.DivergenceError) as caught:
+        go_on(model, how)
+    assert time.monotonic() - start < SOON_S
+    return str(caught.value)
+
+
+def go_on(model: nn.Module, how: str) -> None:
+    """Where the first step after does not show it, ranks wait for each other in the next."""
+    for step in range(3):
+        if dist.get_rank() == 1:
+            goes(model, how, step)
+        else:
+            one_loss(model, step).backward()
+
+
+@pytest.fixture
+def alone(world):
+    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
+    yield world
+    world.close()
+
+
+def named(texts: list[str], how: str) -> bool:
+    return all("rank" in text for text in texts) and any(all(part in t for part in ELSEWHERE[how]) for t in texts)
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [(how, 2 + i % 2) for i, how in enumerate(ELSEWHERE)])
+def test_in_the_first_step_every_rank_names_the_units(alone, how, num_ranks):
+    """Ranks come to each step of it together, so both values and ranks are in the message."""
+    texts = alone.run(num_ranks, apart, acc.FULL_SHARD, how, 0)
+    assert named(texts, how), texts
+
+
+@IN_STREAMS
+@pytest.mark.parametrize("how", ELSEWHERE)
+def test_in_a_later_step(alone, how):
+    texts = alone.run(2, apart, acc.FULL_SHARD, how, 2)
+    assert named(texts, how), texts
+
+
+@IN_STREAMS
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_a_later_step_of_every_strategy(alone, strategy):
+    strategy = STRATEGIES[strategy]
+    texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "calls_a_block", 2)
+    assert all("unit" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_asked_for_it_is_named_in_any_step(alone, strategy):
+    texts = alone.run(2, apart, STRATEGIES[strategy], "forwards_again", 2, debug="order")
+    assert all("rank 0" in text and "rank 1" in text for text in texts), texts
+
+
+def with_the_model(model: nn.Module, what: str, folder: str) -> None:
+    """Things of all ranks together, which a program may do on the first one alone, as with an unsharded model."""
+    if what == "saves a checkpoint":
+        acc.save(f"{folder}/step-1", model)
+    elif what == "takes the full state dict":
+        acc.full_state_dict(model)
+    else:
+        with acc.full_params(model):
+            pass
+
+
+def does_alone(mesh, what: str, folder: str) -> str:
+    model = acc.shard(models.plain(), mesh=mesh, units={models.Block})
+    for step in range(2):
+        one_loss(model, step).backward()
+    with_the_model(model, what, folder)
+    start = time.monotonic()
+    with impatient(), pytest.raises(acc.DivergenceError) as caught:
+        with_the_model(model, what, folder) if dist.get_rank() == 0 else one_loss(model, 2).backward()
+    assert time.monotonic() - start < SOON_S
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "saves a checkpoint",
+        pytest.param("takes the full state dict", marks=pytest.mark.slow),
+        pytest.param("shows full parameters", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_of_all_ranks_and_done_by_one_is_named(alone, tmp_path, what):
+    for text in alone.run(2, does_alone, what, str(tmp_path)):
+        assert f"rank 0 {what}, rank 1 gathers unit 0 (root)" in text
+
+
+def raises_alone(mesh, steps: int) -> str:
+    """Rank 1 raises in its forward; the others wait for it in vain."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    for step in range(steps):
+        one_loss(model, step).backward()
+    if dist.get_rank() == 1:
+        model.blocks[1].register_forward_pre_hook(lambda module, args: {}["missing"])
+    with impatient(), pytest.raises(KeyError if dist.get_rank() == 1 else acc.DivergenceError) as caught:
+        one_loss(model).backward()
+    time.sleep(4 if dist.get_rank() == 1 else 0)  # it is still there, and does not say goodbye
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
+    for rank, text in enumerate(alone.run(3, raises_alone, steps)):
+        assert "missing" in text
+        assert rank == 1 or "rank 1 failed" in text
+
+
+def as_it_comes(mesh, how: str) -> tuple[float, str]:
+    """Seconds until this rank has its error, with the patience that ranks have by themselves."""
+    model = acc.shard(models.plain(), mesh=mesh, units={models.Block})
+    one_loss(model, 0).backward()
+    raises = how == "raises" and dist.get_rank() == 1
+    if raises:
+        model.blocks[1].register_forward_pre_hook(lambda module, args: {}["missing"])
+    start = time.monotonic()
+    with pytest.raises(KeyError if raises else acc.DivergenceError) as caught:
+        go_on(model, how) if how in ELSEWHERE else one_loss(model).backward()
+    took_s = time.monotonic() - start
+    time.sleep(15 if raises else 0)  # it is still there, and does not say goodbye
+    return took_s, str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", ["raises", *(pytest.param(how, marks=IN_STREAMS) for how in ("calls_a_block", "trains_less"))]
+)
+def test_every_rank_has_its_error_within_30_s(alone, how):
+    for took_s, text in alone.run(2, as_it_comes, how):
+        assert took_s < 30, text
+        assert "rank" in text or "missing" in text
+
+
+def never_comes(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    if dist.get_rank() == 1:
+        time.sleep(4)  # without a word, as one that waits on its device
+        return
+    with (
+        impatient(lost_s=2.0),
+        pytest.raises(acc.DivergenceError, match=r"begins a forward .* come to nothing new in 2 s"),
+    ):
+        one_loss(model)
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_without_end(alone):
+    alone.run(2, never_comes)
+
+
+def slow(mesh) -> None:
+    """A rank that comes late is no error."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    with impatient():
+        for step in range(3):
+            time.sleep(2.5 if dist.get_rank() == step else 0)
+            one_loss(model, step).backward()
+
+
+def test_a_rank_that_comes_late_is_waited_for(world):
+    world.run(2, slow)
+
+
+# -- NaN and inf
+
+
+class Spoils(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float("inf")
+
+
+def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
+    """On the last rank alone something becomes NaN or inf in the second step; what every rank says then."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="finite")
+    one_loss(model, 0).backward()
+    block = model.blocks[1]
+    if where == "parameters":
+        with torch.no_grad():
+            block.up.weight.to_local().view(-1)[:1] = float("nan")
+    elif dist.get_rank() == mesh.size() - 1:
+        if where == "forward":
+            block.down.register_forward_hook(lambda module, args, out: out.log())
+        else:
+            block.norm.register_forward_hook(lambda module, args, out: Spoils.apply(out))
+    with pytest.raises(acc.NonFiniteError) as caught:
+        one_loss(model, 1).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["parameters", "forward", "backward"])
+def test_nan_and_inf_are_found_in_the_unit_and_phase_where_they_came_up(world, where):
+    for strategy in STRATEGIES.values():
+        texts = world.run_mesh(*mesh_of(strategy), spoiled, strategy, where)
+        assert len(set(texts)) == 1
+        assert "blocks.1" in texts[0]
+        assert {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}[
+            where
+        ] in texts[0]
+
+
+def found_nothing(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, debug=("finite", "order", "streams"))
+    for step in range(2):
+        one_loss(model, step).backward()
+
+
+def test_finite_numbers_pass(world):
+    world.run(2, found_nothing)

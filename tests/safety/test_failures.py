@@ -1,0 +1,341 @@
+"""Exceptions, the end of a model, and what is refused: the model is usable after it, or its memory is back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import itertools
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.engine.streams import SideStream
+from tests.devices import device
+from tests.inside import units_of
+from tests.support import models
+from tests.support.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
+from tests.support.checks import PlantedError, batch
+from tests.support.compare import (
+    Pair,
+    rest,
+    run_on_all,
+    seed_of,
+    seeded,
+)
+
+# -- exceptions
+
+
+class RaisesBack(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
+        ctx.error = error
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ctx.error
+
+
+class Fails(Pair):
+    """Raises where and what it is told."""
+
+    where: str | None = None
+    error: type[BaseException] = PlantedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        recomputing = torch._C._current_graph_task_id() != -1
+        if self.where == "forward" or (self.where == "recomputation" and recomputing):
+            raise self.error
+        if self.where == "backward":
+            y = RaisesBack.apply(y, self.error)
+        return x + self.b(y)
+
+
+def raises(*_: Any) -> None:
+    raise PlantedError
+
+
+def planted(model: Chain, name: str) -> list[Any]:
+    """Make the second of three units fail; returns handles of hooks."""
+    unit = model.units[1]
+    kind, _, what = name.partition(": ")
+    if kind != "hook":
+        unit.where = what or kind
+        unit.error = KeyboardInterrupt if kind == "interrupt" else PlantedError
+        return []
+    return [
+        {
+            "before a unit": lambda: unit.register_forward_pre_hook(raises),
+            "after a unit": lambda: unit.register_forward_hook(raises),
+            "inside a unit": lambda: unit.a.register_forward_hook(raises),
+            "of a module's backward": lambda: unit.register_full_backward_hook(raises),
+            "of a gradient": lambda: unit.a.weight.register_hook(raises),
+            "of an accumulated gradient": lambda: unit.b.bias.register_post_accumulate_grad_hook(raises),
+            "of the root": lambda: model.register_forward_hook(raises),
+            "of an activation": lambda: unit.register_forward_hook(
+                lambda m, a, out: out.register_hook(raises) and None
+            ),
+        }[what]()
+    ]
+
+
+FAILURES = [
+    "forward", "backward", "recomputation", "recomputation, reentrant", "recomputation, activations",
+    "interrupt: forward", "interrupt: backward", "hook: before a unit", "hook: after a unit", "hook: inside a unit",
+    "hook: of a module's backward", "hook: of a gradient", "hook: of an accumulated gradient", "hook: of the root",
+    "hook: of an activation",
+]  # fmt: skip
+
+
+def failing(name: str) -> tuple[Callable[[], Chain], dict[str, Any], str]:
+    """How to build the model, options of `shard`, and what to plant."""
+    what, _, how = name.partition(", ")
+    call = None
+    if what == "recomputation" and how != "activations":
+        call = functools.partial(around_each, reentrant=how == "reentrant")
+    build = functools.partial(Chain, Fails, count=3, call=call)
+    return build, {"checkpoint_activations": "full" if how == "activations" else "none"}, what
+
+
+def run_failing(model: Chain) -> None:
+    """A step that fails; nothing of it stays but what is in the engine."""
+    with pytest.raises((PlantedError, KeyboardInterrupt)):
+        plain_run(model, 0)
+
+
+def failure(mesh, name: str) -> None:
+    build, options, what = failing(name)
+    plain, model = seeded(build), acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
+    for times in (2, 1):  # before any good step, and after some
+        for _ in range(times):
+            handles = planted(model, what)
+            run_failing(model)
+            for handle in handles:
+                handle.remove()
+            model.units[1].where = None
+            with torch.no_grad(), warnings.catch_warnings():  # usable at once
+                warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # reentrant, without
+                torch.manual_seed(seed_of(5))
+                found = model(numbers())
+                torch.manual_seed(seed_of(5))
+                assert torch.equal(found, plain(numbers()))
+        steps_again(mesh, model, plain)
+    with acc.full_params(model):
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_after_an_exception_the_model_is_as_before(world, name):
+    run_on_all(world, failure, name, ranks=FEW)
+
+
+# -- the end of a model
+
+
+def watched(model: Chain) -> list[weakref.ref[Any]]:
+    """What must go with the model: modules, units, the memory of shards and of full parameters."""
+    found: list[Any] = [model, *model.units, model.first]
+    for unit in units_of(model):
+        found += [unit, *unit.groups, *(g.shard_buffer for g in unit.groups)]
+        found += [t for g in unit.groups for t in (*g.shard_buffer.locals, *g.views)]
+    return [weakref.ref(o) for o in found]
+
+
+def deleted(mesh, when: str) -> None:
+    build, options, what = failing("recomputation, activations" if when == "after recomputation failed" else "forward")
+    model = acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    gc.collect()
+    gc.disable()
+    try:
+        if when != "unused":
+            for step in range(3):
+                plain_run(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        if when == "after inference":
+            with torch.no_grad():
+                model(numbers())
+        if when == "after a forward that nothing walks back":
+            model(numbers())
+        if "failed" in when:
+            where = what if when == "after recomputation failed" else when.split()[1]
+            planted(model, where)
+            try:
+                plain_run(model, 0)
+            except PlantedError:
+                pass
+            else:
+                pytest.fail("nothing was raised")
+        references = watched(model)
+        assert all(r() is not None for r in references)
+        del model, optimizer
+        if when in (
+            "after backward failed",
+            "after recomputation failed",
+        ):  # unsharded too: autograd's queue holds nodes
+            torch.ones((), requires_grad=True, device=device()).backward()
+        if when == "after recomputation failed":  # unsharded too: frames of checkpoint() lie in cycles
+            gc.collect()
+        left = [r() for r in references if r() is not None]
+        assert not left, f"{len(left)} of {len(references)} live on, {[type(o).__name__ for o in left][:8]}"
+    finally:
+        gc.enable()
+
+
+ENDS = [
+    "unused", "after steps", "after inference", "after a forward that nothing walks back", "after forward failed",
+    "after backward failed", "after recomputation failed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ENDS)
+def test_a_deleted_model_lets_its_memory_go_at_once(world, when):
+    run_on_all(world, deleted, when)
+
+
+def deleted_between(mesh) -> None:
+    model = acc.shard(seeded(chain(Pair).build), mesh=mesh, units={Pair})
+    out = model(numbers())
+    del model
+    with pytest.raises(acc.UsageError, match="deleted between this forward and its backward"):
+        out.sum().backward()
+
+
+def test_a_model_deleted_before_the_backward_is_a_named_error(world):
+    run_on_all(world, deleted_between, ranks=FEW)
+
+
+def no_copies(mesh) -> None:
+    model = acc.shard(seeded(Chain), mesh=mesh, units={Pair})
+    plain_run(model, 0)
+    for target in (model, model.units[0], nn.Sequential(model)):
+        with pytest.raises(acc.UsageError, match=r"copied.*load_state_dict"):
+            copy.deepcopy(target)
+        for dump in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(acc.UsageError, match=r"pickled.*accordion\.save.*full_state_dict"):
+                dump(target)
+    with pytest.raises(acc.UsageError):
+        copy.copy(model)
+
+
+def test_copies_and_pickles_are_refused_with_the_way_to_do_it(world):
+    world.run(2, no_copies)
+
+
+def old_graph(mesh, strategy: acc.Strategy) -> None:
+    """forward - step - backward of the old graph: torch refuses weights that were written since, and so must shards."""
+    plain = seeded(Chain)
+    model = acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
+    for m in (plain, model):
+        # Torch counts no write of its multi-tensor kernels to DTensors, which on accelerators are the default.
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, foreach=False)
+        torch.manual_seed(seed_of(0))
+        loss = m(numbers()).square().mean()
+        plain_run(m, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises((RuntimeError, acc.UsageError), match=r"modified|changed"):
+            loss.backward()
+        m.zero_grad()
+        del loss
+    if strategy is acc.FULL_SHARD:
+        for _ in range(2):  # and goes on
+            plain_run(model, 1)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        rest(model)
+
+
+@pytest.mark.parametrize("strategy", [acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.SHARD_OPTIM], ids=lambda s: s.name)
+def test_the_backward_of_a_graph_older_than_the_weights_is_refused(world, strategy):
+    world.run(2, old_graph, strategy)
+
+
+def something_new(mesh, how: str) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    tokens, _ = batch(model)
+    model(tokens)
+    if how == "a module":
+        model.blocks[1].new = nn.Linear(4, 4)
+    elif how == "a parameter":
+        model.blocks[1].new = nn.Parameter(torch.zeros(4, device=device()))
+    elif how == "a list that grows":
+        model.blocks.append(models.Block(32, 64))
+    elif how == "a frozen one":
+        model.blocks[1].new = nn.Linear(4, 4).requires_grad_(False)
+    else:
+        models.plain()
+    if how in ("a frozen one", "another model"):
+        model(tokens)
+        return
+    with pytest.raises(acc.UsageError, match=r"'blocks\.[13]\.\S+' came into the model after shard\(\)"):
+        model(tokens)
+    with acc.full_params(model):
+        model.blocks[0](torch.zeros(1, 2, 32, device=device()))  # full parameters in the registry are no additions
+    with pytest.raises(acc.UsageError, match="freeze it with"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("how", ["a module", "a parameter", "a list that grows", "a frozen one", "another model"])
+def test_what_comes_in_after_shard_is_refused(world, how):
+    world.run(2, something_new, how)
+
+
+# -- communications that do not begin
+
+
+def starts_refused(at: int) -> contextlib.AbstractContextManager[Any]:
+    """The side streams have no memory for the start of communication number `at`."""
+    plain, count = SideStream.start, itertools.count()
+
+    def start(side_stream: SideStream, *args: Any) -> Any:
+        if next(count) == at:
+            raise torch.OutOfMemoryError("planted")
+        return plain(side_stream, *args)
+
+    return mock.patch.object(SideStream, "start", start)
+
+
+def two_dtypes() -> nn.Module:
+    """Units that are gathered in two dtypes: batch norms stay in float32."""
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*parts, nn.Linear(16, 16))
+
+
+def smaller_batch_after_a_refusal(mesh) -> None:
+    """As a loop does that catches the error and goes on with what fits."""
+    x, found = torch.randn(4, 16).to(device()), []
+    for at in (-1, *range(8)):
+        torch.manual_seed(0)
+        options = {"strategy": acc.HYBRID_SHARD_OPTIM, "precision": acc.Precision(params=torch.bfloat16)}
+        model = acc.shard(two_dtypes(), mesh, units={nn.Sequential}, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with starts_refused(at), contextlib.suppress(torch.OutOfMemoryError):
+            model.eval()(x)  # statistics are left alone
+        for _ in range(2):
+            model.train()(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().to_local().clone() for p in model.parameters()])
+    for at, other in enumerate(found[1:]):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), f"communication {at}"
+
+
+def test_a_gather_that_could_not_begin_is_begun_anew(world):
+    world.run_mesh((2, 2), ("replicate", "shard"), smaller_batch_after_a_refusal)

@@ -1,0 +1,373 @@
+"""Units that only some ranks call: the losses and gradients of the model without sharding, in any order, from any step on."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+import accordion.compat.fsdp2 as compat
+from accordion.config import STRATEGIES
+from accordion.safety.agreement import CatchUp, UnitCall, choose
+from accordion.safety.pass_history import PassHistory
+from tests.devices import device, here
+from tests.inside import engine_in
+from tests.safety.test_divergence import IN_STREAMS
+from tests.support import models
+from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
+
+WIDTH = 16
+# A call: the number of a block, or of a tower with the calls inside of it.
+Way = Sequence[int | tuple[int, Sequence[int]]]
+WHOLE: Way = (0, 1, 2, (3, (0, 1)))
+
+
+class Tower(nn.Module):
+    """A unit with units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(WIDTH, 24) for _ in range(2))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, way: Iterable[int]) -> Tensor:
+        for i in way:
+            x = self.blocks[i](x)
+        return self.out(x)
+
+
+class Paths(nn.Module):
+    """Blocks and a tower, which a rank calls in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            [models.Block(WIDTH, 24), models.Block(WIDTH, 40), models.Block(WIDTH, 24), Tower()]
+        )
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.first(x)
+        for call in way:
+            x = self.blocks[call](x) if isinstance(call, int) else self.blocks[call[0]](x, call[1])
+        return x.square().mean()
+
+
+def paths(mesh, **options: Any) -> tuple[nn.Module, Paths]:
+    """Sharded, and the same without sharding."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(here(Paths()))
+    plain, model = made
+    return acc.shard(model, mesh=mesh, units={models.Block, Tower}, **options), plain
+
+
+def numbers(step: int) -> Tensor:
+    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(device())
+
+
+def check_step(mesh, model: nn.Module, plain: Paths, way: Way, step: int, no_sync: int = 0) -> None:
+    """A step of several backwards, all but the last not communicated, has the loss and gradients that it has unsharded."""
+    for m in (model, plain):
+        m.zero_grad()
+    for part in range(no_sync + 1):
+        x, losses = numbers(step + 1000 * part), []
+        for m in (model, plain):
+            with acc.no_sync(model) if part < no_sync and m is model else nullcontext():
+                losses.append(m(x, way))
+                losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
+    assert_close(found, mean_grads(mesh, plain), tolerance=2e-6)
+    assert_at_rest(model)
+
+
+def run_ways(mesh, strategy: acc.Strategy, ways: Sequence[Sequence[Way]], **options: Any) -> list[str]:
+    """Steps in each of which rank r goes the way r of that step; what the log said."""
+    no_sync = options.pop("no_sync", 0)
+    model, plain = paths(mesh, strategy=strategy, **options)
+    with logged() as messages:
+        for step, of_ranks in enumerate(ways):
+            check_step(mesh, model, plain, of_ranks[dist.get_rank() % len(of_ranks)], step, no_sync)
+            with torch.no_grad():
+                way = of_ranks[(dist.get_rank() + 1) % len(of_ranks)]
+                torch.testing.assert_close(model(numbers(step), way), plain(numbers(step), way), rtol=1e-6, atol=0)
+    return [message for message in messages if "different ways" in message]
+
+
+# What ranks 0 and 1 call; others as these in turn.
+APART: dict[str, tuple[Way, Way]] = {
+    "leaves_one_out": (WHOLE, (0, 2, (3, (0, 1)))),
+    "leaves_the_first_out": (WHOLE, (1, 2, (3, (0, 1)))),
+    "ends_early": (WHOLE, (0,)),
+    "calls_none": (WHOLE, ()),
+    "nothing_in_common": ((0, 1), (2, (3, (1,)))),
+    "swaps": (WHOLE, (1, 0, 2, (3, (1, 0)))),
+    "leaves_a_tower_out": (WHOLE, (0, 1, 2)),
+    "leaves_one_in_a_tower_out": (WHOLE, (0, 1, 2, (3, (1,)))),
+    "a_tower_of_its_own": ((0, (3, (0, 1)), 2), (0, (3, ()), 1, 2)),
+}
+
+
+@pytest.mark.parametrize("how", APART)
+def test_from_the_first_step_on(world, how):
+    for num_ranks in (2, 3):
+        said = world.run(num_ranks, run_ways, acc.FULL_SHARD, [APART[how]] * 3)
+        assert all(len(lines) == 1 for lines in said), said
+
+
+@IN_STREAMS
+@pytest.mark.parametrize("how", APART)
+def test_from_a_later_step_on(world, how):
+    """Others wait in a collective by then, where they notice."""
+    said = world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,)] * 2 + [APART[how]] * 2 + [(WHOLE,)])
+    assert all(len(lines) == 1 for lines in said), said
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_of_every_strategy(world, strategy):
+    shape, names = mesh_of(STRATEGIES[strategy])
+    for ways in ([APART["leaves_one_out"], APART["ends_early"]], [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]):
+        world.run_mesh(shape, names, run_ways, STRATEGIES[strategy], ways)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_sync": 2},
+        {"checkpoint_activations": "full"},
+        {"checkpoint_activations": "selective"},
+        {"prefetch": acc.Prefetch(budget_bytes=1 << 20)},
+        {"debug": ("streams", "order", "finite")},
+        {"offload": acc.Offload(params="host", optimizer="host")},
+    ],
+    ids=["no_sync", "full", "selective", "prefetch", "debug", "offload"],
+)
+def test_with_what_else_a_model_may_have(world, options):
+    """A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there."""
+    apart = APART["leaves_one_out" if "checkpoint_activations" in options else "leaves_a_tower_out"]
+    world.run(2, run_ways, acc.FULL_SHARD, [APART["leaves_the_first_out"], apart, (WHOLE,)], **options)
+    world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), apart], **options)
+
+
+def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
+    """Steps of ways at random: layers dropped, called again, in another order; now and then all ranks alike.
+
+    The first that are apart only leave out: more than the last forward had, after that one's end, is refused by name.
+    """
+    rng = random.Random(seed)
+
+    def way() -> Way:
+        calls: list[Any] = [i for i in range(3) if rng.random() < 0.7]
+        if rng.random() < 0.3:
+            rng.shuffle(calls)
+        if calls and rng.random() < 0.3:
+            calls.append(rng.choice(calls))
+        if rng.random() < 0.7:
+            calls.insert(rng.randint(0, len(calls)), (3, [i for i in range(2) if rng.random() < 0.7]))
+        return calls
+
+    steps = [[way()] if rng.random() < 0.3 else [way() for _ in range(num_ranks)] for _ in range(5)]
+    apart = APART[rng.choice(("leaves_one_out", "leaves_the_first_out", "leaves_a_tower_out", "calls_none"))]
+    return [[WHOLE], apart, *steps] if rng.random() < 0.3 else [apart, *steps]
+
+
+def run_drawn(mesh, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        strategy = list(STRATEGIES.values())[seed % 4]
+        rng = random.Random(seed)
+        run_ways(
+            mesh,
+            strategy if not strategy.hybrid else acc.FULL_SHARD,
+            drawn(seed, mesh.size()),
+            no_sync=rng.choice((0, 0, 1)),
+            debug=rng.choice(((), (), ("order",))),  # in the first step ranks are together, or always
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_layers_dropped_at_random(world, num_ranks):
+    world.run(num_ranks, run_drawn, range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_many_layers_dropped_at_random(world, num_ranks):
+    world.run(num_ranks, run_drawn, range(100, 160), timeout_s=600)
+
+
+def frozen(mesh) -> None:
+    """A frozen block that one rank calls with an input that needs a gradient, another without, and another not at all."""
+    model, plain = paths(mesh)
+    for m in (model, plain):
+        m.blocks[1].requires_grad_(False)
+    for step, ways in enumerate([[(0, 1), (1, 0), (0,)], [(0, 1, 2), (1,), ((3, (0,)), 1)]]):
+        check_step(mesh, model, plain, ways[dist.get_rank() % 3], step)
+
+
+def test_frozen_blocks(world):
+    world.run(3, frozen)
+
+
+def steady(mesh, no_sync: int, settled: int) -> None:
+    model, plain = paths(mesh)
+    watch = engine_in(model).context.waiter
+    for step in range(settled):
+        check_step(mesh, model, plain, WHOLE, step, no_sync)
+    before = watch._num_met
+    for step in range(3):
+        check_step(mesh, model, plain, WHOLE, step, no_sync)
+    assert watch._num_met == before, "ranks that do as before say nothing"
+    assert before > 0
+
+
+@pytest.mark.parametrize(("no_sync", "settled"), [(0, 2), (2, 9)], ids=["plain", "accumulating"])
+def test_the_common_case_says_nothing(world, no_sync, settled):
+    """With accumulation what follows depends on more than the last pass, and on no more than the last 32."""
+    world.run(2, steady, no_sync, settled)
+
+
+def evaluates(mesh, strategy: acc.Strategy) -> None:
+    """Apart in a forward that no backward follows, while others are on in the next one."""
+    model, plain = paths(mesh, strategy=strategy)
+    check_step(mesh, model, plain, WHOLE, 0)
+    with torch.no_grad():
+        for step in range(6):
+            way = WHOLE[:-1] if step >= 3 and dist.get_rank() == 1 else WHOLE
+            torch.testing.assert_close(model(numbers(step), way), plain(numbers(step), way), rtol=1e-6, atol=0)
+    check_step(mesh, model, plain, WHOLE, 1)
+
+
+def unequal(mesh, strategy: acc.Strategy) -> None:
+    """Full copies stand: rank 0 evaluates more batches than the others, in ways of its own, and training goes on."""
+    model, plain = paths(mesh, strategy=strategy)
+    for step in range(3):
+        check_step(mesh, model, plain, WHOLE, step)
+        with torch.no_grad():
+            assert model(numbers(0), WHOLE).isfinite()
+            for way in (WHOLE, (0, 2), (2,))[: 3 * (dist.get_rank() == 0)]:
+                assert model(numbers(0), way).isfinite()
+
+
+def test_evaluations(world):
+    for strategy in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD):
+        world.run(2, evaluates, strategy)
+    for strategy in (acc.SHARD_OPTIM, acc.NO_SHARD):
+        world.run(2, unequal, strategy)
+
+
+def parts_while_adding_up(mesh) -> None:
+    """In a pass that nobody communicates in."""
+    for strategy in (acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD):
+        model, plain = paths(mesh, strategy=strategy)
+        for step in range(4):
+            way = APART["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
+            check_step(mesh, model, plain, way, step, no_sync=2)
+
+
+def test_under_no_sync(world):
+    world.run(2, parts_while_adding_up)
+
+
+def two_in_one(mesh) -> None:
+    """A unit of two modules, the second of which has a unit inside that one rank leaves out."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(here(Paths()))
+    plain, model = made
+    compat.fully_shard(model.blocks[3].blocks[0], mesh=mesh)
+    compat.fully_shard([model.blocks[0], model.blocks[3]], mesh=mesh)
+    compat.fully_shard(model, mesh=mesh)
+    for step in range(2):
+        check_step(mesh, model, plain, (0, (3, (0, 1) if dist.get_rank() else (1,))), step)
+
+
+def test_a_unit_of_two_modules(world):
+    world.run(2, two_in_one)
+
+
+def extra(mesh) -> str:
+    """Rank 1 calls one more unit when the others wait in their backward."""
+    model, _ = paths(mesh)
+    for step in range(2):
+        model(numbers(step), WHOLE).backward()
+    start, way = time.monotonic(), (*WHOLE, 2) if dist.get_rank() == 1 else WHOLE
+    with pytest.raises(acc.DivergenceError) as caught:
+        model(numbers(0), way).backward()
+    assert time.monotonic() - start < 30
+    return str(caught.value)
+
+
+def test_what_comes_too_late_is_named_on_every_rank(world):
+    try:
+        texts = world.run(2, extra)
+    finally:
+        world.close()
+    assert all("unit 3 (blocks.2)" in text for text in texts), texts
+
+
+# -- what is chosen
+
+
+def said(step: UnitCall | None, *, root: int = 1, num_done: int | None = 2, **more: Any) -> dict[str, Any]:
+    return {"what": "", "step": step, "root": root, "num_done": num_done, **more}
+
+
+def enter(unit: int, depth: int = 1, trained: tuple[int, ...] = (0,)) -> UnitCall:
+    return UnitCall(unit, True, depth, trained)
+
+
+LEAVE = UnitCall(0, False, 1, (), leaves=True)
+
+
+@pytest.mark.parametrize(
+    ("statements", "chosen"),
+    [
+        ([said(enter(3)), said(enter(2)), said(LEAVE)], enter(2)),
+        ([said(enter(2)), said(enter(3, depth=2))], enter(3, depth=2)),
+        ([said(enter(2)), said(LEAVE._replace(unit=1, depth=2))], LEAVE._replace(unit=1, depth=2)),
+        ([said(enter(2)), said(enter(2, trained=()))], None),
+        ([said(enter(0, depth=0)), said(enter(1, depth=0))], None),
+        ([said(enter(2)), said(None, num_done=4), said(None, num_done=3)], CatchUp(1, 4)),
+        ([said(enter(2)), said(None, num_done=None), said(None, num_done=3)], CatchUp(1, None)),
+        ([said(enter(2)), said(None, root=0, num_done=None)], CatchUp(1, 2)),
+        ([said(enter(2)), said(enter(2), root=2)], CatchUp(1, None)),
+        ([said(None, num_done=None), said(None, root=2, num_done=0, must="begins a forward")], CatchUp(0, 0)),
+        ([said(enter(2)), said(enter(1), num_done=5)], CatchUp(1, 5)),
+        ([said(enter(2)), said(None, num_done=None, must="begins a backward")], CatchUp(1, None)),
+        ([said(enter(2)), said(None, num_done=0, must="begins a forward")], None),
+        ([said(None, num_done=None), said(None, num_done=None, must="begins a backward")], CatchUp(0, 0)),
+        ([said(None, num_done=None, must="a"), said(None, num_done=None, must="b")], None),
+    ],
+)
+def test_what_is_inside_comes_first_and_then_the_order_of_the_model(statements, chosen):
+    assert choose(statements) == chosen
+    assert choose(statements[::-1]) == chosen
+
+
+def test_expected_says_what_follows() -> None:
+    expected = PassHistory()
+    for events in ("abc", "abc"):
+        expected.begin(0, "kind")
+        for event in events:
+            expected.note(0, event)
+        expected.end(0)
+    expected.begin(0, "kind")
+    assert expected.comes(0, "a")
+    assert not expected.comes(0, "c")
+    assert (expected.following(0), expected.num_done(0), expected.num_left(0)) == ("b", 1, 2)
+    expected.note(0, "c")
+    assert (expected.following(0), expected.num_done(0), expected.num_left(0)) == (None, 2, 0)
+    assert expected.end(0)
+    assert expected.num_done(0) is None

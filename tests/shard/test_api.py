@@ -1,0 +1,468 @@
+"""The public surface: what shard makes, full parameters, clipping, state dicts, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import accordion as acc
+from tests.devices import device
+from tests.inside import engine_in
+from tests.support import models, reference
+from tests.support.checks import (
+    HYBRID,
+    PlantedError,
+    assert_at_rest,
+    assert_close,
+    assert_equal,
+    batch,
+    mean_grads,
+    one_loss,
+    run_all,
+    unit_names,
+)
+from tests.support.models import Block
+from tests.support.reference import grads_of, local_of, params_of
+
+# -- what shard makes
+
+
+def placements(mesh, strategy: acc.Strategy) -> None:
+    wanted = {
+        "no_shard": (Replicate(),),
+        "hybrid_shard": (Replicate(), Shard(0)),
+        "hybrid_shard_optim": (_StridedShard(0, split_factor=2), Shard(0)),
+    }.get(strategy.name, (Shard(0),))
+    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
+    one_loss(model).backward()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(p, nn.Parameter)
+        assert isinstance(p, DTensor)
+        assert isinstance(p.grad, DTensor)
+        assert p.placements == p.grad.placements == wanted
+        assert (p.shape, p.stride(), p.dtype, p.requires_grad) == (q.shape, q.stride(), q.dtype, q.requires_grad)
+        assert p.device_mesh == mesh
+        assert torch.equal(p.full_tensor(), q), name
+        rank, rows = mesh.get_local_rank(mesh.ndim - 1), p.shape[0] // mesh.size(mesh.ndim - 1)
+        if strategy.name in ("full_shard", "hybrid_shard"):
+            assert torch.equal(p.to_local(), q[rank * rows : (rank + 1) * rows])
+
+
+def test_parameters_are_dtensors_at_the_placement_of_their_optimizer(world):
+    run_all(world, placements)
+
+
+def whole_ones(mesh, strategy: acc.Strategy) -> None:
+    model = acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
+    assert model.gain.placements == tuple([Replicate()] * mesh.ndim)
+    assert torch.equal(local_of(model.gain), torch.tensor(1.25, device=device()))
+
+
+def test_a_parameter_without_dims_is_kept_whole(world):
+    run_all(world, whole_ones)
+
+
+def default_mesh(mesh) -> None:
+    model = acc.shard(models.plain())
+    assert model.head.weight.device_mesh.size() == 4
+    one_loss(model).backward()
+    sliced = acc.shard(models.plain(), mesh=mesh["shard"])
+    assert sliced.head.weight.device_mesh == mesh["shard"]
+    assert sliced.head.weight.to_local().shape[0] == sliced.head.weight.shape[0] // 2
+    one_loss(sliced).backward()
+    assert_at_rest(sliced)
+
+
+def test_without_a_mesh_all_ranks_shard_and_a_slice_uses_only_its_axes(world):
+    world.run_mesh((2, 2), HYBRID, default_mesh)
+
+
+def choices(mesh) -> None:
+    blocks = ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert unit_names(acc.shard(models.plain(), mesh=mesh, units=acc.only_blocks())) == blocks
+    wide = models.Tiny(vocab=512)
+    assert unit_names(acc.shard(wide, mesh=mesh)) == ["", "embed", *blocks[1:], "head"]
+    assert unit_names(acc.shard(models.plain(), mesh=mesh, units={Block})) == blocks
+    assert unit_names(acc.shard(models.plain(), mesh=mesh, units=["Block"])) == blocks
+    assert unit_names(acc.shard(models.plain(), mesh=mesh, units=set())) == [""]
+    by_name = acc.shard(models.plain(), mesh=mesh, units=lambda name, module: name.endswith(("0.up", "1")))
+    assert unit_names(by_name) == ["", "blocks.0.up", "blocks.1"]
+    nested = acc.shard(models.plain(), mesh=mesh, units={Block, nn.Linear})
+    assert unit_names(nested)[:4] == ["", "blocks.0", "blocks.0.up", "blocks.0.down"]
+    assert unit_names(nested)[-1] == "head"
+    by_size = acc.shard(models.plain(), mesh=mesh, units=acc.min_params(2000))
+    wanted = ["", "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
+    assert unit_names(by_size) == wanted
+    stages = models.plain()  # lists in a list, which nobody calls
+    stages.blocks = nn.ModuleList(nn.ModuleList([block]) for block in stages.blocks)
+    assert unit_names(acc.shard(stages, mesh=mesh, units=acc.only_blocks())) == [
+        "",
+        "blocks.0.0",
+        "blocks.1.0",
+        "blocks.2.0",
+    ]
+    named = models.plain()
+    named._no_split_modules = ["LayerNorm"]
+    assert unit_names(acc.shard(named, mesh=mesh, units=acc.only_blocks()))[1:] == [
+        f"blocks.{i}.norm" for i in range(3)
+    ] + ["norm"]
+    with pytest.raises(acc.UsageError, match=r"names Blok.*did you mean 'Block'"):
+        acc.shard(models.plain(), mesh=mesh, units=["Blok"])
+    with pytest.raises(acc.UsageError, match="Conv2d"):
+        acc.shard(models.plain(), mesh=mesh, units={nn.Conv2d})
+
+
+def test_units_are_found_or_given_by_class_size_or_callable(world):
+    world.run(1, choices)
+
+
+def misuse(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    with pytest.raises(acc.UsageError, match="sharded already"):
+        acc.shard(model, mesh=mesh)
+    with pytest.raises(acc.UsageError, match="sharded already"):
+        acc.shard(nn.Sequential(model), mesh=mesh)
+    with pytest.raises(acc.UsageError, match="hybrid_shard needs two"):
+        acc.shard(models.plain(), mesh=mesh, strategy=acc.HYBRID_SHARD)
+    with pytest.raises(acc.UsageError, match="'mean' or 'sum'"):
+        acc.shard(models.plain(), mesh=mesh, reduce_op="average")
+    with pytest.raises(acc.UsageError, match="did you mean 'selective'"):
+        acc.shard(models.plain(), mesh=mesh, checkpoint_activations="selektive")
+    with pytest.raises(acc.UsageError, match="no parameters"):
+        acc.shard(nn.ReLU(), mesh=mesh)
+    with pytest.raises(acc.UsageError, match="Module"):
+        acc.shard(lambda x: x, mesh=mesh)
+    for name, given in {
+        "mesh": 2,
+        "strategy": "full_shard",
+        "precision": torch.bfloat16,
+        "prefetch": 2,
+        "offload": "host",
+        "checkpoint_activations": True,
+        "units": 1000,
+    }.items():
+        with pytest.raises(acc.UsageError, match=f"^{name} is {given!r}.*; pass"):
+            acc.shard(models.plain(), **{"mesh": mesh, name: given})
+    with pytest.raises(acc.UsageError, match="whole number"):
+        acc.min_params("1M")
+    with pytest.raises(acc.UsageError, match=r"write clip_grad_norm_\(model, 1.0\)"):
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(acc.UsageError, match="this generator is not sharded"):
+        acc.full_state_dict(model.parameters())
+    for call in (acc.full_state_dict, lambda m: acc.clip_grad_norm_(m, 1.0), acc.describe):
+        with pytest.raises(acc.UsageError, match="not sharded"):
+            call(models.plain())
+    for context in (acc.no_sync, acc.full_params):
+        with pytest.raises(acc.UsageError, match="not sharded"), context(models.plain()):
+            pass
+
+
+def test_misuse_is_said_by_name(world):
+    world.run(1, misuse)
+
+
+# -- ranks that differ
+
+
+def different(mesh, strategy: acc.Strategy) -> None:
+    model = models.plain()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.blocks[1].up.weight[3, 4] += 1e-3
+    with pytest.raises(acc.DivergenceError, match=re.escape("blocks.1.up.weight")):
+        acc.shard(model, mesh=mesh, strategy=strategy)
+    synced = models.seeded(dist.get_rank())
+    synced.register_buffer("scale", torch.tensor([float(dist.get_rank())], device=device()))
+    for dtype in (torch.uint16, torch.complex64, torch.float8_e4m3fn):  # which gloo does not know
+        synced.register_buffer(
+            str(dtype)[6:], torch.full((2, 3), float(dist.get_rank() + 1), device=device()).to(dtype).t()
+        )
+    synced = acc.shard(synced, mesh=mesh, strategy=strategy, sync=True)
+    assert_equal(params_of(synced), dict(models.seeded(0).named_parameters()))
+    assert synced.scale.item() == 0.0
+    assert all((b.to(torch.complex64) == 1).all() for name, b in synced.named_buffers() if name != "scale")
+    one_loss(synced).backward()
+
+
+def test_parameters_that_differ_over_ranks_raise_on_every_rank_or_are_synchronised(world):
+    run_all(world, different)
+
+
+def different_structure(mesh) -> None:
+    with pytest.raises(acc.DivergenceError):
+        acc.shard(models.seeded(num_blocks=2 + dist.get_rank()), mesh=mesh)
+    with pytest.raises(acc.DivergenceError):
+        acc.shard(models.plain(), mesh=mesh, units=set() if dist.get_rank() else None)
+    with pytest.raises(acc.DivergenceError):
+        acc.shard(models.plain(), mesh=mesh, strategy=acc.SHARD_OPTIM if dist.get_rank() else acc.FULL_SHARD)
+
+
+def test_ranks_with_different_models_or_settings_raise_on_every_rank(world):
+    world.run(2, different_structure)
+
+
+# -- full parameters
+
+
+def read_full(mesh, strategy: acc.Strategy) -> None:
+    for make in (models.uneven, models.tied):
+        plain, model = make(), acc.shard(make(), mesh=mesh, strategy=strategy)
+        tokens, _ = batch(plain)
+        one_loss(model).backward()
+        with acc.full_params(model):
+            found = dict(model.named_parameters())
+            assert all(type(p) is nn.Parameter for p in found.values())
+            assert_equal(found, dict(plain.named_parameters()))
+            assert torch.equal(model(tokens), plain(tokens))
+            with torch.no_grad():
+                model.embed.weight.zero_()
+            if make is models.tied:
+                assert model.head.weight is model.embed.weight
+            with pytest.raises(acc.UsageError, match="open already"), acc.full_params(model):
+                pass
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert_equal(params_of(model), dict(plain.named_parameters()))
+        one_loss(model).backward()
+        assert_at_rest(model)
+
+
+def test_full_params_reads_and_forgets_changes(world):
+    run_all(world, read_full, 3)
+
+
+def write_full(mesh, strategy: acc.Strategy) -> None:
+    for make in (models.uneven, models.tied):
+        plain, model = make(), acc.shard(make(), mesh=mesh, strategy=strategy)
+        with torch.no_grad():
+            model(batch(plain)[0])  # full copies that outlive this must not be the old ones
+            with acc.full_params(model, write=True):
+                for p in model.parameters():
+                    p.mul_(1.5)
+            for p in plain.parameters():
+                p.mul_(1.5)
+        assert_equal(params_of(model), dict(plain.named_parameters()))
+        assert one_loss(model).item() == one_loss(plain).item()
+
+
+def test_full_params_writes(world):
+    run_all(world, write_full, 3)
+
+
+def full_params_raises(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    with pytest.raises(KeyError), acc.full_params(model, write=True):
+        raise KeyError
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    one_loss(model).backward()
+    assert_at_rest(model)
+
+
+def test_full_params_closes_after_an_error(world):
+    world.run(2, full_params_raises)
+
+
+# -- the norm of gradients
+
+
+def clip(mesh, strategy: acc.Strategy) -> None:
+    plain, model = models.uneven(), acc.shard(models.uneven(), mesh=mesh, strategy=strategy)
+    for norm_type, max_norms in {2: (0.05, 1e4), 1: (0.05,), 3.0: (0.05,), float("inf"): (0.05,)}.items():
+        for max_norm in max_norms:
+            one_loss(plain).backward()
+            one_loss(model).backward()
+            for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
+                p.grad = grad
+            wanted = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+            found = acc.clip_grad_norm_(model, max_norm, norm_type)
+            assert type(found) is Tensor
+            assert found.dim() == 0
+            assert found.dtype == torch.float32
+            assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+            assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-5)
+            plain.zero_grad()
+            model.zero_grad()
+    assert acc.clip_grad_norm_(model, 1.0).item() == 0.0, "no gradients at all"
+
+
+def test_clip_grad_norm_is_that_of_one_device_for_any_norm(world):
+    run_all(world, clip, 3)
+
+
+# -- state dicts
+
+
+def full_state(mesh, strategy: acc.Strategy) -> None:
+    for make in (models.uneven, models.tied):
+        plain, model = make(), make()
+        for m in (plain, model):
+            m.register_buffer("steps", torch.arange(3, device=device()))
+        model = acc.shard(model, mesh=mesh, strategy=strategy)
+        one_loss(model).backward()
+        found = acc.full_state_dict(model)
+        if dist.get_rank() == 0:
+            assert all(type(t) is Tensor for t in found.values())
+            assert_equal(found, plain.state_dict())
+        else:
+            assert found == {}
+        assert_equal(acc.full_state_dict(model, rank0_only=False, cpu=False), plain.state_dict())
+        with torch.no_grad():
+            for t in acc.full_state_dict(model, rank0_only=False).values():
+                t.zero_()
+        assert_equal(params_of(model), dict(plain.named_parameters()))
+
+
+def test_full_state_dict_is_that_of_the_unsharded_model(world):
+    run_all(world, full_state, 3)
+
+
+def load_full(mesh, strategy: acc.Strategy) -> None:
+    for options in ({"vocab": 19, "width": 10, "hidden": 7, "scalar": True}, {"tied": True}):
+        old, new = models.seeded(0, **options), models.seeded(1, **options)
+        model = acc.shard(old, mesh=mesh, strategy=strategy)
+        with torch.no_grad():
+            model(batch(new)[0])
+        assert not any(model.load_state_dict(new.state_dict()))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        assert_equal(params_of(model), dict(new.named_parameters()))
+        assert one_loss(model).item() == one_loss(new).item()
+        state = new.state_dict()
+        state["blocks.0.up.weight"] = state["blocks.0.up.weight"][:-1]
+        del state["norm.bias"]
+        with pytest.raises(RuntimeError, match=r"(?s)norm\.bias.*size mismatch for blocks\.0\.up\.weight"):
+            model.load_state_dict(state)
+
+
+def test_load_state_dict_takes_full_tensors(world):
+    run_all(world, load_full, 3)
+
+
+def trained(mesh, strategy: acc.Strategy, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = acc.shard(models.seeded(seed, vocab=19, width=10, hidden=7), mesh=mesh, strategy=strategy)
+    optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
+    for step in range(steps):
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def load_sharded(mesh, strategy: acc.Strategy) -> None:
+    model, optimizer = trained(mesh, strategy, 0, 2)
+    state, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    assert all(isinstance(t, DTensor) for t in state.values())
+    assert all(isinstance(entry["exp_avg"], DTensor) for entry in moments["state"].values())
+    other, others_optimizer = trained(mesh, strategy, 1, 1)
+    other.load_state_dict(state)
+    others_optimizer.load_state_dict(moments)
+    for step in range(2, 5):
+        losses = []
+        for m, o in ((model, optimizer), (other, others_optimizer)):
+            loss = one_loss(m, step)
+            loss.backward()
+            o.step()
+            o.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert_equal(params_of(other), params_of(model))
+
+
+def test_sharded_state_dicts_continue_the_same_training(world):
+    run_all(world, load_sharded, 3)
+
+
+def from_meta(mesh, strategy: acc.Strategy) -> None:
+    with torch.device("meta"):
+        empty = models.Tiny(vocab=19, width=10, hidden=7)
+    model = acc.shard(empty, mesh=mesh, strategy=strategy)
+    assert not any(p.is_meta for p in model.parameters())
+    plain = models.seeded(3, vocab=19, width=10, hidden=7)
+    model.load_state_dict(plain.state_dict())
+    assert one_loss(model).item() == one_loss(plain).item()
+
+
+def test_a_model_on_the_meta_device_is_filled_by_load_state_dict(world):
+    run_all(world, from_meta, 3)
+
+
+# -- the rest
+
+
+def functional(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    tokens, _ = batch(model)
+    zeros = {name: torch.zeros(p.shape, device=device()) for name, p in model.named_parameters()}
+    with pytest.raises(acc.UsageError, match="functional_call"):
+        torch.func.functional_call(model, zeros, (tokens,))
+
+
+def test_functional_call_is_refused(world):
+    """The weights that it passes would be ignored in silence."""
+    world.run(1, functional)
+
+
+def compiled(mesh) -> None:
+    import torch._dynamo.testing
+
+    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    # dynamo looks at `.grad` of what it takes in, and a full parameter is no leaf
+    warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf.*")
+    for step in range(3):
+        for m in (plain, model):
+            one_loss(m, step).backward()
+        assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
+        assert_at_rest(model)
+        plain.zero_grad()
+        model.zero_grad()
+    assert counter.frame_count == 1, "one graph serves all blocks and steps"
+
+
+def test_blocks_compile_into_one_graph(world):
+    world.run(2, compiled)
+
+
+def described(mesh, strategy: acc.Strategy) -> None:
+    model = acc.shard(models.frozen(), mesh=mesh, strategy=strategy)
+    report = acc.describe(model)
+    params = list(model.parameters())
+    assert report.total_params == sum(p.numel() for p in params)
+    assert report.world == mesh.size()
+    assert report.strategy == strategy.name
+    held = sum(local_of(p).nbytes for p in params)
+    trained_bytes = sum(local_of(p).nbytes for p in params if p.requires_grad)
+    assert sum(unit.parameter_bytes for unit in report.units) == held
+    assert sum(unit.gradient_bytes for unit in report.units) == trained_bytes
+    assert sum(unit.optimizer_bytes for unit in report.units) == 2 * trained_bytes
+    assert [unit.name for unit in report.units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_describe_says_what_a_rank_holds(world):
+    run_all(world, described)
+
+
+def nothing_left(mesh) -> None:
+    """Contexts restore what they found, also when nested or left by an error."""
+    model = acc.shard(models.plain(), mesh=mesh)
+    engine = engine_in(model)
+    with contextlib.suppress(PlantedError), acc.no_sync(model):
+        with acc.no_sync(model):
+            assert not engine.sync
+        assert not engine.sync
+        raise PlantedError
+    assert engine.sync
+
+
+def test_no_sync_nests(world):
+    world.run(1, nothing_left)

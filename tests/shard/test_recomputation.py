@@ -1,0 +1,227 @@
+"""Selective recomputation: which results are kept, and that gradients stay those of a model that keeps everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.shard.activations import ATTENTION, PRODUCTS, _Choice
+from tests.devices import device, here
+from tests.support import models, programs
+from tests.support.checks import assert_at_rest, assert_close, mean_grads
+from tests.support.meters import Wire
+from tests.support.programs import Node, Program
+from tests.support.reference import grads_of
+
+WIDTH = 8
+
+
+class Chunks(nn.Module):
+    """Writes into its product through views with version counters of their own, as torch's native cells do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():  # autograd would forbid the write where it saves the result
+            gate, value = self.lin(x).unsafe_chunk(2, -1)
+            gate.sigmoid_()
+        return x * (gate * value) + self.lin(x)[..., :WIDTH]
+
+
+def fused(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, width), nn.ReLU(inplace=True))
+
+
+WRITES: dict[str, Callable[[], nn.Module]] = {
+    "gru": lambda: nn.GRU(WIDTH, WIDTH, num_layers=2),
+    "lstm": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2),
+    "rnn": lambda: nn.RNN(WIDTH, WIDTH),
+    "gru_cell": lambda: nn.GRUCell(WIDTH, WIDTH),
+    "lstm_cell": lambda: nn.LSTMCell(WIDTH, WIDTH),
+    "rnn_cell": lambda: nn.RNNCell(WIDTH, WIDTH),
+    "relu_in_place": lambda: fused(WIDTH),
+    "chunks": Chunks,
+}
+
+
+class Writer(nn.Module):
+    """A unit with products that are written into, between products that are not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(WIDTH, WIDTH), WRITES[kind](), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(torch.tanh(self.before(x)))
+        return self.after(torch.tanh(y if isinstance(y, Tensor) else y[0]))
+
+
+class Drops(nn.Module):
+    """A unit that is called by keyword alone, as transformers call their embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return F.dropout(self.lin(x), 0.5)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Drops() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x=x)
+        return x
+
+
+def dropped(mesh, how: str) -> None:
+    x, found = torch.randn(5, WIDTH, device=device()), []
+    for options in ({}, {"checkpoint_activations": how}):
+        torch.manual_seed(1)
+        model = acc.shard(here(Named()), mesh, units={Drops}, **options)
+        model(x).square().sum().backward()
+        found.append(grads_of(model))
+    assert_close(found[1], found[0], 1e-6)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_dropout_of_units_that_are_called_by_keyword_is_recomputed_as_it_was(world, how):
+    world.run(2, dropped, how)
+
+
+def writing(mesh, kind: str) -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(5, WIDTH, device=device()), []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        model = here(nn.Sequential(Writer(kind), Writer(kind)))
+        if sharded:
+            model = acc.shard(model, mesh, units={Writer}, checkpoint_activations="selective")
+        for _ in range(2):
+            model(x).square().sum().backward()
+        found.append(grads_of(model) if sharded else mean_grads(mesh, model))
+    assert_close(found[1], found[0], 1e-6)
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_products_that_are_written_into_are_computed_again(world, kind):
+    world.run(2, writing, kind)
+
+
+NESTED = Node(
+    kind="seq", unit="self", keeps=True, kids=(Node(kind="lookup", unit="self"), Node(kind="pair", unit="both"))
+)
+
+
+@pytest.mark.parametrize("packed_bytes", [programs.layout.PACK_LIMIT_BYTES, 100])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim"])
+def test_units_inside_may_gather_more_or_less_often_than_in_the_forward(world, strategy, packed_bytes):
+    """`packed_bytes=100`: the table inside travels by itself, so that its unit has two gathers of one kind."""
+    program = Program(
+        tree=NESTED, width=5, strategy=strategy, checkpoint="selective", set_to_none=False, packed_bytes=packed_bytes
+    )
+    programs.run(program, world)
+
+
+def retained(mesh) -> None:
+    """What is kept is given once; the second walk computes it."""
+    plain, model = models.plain(), acc.shard(models.plain(), mesh, checkpoint_activations="selective")
+    tokens, targets = models.batch(0, 0, mesh.get_local_rank(), vocab=48)
+    for m in (plain, model):
+        loss = models.loss_of(m(tokens), targets)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
+    assert_at_rest(model)
+
+
+def test_a_graph_may_be_walked_twice(world):
+    world.run(2, retained)
+
+
+def products(mesh, mode: str) -> int:
+    """Matrix products in a backward."""
+    model = acc.shard(models.plain(), mesh, checkpoint_activations=mode)
+    tokens, targets = models.batch(0, 0, 0, vocab=48)
+    loss = models.loss_of(model(tokens), targets)
+    with Wire() as wire:
+        loss.backward()
+    return sum(wire.seen[op._schema.name] for op in PRODUCTS)
+
+
+def test_every_other_product_is_kept(world):
+    """Of a block's two products the first is kept. The second is the last thing it does: nothing needs it again."""
+    none, selective, full = (world.run(1, products, mode)[0] for mode in ("none", "selective", "full"))
+    assert none == selective < full
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, WIDTH)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5 if self.training else 0.0)
+        return x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.5, self.training)
+
+
+def dropping(mesh, training: bool) -> None:
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        model = here(nn.Sequential(Dropping(), Dropping())).train(training)
+        if sharded:
+            model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations="selective")
+        torch.manual_seed(2)
+        model(torch.randn(2, 4, WIDTH, device=device())).square().sum().backward()
+        found.append(grads_of(model) if sharded else mean_grads(mesh, model))
+    assert_close(found[1], found[0], 1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_and_what_drops(world, training):
+    world.run(2, dropping, training)
+
+
+def test_attention_is_kept_where_it_draws_no_random_numbers() -> None:
+    """Kept results draw none in the recomputation, so that later dropout would be another: only devices fuse dropout."""
+    q = torch.zeros(1)
+    for op in ATTENTION:
+        arguments = {a.name: a for a in op._schema.arguments}
+        for rate in (0.0, 0.1):
+            given: list[Any] = []
+            for name, argument in arguments.items():
+                if not argument.kwarg_only:
+                    given.append(rate if name == "dropout_p" else argument.default_value or q)
+            assert _Choice()(op, given, {}) is (rate == 0.0), op
+            assert _Choice()(op, [q] * 3, {"dropout_p": rate, "scale": 0.125}) is (rate == 0.0), op
+
+
+def compiled(mesh) -> None:
+    """Both ways around: a part of a unit is compiled, and a recomputed unit is."""
+    plain = models.plain()
+    model = acc.shard(models.plain(), mesh, checkpoint_activations="selective")
+    model.blocks[0].up.compile(backend="aot_eager")
+    model.blocks[1].compile(backend="aot_eager")
+    tokens, targets = models.batch(0, 0, 0, vocab=48)
+    for m in (plain, model):
+        models.loss_of(m(tokens), targets).backward()
+    assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf.*")
+def test_compiled_units_and_parts_of_units(world):
+    world.run(1, compiled)

@@ -1,0 +1,135 @@
+"""What world tests share: meshes of a strategy, losses and gradients without sharding, comparisons."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.inside import engine_in, units_of
+from tests.support import models, reference
+from tests.support.gathered import gathered
+
+FLAT, HYBRID = ("shard",), ("replicate", "shard")
+
+
+def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
+
+
+def run_all(world, fn, num_ranks: int = 2) -> None:
+    """Run `fn(mesh, strategy)` under every strategy."""
+    for strategy in STRATEGIES.values():
+        world.run_mesh(*mesh_of(strategy, num_ranks), fn, strategy)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the library says to its log meanwhile, in this rank's process."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("accordion")
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in units_of(model)]
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """No lease, and the registry's shards are what a module shows."""
+    held = {unit.name: unit.leases for unit in units_of(model) if unit.leases}
+    assert not held, f"leases at rest: {held}, {engine_in(model).strategy.name}"
+    for module in model.modules():
+        assert all(isinstance(p, DTensor) for p in module._parameters.values() if p is not None), (
+            "full parameters shown"
+        )
+
+
+def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
+    return models.batch(step, 0, dist.get_rank(), vocab=model.embed.num_embeddings)
+
+
+def train(
+    mesh,
+    optimizer_copy: reference.OptimizerCopy,
+    strategy: acc.Strategy,
+    *,
+    after_step: Callable[[nn.Module], Callable[[], None]],
+    wrapped: bool = False,
+    **options: Any,
+) -> reference.Trace:
+    """The steps of a recipe by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
+    precision = acc.Precision(params=optimizer_copy.compute)
+    model = optimizer_copy.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
+    model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, **options)
+    return reference.sharded(
+        model,
+        optimizer_copy,
+        dist.get_rank(),
+        no_sync=acc.no_sync,
+        wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,
+        after_step=after_step(model),
+    )
+
+
+def one_loss(model: nn.Module, step: int = 0) -> Tensor:
+    tokens, targets = batch(model, step)
+    return models.loss_of(model(tokens), targets)
+
+
+def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
+    """What the ranks' own gradients of an unsharded model average to; a collective."""
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    parts = gathered({name: p.grad for name, p in model.named_parameters()}, group)
+    used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
+    return {name: sum(some) / len(parts) if some else None for name, some in used.items()}
+
+
+def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:
+    assert found.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        value = found[name]
+        if expected is None or value is None:
+            assert value is expected, name
+            continue
+        assert value.shape == expected.shape, name
+        error = (value.float().cpu() - expected.float().cpu()).abs().max().item() if expected.numel() else 0.0
+        assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name} differs by {error}"
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert not [name for name in wanted if not torch.equal(found[name].cpu(), wanted[name].cpu())]
+
+
+class PlantedError(RuntimeError):
+    pass
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Train on, one batch for each number in `steps`."""
+    for step in steps:
+        one_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """The full state dict, on every rank."""
+    return acc.full_state_dict(model, rank0_only=False)

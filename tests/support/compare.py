@@ -1,0 +1,216 @@
+"""One model twice, sharded and not, on the same numbers: outputs, gradients, weights and buffers after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import accordion as acc
+from tests.devices import here
+from tests.inside import engine_in, units_of
+from tests.support.checks import assert_at_rest
+from tests.support.gathered import gathered
+from tests.support.reference import params_of
+
+RANKS = (2, 3, 4)
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [p for p in model.parameters() if p.is_floating_point()], lr=1 / 128
+    )  # no rounding of what it multiplies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and what a step does with it.
+
+    `run(model, step)`: forward and backward on this rank's numbers, which `torch.manual_seed` makes: it is set before.
+    It returns what a caller sees, tensors in containers. `reference`: builds the unsharded model, where it is another.
+    `options`: of `shard`. `exact`: on two ranks bit for bit, where each weight gets one gradient a step, so that the order
+    of the sums is the same. `tolerance`: of the largest gradient of a rank.
+    """
+
+    build: Callable[[], nn.Module]
+    run: Callable[[nn.Module, int], Any]
+    reference: Callable[[], nn.Module] | None = None
+    units: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Optimizer = sgd
+    steps: int = 2
+    exact: bool = True
+    tolerance: float = 1e-6
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return here(build())
+
+
+def seed_of(step: int) -> int:
+    return 1000 * step + dist.get_rank()
+
+
+def compare(mesh, case: Case) -> nn.Module:
+    """Train the model of `case` sharded and not, and find no difference; returns the sharded one."""
+    plain = seeded(case.reference or case.build)
+    model = acc.shard(seeded(case.build), mesh=mesh, units=case.units, **case.options)
+    optimizers = case.optimizer(plain), case.optimizer(model)
+    exact = case.exact and mesh.size() <= 2
+    for step in range(case.steps):
+        seen = []
+        for m in (plain, model):
+            torch.manual_seed(seed_of(step))
+            seen.append(case.run(m, step))
+        assert_alike(seen[1], seen[0], exact=exact)
+        del seen
+        check_grads(mesh, model, plain, exact=exact, tolerance=case.tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        wanted, found = dict(plain.named_parameters()), params_of(model)
+        assert_near(found, wanted, exact, case.tolerance, "weight")
+        with torch.no_grad():  # rounding must not add up
+            for name, p in wanted.items():
+                p.copy_(found[name])
+        assert_near(dict(model.named_buffers()), dict(plain.named_buffers()), exact, case.tolerance, "buffer")
+        rest(model)
+    return model
+
+
+def check_grads(mesh, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
+    """The gradients of the sharded model are the means of the unsharded ones over the ranks, which `plain` is given."""
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    mine = {name: p.grad for name, p in plain.named_parameters()}
+    local = {name: g.to_local() for name, g in grads.items() if g is not None}
+    parts = gathered((mine, local), mesh.get_group())
+    used = {name: [part[name] for part, _ in parts if part[name] is not None] for name in mine}
+    wanted = {name: sum(g.float() for g in some) / len(parts) if some else None for name, some in used.items()}
+    assert {name for name, g in grads.items() if g is None} == {name for name, g in wanted.items() if g is None}
+    found = {name: joined(grads[name], [part[name] for _, part in parts]) for name in local}
+    for name, p in plain.named_parameters():
+        if wanted[name] is not None:
+            wanted[name] = wanted[name].to(found[name].dtype)
+            p.grad = wanted[name].to(p.dtype)
+    # What ranks have may cancel, and who sums them in another order is off by a bit of what was summed and not of the sum.
+    summed = {
+        name: max((g.double().abs().max().item() for g in some if g.numel()), default=0.0)
+        for name, some in used.items()
+    }
+    assert_near(found, {name: g for name, g in wanted.items() if g is not None}, exact, tolerance, "gradient", summed)
+
+
+def joined(sharded: Any, pieces: list[Tensor]) -> Tensor:
+    """The full tensor of the shards of all ranks, over one axis."""
+    (placement,) = sharded.placements
+    if placement.is_replicate():
+        assert all(torch.equal(piece, pieces[0]) for piece in pieces), "what is kept whole differs over ranks"
+        return pieces[0]
+    full = torch.cat(pieces, dim=placement.dim)
+    assert full.shape == sharded.shape
+    return full
+
+
+def assert_near(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    exact: bool,
+    tolerance: float,
+    what: str,
+    summed: Mapping[str, float] | None = None,
+) -> None:
+    """`summed`: the largest of the numbers that each value is a mean of."""
+    assert found.keys() == wanted.keys()
+    problems = []
+    for name, value in wanted.items():
+        other = found[name]
+        assert other.shape == value.shape, (what, name, other.shape, value.shape)
+        if torch.equal(other, value):
+            continue
+        error = (other.detach().double() - value.detach().double()).abs().max().item()
+        largest = max(value.detach().double().abs().max().item(), (summed or {}).get(name, 0.0))
+        if what == "weight":  # a step may bring it close to zero
+            largest = max(largest, 1.0)
+        if exact or not error <= tolerance * largest:  # a NaN is no match
+            problems.append(f"{what} of {name} differs by {error:.3g}, the largest is {largest:.3g}")
+    assert not problems, "\n".join(problems)
+
+
+def assert_alike(found: Any, wanted: Any, *, exact: bool) -> None:
+    """What two runs return: the same types and tensors, wherever they lie."""
+    assert type(found) is type(wanted), (type(found), type(wanted))
+    if isinstance(wanted, Tensor):
+        assert found.dtype == wanted.dtype
+        assert found.requires_grad == wanted.requires_grad
+        assert_near({"": found}, {"": wanted}, exact, 1e-6, "output")
+    elif isinstance(wanted, Mapping):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            assert_alike(found[key], value, exact=exact)
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_alike(one, other, exact=exact)
+    elif hasattr(wanted, "__dict__"):
+        assert_alike(vars(found), vars(wanted), exact=exact)
+    else:
+        assert found == wanted
+
+
+def rest(model: nn.Module) -> None:
+    """No lease, shards in the registry, and no storage of full parameters that is open."""
+    assert_at_rest(model)
+    opened = open_rooms(model)
+    assert not opened, f"full parameters stand at rest: {opened}"
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            assert all(
+                getattr(module, n) is w for n, w in zip(module._flat_weights_names, module._flat_weights, strict=True)
+            )
+
+
+def open_rooms(model: nn.Module) -> list[str]:
+    """Units whose full parameters have memory and should not. With debug="streams" it is filled with NaN and stays."""
+    if engine_in(model).context.keeps_full:
+        return []
+    full_buffers = [
+        (u, g.full_buffer)
+        for u in units_of(model)
+        for g in u.groups
+        if g.full_buffer is not None and g.full_buffer.num_bytes
+    ]
+    return [
+        unit.name or "(root)"
+        for unit, full_buffer in full_buffers
+        if full_buffer.flat.untyped_storage().nbytes()
+        and not (full_buffer._poison and bool(full_buffer.flat.detach().isnan().all()))
+    ]
+
+
+def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] = RANKS) -> None:
+    for num_ranks in ranks:
+        world.run(num_ranks, fn, *args)
+
+
+def poisoned(mesh, case: Case) -> Case:
+    """On three ranks what is let go is full of NaN instead, and stays, so that a use after free shows."""
+    return replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case
+
+
+class Pair(nn.Module):
+    """A unit of two layers."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.a = nn.Linear(width, width)
+        self.b = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))

@@ -1,0 +1,300 @@
+"""Trains families of transformers with and without sharding, and writes what was found as docs/models.md.
+
+`python -m tests.support.family_table > docs/models.md` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import accordion as acc
+from accordion.engine.tree import map_tensors
+from accordion.units import choose_units
+from tests.devices import device
+from tests.inside import units_of
+from tests.pool import Pool
+from tests.support import reference
+from tests.support.checks import assert_at_rest
+from tests.support.families import FAMILIES, Family
+from tests.support.family_inputs import loss_of
+from tests.support.reference import Trace
+
+STEPS = 2
+LR = 1e-2
+# Biases of keys: they shift all scores of a query alike, which the softmax does not see. Their gradient is zero but for
+# rounding, and another noise when a model's own sums are made in another order; it is measured by the weight's beside it.
+KEY_BIASES = ("*k_proj.bias", "*key.bias", "*key_proj.bias", "*k_lin.bias", "*k_head.bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """The largest error among tensors, relative to the largest value of its tensor, and whose it is."""
+
+    error: float = 0.0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one rank saw; the errors are those of its sharded run against the unsharded one."""
+
+    num_params: int
+    units: dict[str, int]  # class -> number, without the root
+    tied: list[list[str]]
+    grads: Worst
+    losses: Worst
+    params: Worst
+
+
+def unsharded(model: nn.Module, family: Family, num_ranks: int, compute: torch.dtype | None = None) -> list[Trace]:
+    """Train on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank.
+
+    `compute`: the weights of forward and backward are cast to it, and so are the floating inputs of each unit.
+    """
+    params = dict(model.named_parameters())
+    masters = {n: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for n, p in params.items()}
+    if compute is not None and family.bf16 == "with buffers":
+        for buffer in model.buffers():
+            buffer.data = cast(buffer.data, compute)
+    if compute is not None:
+        cast_inputs(model, compute)
+    optimizer = sgd(masters.values())
+    losses: list[list[list[float]]] = [[] for _ in range(num_ranks)]
+    first: dict[str, Tensor | None] = {}
+    for step in range(STEPS):
+        total: dict[str, Tensor] = {}
+        for rank in range(num_ranks):
+            for name, p in params.items():  # anew for each call: a router may cast its own weight in its forward
+                p.grad, p.data = None, masters[name].detach().to(compute or p.dtype, copy=True)
+            loss = loss_of(model, family.batch(step, rank), seed_of(step, rank))
+            loss.backward()
+            losses[rank].append([loss.item()])
+            for name, p in params.items():
+                if p.grad is not None:
+                    total[name] = total.get(name, 0.0) + p.grad.float()
+        for name, master in masters.items():
+            master.grad = total[name] * (1 / num_ranks) if name in total else None
+        if step == 0:
+            first = {n: None if m.grad is None else m.grad.clone() for n, m in masters.items()}
+        optimizer.step()
+    final = {name: master.detach().clone() for name, master in masters.items()}
+    return [Trace(losses=losses[rank], grads=first, params=final) for rank in range(num_ranks)]
+
+
+def cast_inputs(model: nn.Module, compute: torch.dtype) -> None:
+    """Every unit takes its inputs cast to `compute`: once where a tensor is given as queries and as keys."""
+
+    def take(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in found:
+                found[id(tensor)] = cast(tensor, compute)
+            return found[id(tensor)]
+
+        return map_tensors(once, (args, kwargs))
+
+    for _, module in choose_units(model, None):
+        module.register_forward_pre_hook(take, with_kwargs=True)
+
+
+def sharded(model: nn.Module, family: Family, rank: int) -> Trace:
+    """Train an already sharded model on the batches of `rank`; nothing is held after a step."""
+    optimizer = sgd(model.parameters())
+    losses: list[list[float]] = []
+    first: dict[str, Tensor | None] = {}
+    for step in range(STEPS):
+        loss = loss_of(model, family.batch(step, rank), seed_of(step, rank))
+        loss.backward()
+        losses.append([loss.item()])
+        if step == 0:
+            first = reference.grads_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_at_rest(model)
+    return Trace(losses=losses, grads=first, params=reference.params_of(model))
+
+
+def sgd(params: Any) -> torch.optim.SGD:
+    """With momentum, so that parameters tell of the gradients of both steps. AdamW divides rounding by rounding."""
+    return torch.optim.SGD(params, lr=LR, momentum=0.9)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def seed_of(step: int, rank: int) -> int:
+    return 1000 + 10 * step + rank
+
+
+def compare(
+    mesh: DeviceMesh,
+    name: str,
+    compute: torch.dtype | None = None,
+    use_reentrant: bool | None = None,
+    entered: bool = False,
+    **options: Any,
+) -> Found:
+    """Both runs of a family on this rank. `use_reentrant`: of the model's own checkpointing, in both runs.
+
+    `entered`: the forward of each unit is an entry point, for models that call it directly.
+    `compute`: see `unsharded`. `options`: of `shard`.
+    """
+    family, rank = FAMILIES[name], mesh.get_local_rank()
+    model = family.build()
+    tied = [names for names in names_of(model) if len(names) > 1]
+    num_params = sum(p.numel() for p in model.parameters())
+    if use_reentrant is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # the name that takes its place is not in all of transformers 5
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    wanted = unsharded(copy.deepcopy(model), family, mesh.size(), compute)[rank]
+    precision = acc.Precision(params=compute, buffers=compute if family.bf16 == "with buffers" else None)
+    model = acc.shard(model, mesh=mesh, precision=precision, **options)
+    assert [names for names in names_of(model) if len(names) > 1] == tied
+    for unit in units_of(model)[1:] if entered else ():
+        acc.entry_point(unit.module(), "forward")
+    units = Counter(type(unit.module()).__name__ for unit in units_of(model)[1:])
+    found = sharded(model, family, rank)
+    return Found(
+        num_params=num_params,
+        units=dict(units),
+        tied=tied,
+        grads=worst(found.grads, wanted.grads, *KEY_BIASES),
+        losses=worst(by_step(found), by_step(wanted)),
+        params=worst(found.params, wanted.params, "*bias"),
+    )
+
+
+def worst(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], *biases: str) -> Worst:
+    """Raises where one side has a tensor and the other has None. `biases`: what the weight beside it measures."""
+    assert found.keys() == wanted.keys()
+    result = Worst()
+    for name, expected in wanted.items():
+        value = found[name]
+        if expected is None or value is None:
+            assert value is expected, f"{name} is {value}, should be {expected}"
+            continue
+        assert (value.shape, value.dtype) == (expected.shape, expected.dtype), name
+        beside = wanted.get(name.removesuffix("bias") + "weight") if any(fnmatch(name, b) for b in biases) else None
+        largest = max(t.abs().max().item() for t in (expected, beside) if t is not None)
+        error = (value - expected).abs().max().item()
+        error = error / largest if largest else error
+        if not error <= result.error:  # a NaN is the worst
+            result = Worst(error=error, name=name)
+    return result
+
+
+def by_step(trace: Trace) -> dict[str, Tensor]:
+    return {
+        f"loss of step {step}": torch.tensor(loss[0], device=device()).double()
+        for step, loss in enumerate(trace.losses)
+    }
+
+
+def names_of(model: nn.Module) -> list[list[str]]:
+    """Names of every parameter, the tied ones together."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return list(names.values())
+
+
+# -- the table
+
+WORKING = tuple(name for name, family in FAMILIES.items() if not family.fails)
+RANKS = 2
+INTRO = """\
+# Model families
+
+Each row is a class of transformers {version}, built from a small config with random weights and trained for two
+steps on {ranks} ranks. Every rank has a batch of its own, and the units are those that `acc.shard` finds by itself.
+The same two steps were made without sharding, on the batches of all ranks. The errors are the largest of any
+tensor and rank in float32: of the first step's gradients relative to the largest value of the gradient, and
+of both losses relative to the loss. Dropout is on. Parameters after two steps agree as closely, and a
+parameter without a gradient has none in either run.
+
+Rows that are not 0 differ by the order of sums alone: if a unit is called several times, each call's gradient
+is summed over ranks. If several units read a tensor, such as an encoder's output, its gradient is summed as
+without sharding, bit for bit.
+
+`bf16`: with `Precision(params=torch.bfloat16)` the same holds against bfloat16 weights over float32 masters
+without sharding. It is "with buffers" if the model needs `buffers=torch.bfloat16` too, "no" if the model
+itself does not compute in bfloat16, and has a bound if the model adds or keeps gradients in another precision
+than Accordion does.
+
+| class | parameters | units | tied | gradients | losses | bf16 |
+|---|---:|---|---|---:|---:|---|
+"""
+OUTRO = """
+The table was made with layer drop off (`layerdrop=0.0` and the like; some configs of transformers default to
+0.1). With it on, ranks skip different layers, and each makes dummy calls of those that it skips.
+
+## What does not train
+
+| class | why |
+|---|---|
+"""
+AGAIN = """
+`tests/engine/test_families.py` makes this table and compares it;
+`python -m tests.support.family_table > docs/models.md` writes it anew.
+"""
+
+
+def render(rows: Mapping[str, list[Found]]) -> str:
+    """The text of docs/models.md. `rows`: what each rank found, by the name of the family."""
+    import transformers
+
+    lines = [row(FAMILIES[name], ranks) for name, ranks in sorted(rows.items())]
+    fails = [f"| `{name}` | {family.fails} |\n" for name, family in sorted(FAMILIES.items()) if family.fails]
+    intro = INTRO.format(version=transformers.__version__, ranks=RANKS)
+    return intro + "".join(lines) + OUTRO + "".join(fails) + AGAIN
+
+
+def row(family: Family, ranks: list[Found]) -> str:
+    found = ranks[0]
+    units = ", ".join(f"{count} `{cls}`" for cls, count in found.units.items()) or "the root alone"
+    tied = "<br>".join(" = ".join(f"`{name}`" for name in names) for names in found.tied[:2])
+    if found.tied[2:]:
+        tied += f"<br>and {len(found.tied) - 2} more"
+    errors = [
+        power_of_ten(max(worst.error for worst in kind))
+        for kind in ([r.grads for r in ranks], [r.losses for r in ranks])
+    ]
+    bf16: str = family.bf16
+    if family.bf16_tolerance > 1e-6:
+        bf16 += f", {power_of_ten(family.bf16_tolerance)}"
+    return f"| `{family.cls}` | {found.num_params:,} | {units} | {tied} | {' | '.join(errors)} | {bf16} |\n"
+
+
+def power_of_ten(error: float) -> str:
+    """Rounded up."""
+    return f"< 1e{math.floor(math.log10(error)) + 1}" if error else "0"
+
+
+def main() -> None:
+    ranks = Pool(RANKS)
+    try:
+        print(render({name: ranks.run(RANKS, compare, name) for name in WORKING}), end="")
+    finally:
+        ranks.close()
+
+
+if __name__ == "__main__":
+    from tests.support import family_table  # ranks find `compare` under the name of this file
+
+    family_table.main()

@@ -1,0 +1,116 @@
+"""What the tests of offload share: places for everything, recipes trained with them and without, comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.offload.step import chunks
+from tests.support import models
+from tests.support.checks import assert_equal, train
+from tests.support.reference import OptimizerCopy, Trace
+
+HOST = acc.Offload(params="host", optimizer="host")
+OPTIMIZER = acc.Offload(optimizer="host")
+MIXED = acc.Offload(params="host", optimizer="host", overrides={models.Block: OPTIMIZER, "blocks.1": acc.Offload()})
+
+
+def disk(path: Path, **options: Any) -> acc.Offload:
+    return acc.Offload(params="host", optimizer=f"disk:{path}", checksums=True, **options)
+
+
+def places(path: Path) -> dict[str, acc.Offload]:
+    """Every kind of thing in every place where it may be, at least once."""
+    on_disk = f"disk:{path}"
+    return {
+        "all on disk": disk_of_all(path),
+        "parameters on disk": acc.Offload(params=on_disk, optimizer="host"),
+        "gradients on disk": acc.Offload(grads=on_disk, optimizer="host", checksums=True),
+        "states on the device": acc.Offload(params="host"),
+        "gradients on the host": acc.Offload(grads="host"),
+        "on the device, states on the host": acc.Offload(optimizer="host", step="device"),
+        "on the device, states on disk": acc.Offload(optimizer=on_disk, step="device", checksums=True),
+        "on the device, all on the host": acc.Offload(params="host", optimizer="host", step="device"),
+        "on the device, all on disk": disk_of_all(path, step="device"),
+    }
+
+
+def disk_of_all(path: Path, **options: Any) -> acc.Offload:
+    on_disk = f"disk:{path}"
+    return acc.Offload(params=on_disk, grads=on_disk, optimizer=on_disk, checksums=True, **options)
+
+
+BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
+RECIPES = [
+    OptimizerCopy(build="wide", micros=2, **BF16),
+    OptimizerCopy(build="tied", micros=3, no_sync=True),
+    OptimizerCopy(build="frozen", **BF16),
+    OptimizerCopy(build="uneven", skip_last=(1,), micros=2, **FP16),
+    OptimizerCopy(build="spare", sometimes=True),
+    OptimizerCopy(build="experts", **BF16),
+]
+
+
+def trained(mesh, optimizer_copy: OptimizerCopy, strategy: acc.Strategy, **options: Any) -> Trace:
+    return train(
+        mesh, optimizer_copy, strategy, wrapped=True, after_step=partial(after_last, optimizer_copy.steps), **options
+    )
+
+
+def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
+    """Waits after the last of so many steps, whose parameters are read directly; the others go on behind the next forward."""
+    left = list(range(num_steps))
+
+    def after_step() -> None:
+        left.pop()
+        if not left:
+            acc.synchronize(model)
+
+    return after_step
+
+
+def same_as_without(
+    mesh,
+    strategy: acc.Strategy,
+    optimizer_copies: list[OptimizerCopy],
+    offloads: list[acc.Offload],
+    piece_numel: int = chunks.PIECE_NUMEL,
+) -> None:
+    for i, optimizer_copy in enumerate(optimizer_copies):
+        optimizer_copy = dataclasses.replace(optimizer_copy, steps=3)
+        wanted = trained(mesh, optimizer_copy, strategy)
+        debug = ("streams",) if i % 2 else ()
+        for offload in offloads:
+            with pieces_of(piece_numel):
+                found = trained(mesh, optimizer_copy, strategy, offload=offload, debug=debug)
+            assert found.losses == wanted.losses, (optimizer_copy.build, offload)
+            assert found.grads.keys() == wanted.grads.keys()
+            for name, grad in wanted.grads.items():
+                assert grad is found.grads[name] is None or torch.equal(found.grads[name].cpu(), grad.cpu()), (
+                    optimizer_copy.build,
+                    name,
+                )
+            assert_equal(found.params, wanted.params)
+
+
+def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = acc.shard(models.seeded(seed, tied=True), mesh=mesh, **options)
+    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@contextmanager
+def pieces_of(numel: int) -> Iterator[None]:
+    """States go through buffers of so many elements: most tensors are larger."""
+    before, chunks.PIECE_NUMEL = chunks.PIECE_NUMEL, numel
+    try:
+        yield
+    finally:
+        chunks.PIECE_NUMEL = before

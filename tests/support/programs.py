@@ -1,0 +1,562 @@
+"""Programs: a description of a model and of what is done with it, and the run that compares it sharded and unsharded.
+
+A `Program` is plain data, so that it travels to ranks and pastes into a file. To see a failure again:
+
+    from tests.support.programs import Node, Program, run
+    run(Program(...))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.engine import layout, reduce
+from tests import pool
+from tests.devices import device, here
+from tests.support.checks import FLAT, HYBRID, assert_at_rest
+from tests.support.gathered import gathered
+from tests.support.reference import grads_of, params_of
+
+BATCH, LENGTH, VOCAB = 2, 3, 5
+DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+# Of the largest values that are summed over ranks and backwards, not of the sum: gradients may cancel. In bfloat16
+# autograd rounds the sum of two uses of a parameter; the engine adds calls of a unit in float32.
+TOLERANCES = {torch.float32: 2e-6, torch.float64: 2e-6, torch.bfloat16: 2e-2}
+# Where gradients of activations pass through bf16, another order of their sums is rounded to another bf16 number here and there.
+THROUGH_BF16 = 1e-4
+TIMEOUT_S = 60.0
+
+
+class Short:
+    """A dataclass that shows only the fields that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        changed = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={v!r}' for f, v in changed if v != f.default)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Node(Short):
+    """One module. `kind`: a key of `LEAVES` or `CONTAINERS`, or "again": a module that stands earlier in the tree already.
+
+    `unit`: it is one ("self"), the torch module in a leaf is ("inner"), or both. `turns`: of a loop how often it calls
+    its child, of a branch which child it takes, of "sometimes" and "drop" the ranks that use it, of "again" which module.
+    `turn`: what they follow, "step" or "micro". `checkpoint`: torch's own, by the container, "reentrant" or "plain".
+    `gives`: what its forward returns. `keeps`: it leaves a number in an attribute, which is added to the loss.
+    """
+
+    kind: str
+    kids: tuple[Node, ...] = ()
+    unit: str = ""
+    turns: tuple[int, ...] = (1,)
+    turn: str = "step"
+    checkpoint: str = ""
+    gives: str = "tensor"
+    keeps: bool = False
+    rows: int = 4
+    bias: bool = True
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Program(Short):
+    """A model and its steps.
+
+    `ties`: each takes one of the pairs of parameters that fit. `frozen`: parameters by number. `toggles`: of each step after the
+    first, those whose `requires_grad` turns. `order`: backward after "each" forward, or after all of them: of their "sum",
+    the "first" forward first, or the "last". `between`: of each step, what is done beside training. `reduce`: algorithm.
+    `packed_bytes`, `padding_bytes`: limits of the layout, small ones let tiny tensors travel and be cut as large ones do.
+    """
+
+    tree: Node
+    width: int = 6
+    ties: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
+    toggles: tuple[tuple[int, ...], ...] = ()
+    strategy: str = "full_shard"
+    shape: tuple[int, ...] = (2,)
+    reduce: str = "auto"
+    steps: int = 2
+    micros: int = 1
+    no_sync: bool = False
+    checkpoint: str = "none"
+    order: str = "each"
+    between: tuple[str, ...] = ()
+    set_to_none: bool = True
+    budget_bytes: int | None = None
+    debug: tuple[str, ...] = ()
+    packed_bytes: int = layout.PACK_LIMIT_BYTES
+    padding_bytes: int = layout.PADDING_BYTES
+    optimizer: str = "sgd"
+    wrapped: bool = False
+    input_grad: bool = False
+
+    def policy(self) -> acc.Strategy:
+        return dataclasses.replace(STRATEGIES[self.strategy], reduce=self.reduce)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where in a program a forward is."""
+
+    step: int
+    micro: int
+    rank: int
+
+
+# -- modules
+
+
+def _list_of(width: int) -> nn.ParameterList:
+    """The last one is never used."""
+    return nn.ParameterList([torch.ones(width), torch.full((LENGTH, width), 0.1), torch.tensor(0.5), torch.ones(2)])
+
+
+LEAVES: Mapping[str, tuple[Callable[[Node, int], nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "linear": (lambda node, w: nn.Linear(w, w, bias=node.bias), lambda m, x, tokens: m(x)),
+    "pair": (
+        lambda node, w: nn.Sequential(nn.Linear(w, node.rows, bias=node.bias), nn.Tanh(), nn.Linear(node.rows, w)),
+        lambda m, x, tokens: m(x),
+    ),
+    "norm": (lambda node, w: nn.LayerNorm(w, bias=node.bias), lambda m, x, tokens: m(x)),
+    "lookup": (lambda node, w: nn.Embedding(VOCAB, w), lambda m, x, tokens: x + m(tokens)),
+    "gain": (lambda node, w: nn.ParameterList([torch.tensor(0.7)]), lambda m, x, tokens: x * m[0]),
+    "conv": (
+        lambda node, w: nn.Conv1d(w, w, 3, padding=1, bias=node.bias),
+        lambda m, x, tokens: m(x.transpose(1, 2)).transpose(1, 2),
+    ),
+    "gru": (lambda node, w: nn.GRU(w, w, batch_first=True, bias=node.bias), lambda m, x, tokens: m(x)[0]),
+    "list": (lambda node, w: _list_of(w), lambda m, x, tokens: (x * m[0] + m[1]) * m[2]),
+    "outside": (
+        lambda node, w: nn.Linear(w, w, bias=node.bias),
+        lambda m, x, tokens: m(x) + 0.3 * torch.tanh(x) @ m.weight,
+    ),
+    "only_outside": (lambda node, w: nn.Linear(w, w), lambda m, x, tokens: F.linear(x, m.weight)),
+    "sometimes": (lambda node, w: nn.Linear(w, w, bias=node.bias), lambda m, x, tokens: x + m(x)),
+}
+NOT_CALLED = ("gain", "list", "outside", "only_outside", "sometimes")  # the torch module in it cannot be a unit
+
+
+class Base(nn.Module):
+    """What leaves and containers share: recomputation, the form of outputs, what is kept in an attribute."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self.node, self.is_unit = node, node.unit in ("self", "both")
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, tokens: Tensor, *, at: At) -> Any:
+        node = self.node
+        if node.checkpoint and torch.is_grad_enabled() and x.requires_grad:
+            y = checkpoint(self.body, x, tokens, at, use_reentrant=node.checkpoint == "reentrant")
+        else:
+            y = self.body(x, tokens, at)
+        if node.keeps:
+            self.kept = y.square().mean()
+        return GIVES[node.gives][0](x, y)
+
+    def body(self, x: Tensor, tokens: Tensor, at: At) -> Tensor:
+        raise NotImplementedError
+
+
+def call(module: nn.Module, x: Tensor, tokens: Tensor, at: At) -> Tensor:
+    return GIVES[module.node.gives][1](module(x, tokens, at=at))
+
+
+GIVES: Mapping[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda x, y: y, lambda out: out),
+    "tuple": (lambda x, y: (y, y.mean()), lambda out: out[0] + 0.1 * out[1]),
+    "ignored": (lambda x, y: (y, y.mean(), None), lambda out: out[0]),
+    "dict": (lambda x, y: {"y": y, "more": [y.square(), 3]}, lambda out: out["y"] + 0.1 * out["more"][0]),
+    "input": (lambda x, y: (y, x), lambda out: out[0] + 0.2 * out[1]),
+    "view": (lambda x, y: (y * 1.0).transpose(0, 1), lambda out: out.mul_(0.9).transpose(0, 1)),
+}
+
+
+class Leaf(Base):
+    def __init__(self, node: Node, width: int) -> None:
+        super().__init__(node)
+        build, self.use = LEAVES[node.kind]
+        self.inner = build(node, width).to(DTYPES[node.dtype])
+        self.inner.is_unit = node.unit in ("inner", "both") and node.kind not in NOT_CALLED
+
+    def body(self, x: Tensor, tokens: Tensor, at: At) -> Tensor:
+        if self.node.kind == "sometimes" and at.rank not in self.node.turns:
+            return x
+        return self.use(self.inner, x.to(DTYPES[self.node.dtype]), tokens).to(x.dtype)
+
+
+class Container(Base):
+    def __init__(self, node: Node, kids: list[nn.Module]) -> None:
+        super().__init__(node)
+        self.kids = nn.ModuleList(kids)
+
+    def body(self, x: Tensor, tokens: Tensor, at: At) -> Tensor:
+        node = self.node
+        now = node.turns[(at.step if node.turn == "step" else at.micro) % len(node.turns)]
+        return CONTAINERS[node.kind](node, [functools.partial(call, kid) for kid in self.kids], now, x, tokens, at)
+
+
+def _seq(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *rest: Any) -> Tensor:
+    for kid in kids:
+        x = kid(x, *rest)
+    return x
+
+
+def _residual(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *rest: Any) -> Tensor:
+    return x + _seq(node, kids, now, x, *rest)
+
+
+def _sum(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *rest: Any) -> Tensor:
+    return sum((kid(x, *rest) for kid in kids), 0.1 * x)
+
+
+def _loop(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *rest: Any) -> Tensor:
+    for _ in range(now):
+        x = torch.tanh(_seq(node, kids, now, x, *rest))
+    return x
+
+
+def _pick(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *rest: Any) -> Tensor:
+    """One child, or none."""
+    return kids[now](x, *rest) if now < len(kids) else x
+
+
+def _drop(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, tokens: Tensor, at: At) -> Tensor:
+    """All ranks call the children, some do not use what comes out."""
+    y = _seq(node, kids, now, x, tokens, at)
+    return x + y if at.rank in node.turns else x
+
+
+CONTAINERS = {"seq": _seq, "residual": _residual, "sum": _sum, "loop": _loop, "pick": _pick, "drop": _drop}
+
+
+class Root(nn.Module):
+    """The tree, and a gain that is always trained."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.gain = body, nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, tokens: Tensor, at: At) -> Tensor:
+        for module in self.bases():
+            module.kept = None
+        return call(self.body, x, tokens, at) * self.gain
+
+    def bases(self) -> list[Base]:
+        return [m for m in self.modules() if isinstance(m, Base)]
+
+
+def build(program: Program) -> Root:
+    """The unsharded model; its number of parameters decides what the program's numbers stand for."""
+    torch.manual_seed(0)
+    made: list[Base] = []
+
+    def make(node: Node) -> Base:
+        if node.kind == "again":
+            return made[node.turns[0] % len(made)] if made else Leaf(Node(kind="gain"), program.width)
+        if node.kind in LEAVES:
+            module: Base = Leaf(node, program.width)
+        else:
+            module = Container(node, [make(kid) for kid in node.kids])
+        made.append(module)
+        return module
+
+    model = Root(make(program.tree))
+    for tie in program.ties:
+        places = [(m, n, p) for m in model.body.modules() for n, p in m._parameters.items() if p is not None]
+        pairs = [
+            (a, b)
+            for i, a in enumerate(places)
+            for b in places[i + 1 :]
+            if a[2] is not b[2] and (a[2].shape, a[2].dtype) == (b[2].shape, b[2].dtype)
+        ]
+        if pairs:
+            (_, _, kept), (_, _, dropped) = pairs[tie % len(pairs)]
+            for module, name, param in places:
+                if param is dropped:
+                    setattr(module, name, kept)
+    params = trainable(model)
+    for i in program.frozen:
+        params[i % len(params)].requires_grad_(False)
+    return model
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a program may freeze; at least one, which a fresh model has beside its gain."""
+    return [p for name, p in model.named_parameters() if name != "gain"] or [nn.Parameter(torch.zeros(()))]
+
+
+def toggle(model: nn.Module, program: Program, step: int, fixed: set[str]) -> None:
+    """Freeze and unfreeze what the program says, but for those in `fixed`."""
+    if 0 < step <= len(program.toggles):
+        names = [name for name, _ in model.named_parameters() if name != "gain"]
+        params = dict(model.named_parameters())
+        for i in program.toggles[step - 1] if names else ():
+            name = names[i % len(names)]
+            if name not in fixed:
+                params[name].requires_grad_(not params[name].requires_grad)
+
+
+# -- steps
+
+
+def data(program: Program, at: At) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, tokens and target of one forward."""
+    g = torch.Generator().manual_seed(1000 * at.step + 100 * at.micro + at.rank)
+    x, target = torch.randn(2, BATCH, LENGTH, program.width, generator=g).to(device())
+    return x.requires_grad_(program.input_grad), torch.randint(VOCAB, (BATCH, LENGTH), generator=g).to(device()), target
+
+
+def loss_of(model: Root, x: Tensor, tokens: Tensor, target: Tensor, at: At) -> Tensor:
+    loss = (model(x, tokens, at) - target).square().mean()
+    return sum((0.1 * m.kept for m in model.bases() if m.kept is not None), loss)
+
+
+def walk(
+    model: Root, program: Program, step: int, rank: int, quiet: Callable[[int], Any], done: Callable[[], None]
+) -> list[Tensor]:
+    """Forwards and backwards of one step: the losses and the gradients of inputs.
+
+    `quiet(micro)`: the context of one micro-batch. `done`: called after each backward.
+    """
+    losses, inputs = [], []
+    between = program.between[step] if step < len(program.between) else ""
+    for micro in range(program.micros):
+        at = At(step, micro, rank)
+        with quiet(micro):
+            x, tokens, target = data(program, at)
+            losses.append(loss_of(model, x, tokens, target, at))
+            inputs.append(x)
+            if between == "evaluate":
+                with torch.no_grad():
+                    loss_of(model.eval(), *data(program, at), at)
+                model.train()
+            if program.order == "each":
+                losses[-1].backward()
+                done()
+    if program.order == "sum":
+        sum(losses).backward()
+        done()
+    elif program.order != "each":
+        for loss in losses if program.order == "first" else losses[::-1]:
+            loss.backward()
+            done()
+    return [*(loss.detach() for loss in losses), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def everyone(mesh, value: Any) -> list[Any]:
+    """`value` of every rank of the mesh in rank order."""
+    found = [value]
+    for i in reversed(range(mesh.ndim)):
+        found = [one for part in gathered(found, mesh.get_group(i)) for one in part]
+    return found
+
+
+class Plain:
+    """The unsharded run: this rank's batches on the whole model, gradients of all ranks summed in rank order.
+
+    Owns the model and its masters: what the optimizer steps, in float32 at least where it is trained.
+    """
+
+    def __init__(self, program: Program, mesh) -> None:
+        self.program, self.mesh = program, mesh
+        self.model = here(build(program))
+        self.params = dict(self.model.named_parameters())
+        self.masters = {n: nn.Parameter(p.detach().to(_master(p), copy=True)) for n, p in self.params.items()}
+        self.optimizer = optimizer_of(program, self.masters.values())
+        self._local: list[dict[str, Tensor]] = []
+        self._sums: dict[str, Tensor] = {}
+        for name, p in self.params.items():
+            self._watch(name, p)
+
+    def step(self, step: int, fixed: set[str]) -> tuple[list[Tensor], dict[str, Tensor | None], dict[str, float]]:
+        """Losses, gradients, and of each gradient the size of what was summed to it."""
+        toggle(self.model, self.program, step, fixed)
+        self._local = []
+        losses = walk(self.model, self.program, step, dist.get_rank(), contextlib.nullcontext, self._collect)
+        backwards = self._local
+        if self.program.no_sync:  # ranks add up by themselves, and are summed at the end
+            backwards = [functools.reduce(_added, self._local)]
+        ranks = everyone(self.mesh, backwards)
+        sizes: dict[str, float] = {}
+        for backward in zip(*ranks, strict=True):
+            total = functools.reduce(_added, backward)
+            for name, grad in total.items():
+                master = self.masters[name]
+                parts = [local[name].abs().max().item() for local in backward if name in local]
+                sizes[name] = sizes.get(name, 0.0) + sum(parts) / len(ranks)
+                mean = (grad * (1 / len(ranks))).to(master.dtype)
+                master.grad = mean if master.grad is None else master.grad + mean
+        return losses, {name: p.grad for name, p in self.masters.items()}, sizes
+
+    def _watch(self, name: str, p: nn.Parameter) -> None:
+        """Add up what autograd accumulates in the dtype of the sum over ranks: a reentrant checkpoint accumulates often."""
+        before = p.requires_grad
+        p.requires_grad_(True)  # else it takes no hook
+
+        def add(p: Tensor) -> None:
+            grad = p.grad.float() if p.dtype == torch.bfloat16 else p.grad
+            self._sums[name] = self._sums[name] + grad if name in self._sums else grad
+            p.grad = None
+
+        p.register_post_accumulate_grad_hook(add)
+        p.requires_grad_(before)
+
+    def _collect(self) -> None:
+        """The end of one backward."""
+        self._local.append(self._sums)
+        self._sums = {}
+
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Go on from these parameters, so that no rounding adds up over steps."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self.masters[name].copy_(value)
+                self.params[name].copy_(value)
+
+
+def _master(p: nn.Parameter) -> torch.dtype:
+    return torch.float32 if p.dtype == torch.bfloat16 and p.requires_grad else p.dtype
+
+
+def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}
+
+
+def optimizer_of(program: Program, params: Any) -> torch.optim.Optimizer:
+    """Adam's `eps` is large: gradients that cancel exactly are noise, which it would blow up."""
+    if program.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1)
+
+
+@contextlib.contextmanager
+def limits(program: Program) -> Iterator[None]:
+    with (
+        mock.patch.object(layout, "PACK_LIMIT_BYTES", program.packed_bytes),
+        mock.patch.object(reduce, "PACK_LIMIT_BYTES", program.packed_bytes),
+        mock.patch.object(layout, "PADDING_BYTES", program.padding_bytes),
+    ):
+        yield
+
+
+def compare(mesh, program: Program) -> bool:
+    """Run a program on this rank, sharded and not; whether all that should be close is equal."""
+    with limits(program):
+        plain, model = Plain(program, mesh), build(program)
+        fixed = {n for n, p in plain.params.items() if p.dtype == torch.bfloat16 and not p.requires_grad}
+        acc.shard(
+            model,
+            mesh,
+            units=lambda name, module: getattr(module, "is_unit", False),
+            strategy=program.policy(),
+            prefetch=acc.Prefetch(budget_bytes=program.budget_bytes),
+            checkpoint_activations=program.checkpoint,
+            debug=program.debug,
+        )
+        optimizer = optimizer_of(program, model.parameters())
+        if program.wrapped:
+            optimizer = acc.wrap_optimizer(optimizer)
+        equal = [step_of(program, i, plain, model, optimizer, fixed) for i in range(program.steps)]
+        return all(equal)
+
+
+def step_of(
+    program: Program, step: int, plain: Plain, model: Root, optimizer: torch.optim.Optimizer, fixed: set[str]
+) -> bool:
+    """One step of both; whether they are equal."""
+    rank = dist.get_rank()
+    toggle(model, program, step, fixed)
+    wanted_losses, wanted, sizes = plain.step(step, fixed)
+    beside(program, step, model, plain)
+
+    def quiet(micro: int) -> Any:
+        waits = program.no_sync and micro < program.micros - 1
+        return acc.no_sync(model) if waits else contextlib.nullcontext()
+
+    losses = walk(model, program, step, rank, quiet, lambda: None)
+    if "abandon" not in program.between[: step + 1]:
+        assert_at_rest(model)
+    found = grads_of(model)
+    least = THROUGH_BF16 if any(p.dtype == torch.bfloat16 for p in plain.params.values()) else 0.0
+    problems = [
+        f"number {i}: {a} and not {b}, a difference of {(a - b).abs().max():.3g}"
+        for i, (a, b) in enumerate(zip(losses, wanted_losses, strict=True))
+        if not torch.allclose(a, b, rtol=1e-6, atol=max(1e-6, least) * b.abs().max().item())
+    ]
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        tolerance = max(least, TOLERANCES[plain.params[name].dtype]) * sizes.get(name, 0.0)
+        problems += differs(name, found[name], grad, tolerance)
+    assert not problems, "\n".join([f"step {step}:", *problems])
+    equal = all(torch.equal(a, b) for a, b in zip(losses, wanted_losses, strict=True)) and all(
+        b is None or torch.equal(a, b) for a, b in zip(found.values(), wanted.values(), strict=True)
+    )
+    for name, p in plain.params.items():
+        if p.dtype == torch.bfloat16:  # close enough, and not to be told from an error after the step
+            plain.masters[name].grad = found[name]
+    for one in (optimizer, plain.optimizer):
+        one.step()
+        one.zero_grad(set_to_none=program.set_to_none)
+    params = params_of(model)
+    for name, value in params.items():
+        assert value.dtype == plain.masters[name].dtype, f"{name} is {value.dtype}"
+        assert torch.allclose(value, plain.masters[name], rtol=1e-5, atol=1e-6), f"step {step}: {name} after the step"
+    plain.take(params)
+    return equal
+
+
+def differs(name: str, found: Tensor | None, wanted: Tensor | None, tolerance: float) -> list[str]:
+    """What is wrong with a gradient."""
+    if found is None or wanted is None:
+        return [] if found is wanted else [f"{name}: gradient is {found}, should be {wanted}"]
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        return [f"{name}: gradient is {found.shape} {found.dtype}, should be {wanted.shape} {wanted.dtype}"]
+    error = (found - wanted).abs().max().item() if found.numel() else 0.0
+    if error <= tolerance:
+        return []
+    return [f"{name}: gradient differs by {error:.3g}, not {tolerance:.3g}; the largest is {wanted.abs().max():.3g}"]
+
+
+def beside(program: Program, step: int, model: Root, plain: Plain) -> None:
+    """What a step's program does before it trains."""
+    what = program.between[step] if step < len(program.between) else ""
+    at = At(step, 0, dist.get_rank())
+    if what == "full_params":
+        with acc.full_params(model):
+            for name, p in model.named_parameters():
+                assert torch.equal(p, plain.masters[name]), f"full {name}"
+            if all(p.dtype == plain.params[name].dtype for name, p in model.named_parameters()):  # masters are wider
+                model(*data(program, at)[:2], at)
+    elif what == "inference":
+        with torch.inference_mode():
+            model(*data(program, at)[:2], at)
+    elif what == "abandon":
+        model(*data(program, at)[:2], at)
+
+
+def run(program: Program, world: pool.Pool | None = None) -> bool:
+    """Run a program on its ranks, of `world` or new ones; whether all numbers are equal. Raises where any is not close."""
+    __tracebackhide__ = True
+    ranks = world or pool.Pool()
+    names = HYBRID if program.policy().hybrid else FLAT
+    try:
+        return all(ranks.run_mesh(program.shape, names, compare, program, timeout_s=TIMEOUT_S))
+    finally:
+        if world is None:
+            ranks.close()

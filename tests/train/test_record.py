@@ -1,0 +1,223 @@
+"""What a run writes down and shows: metrics, tables, checkpoints kept."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accordion.checkpoint import save
+from accordion.describe import Report, UnitReport
+from accordion.train import checkpoints
+from accordion.train.config import TrainConfig
+from accordion.train.loop import lr_at
+from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
+from accordion.train.screen import Screen, human, units_table
+from tests.support.disks import fill, mounted
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def line(step: int, loss: float = 2.5) -> StepMetrics:
+    return StepMetrics(
+        step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=2000.0, step_s=0.5, peak_bytes=3 << 29, skipped=False
+    )
+
+
+def scalars(folder: Path, name: str) -> dict[int, float]:
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return {event.step: event.value for event in board.Scalars(name)}
+
+
+def test_a_line_and_scalars_for_each_step(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, 0, print) as log:
+        log.step(line(1))
+        log.step(line(2, math.nan))
+        log.validation(2, 2.25)
+    first, second = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert list(first) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes", "skipped"]
+    assert (first["step"], first["loss"], first["peak_bytes"]) == (1, 2.5, 3 << 29)
+    assert second["loss"] is None
+    assert scalars(tmp_path, "loss") == {1: 2.5}
+    assert scalars(tmp_path, "tokens_per_s") == {1: 2000, 2: 2000}
+    assert scalars(tmp_path, "validation_loss") == {2: 2.25}
+
+
+def test_a_resumed_record_has_each_step_once(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, 0, print) as log:
+        for step in range(1, 6):
+            log.step(line(step))
+    with MetricsLog(tmp_path, 3, print) as log:
+        log.step(line(4, 7.0))
+    found = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry["loss"]) for entry in found] == [(1, 2.5), (2, 2.5), (3, 2.5), (4, 7.0)]
+
+
+def test_a_record_that_goes_on_keeps_what_it_has_where_the_disk_is_full(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        with MetricsLog(disk, 0, print) as log:
+            for step in range(1, 6):
+                log.step(line(step))
+        fill(disk)
+        before = (disk / "metrics.jsonl").read_text()
+        with pytest.raises(OSError, match="No space left"):
+            MetricsLog(disk, 3, print)
+        assert (disk / "metrics.jsonl").read_text() == before
+
+
+def test_a_full_disk_is_told_once_and_the_record_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    with mounted(tmp_path / "disk", "size=64k") as disk, MetricsLog(disk, 0, said.append) as log:
+        log.step(line(1))
+        filler = fill(disk)
+        steps = range(2, 40)
+        for step in steps:
+            log.step(line(step))
+            log.validation(step, 2.0)
+        assert 1 <= len(said) <= 2
+        assert f"metrics.jsonl in {disk} cannot be written (No space left on device); training goes on" in " ".join(
+            said
+        )
+        filler.unlink()
+        log.step(line(40))
+        log.validation(40, 2.0)
+        found = [json.loads(text)["step"] for text in (disk / "metrics.jsonl").read_text().splitlines()]
+        assert found == [*range(1, len(found)), 40]
+        assert 40 in scalars(disk, "loss")
+        fill(disk)
+        for step in steps:
+            log.step(line(step))
+        assert 2 <= len(said) <= 4
+
+
+def test_a_folder_that_is_gone_is_told_once_and_written_to_when_it_is_back(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with MetricsLog(folder, 0, said.append) as log:
+        log.step(line(1))
+        shutil.rmtree(folder)
+        log.step(line(2))
+        log.validation(2, 2.0)
+        assert len(said) == 1
+        assert "metrics.jsonl and events.out.tfevents" in said[0]
+        assert said[0].endswith("cannot be written (No such file or directory); training goes on")
+        folder.mkdir()
+        log.step(line(3))
+        log.validation(3, 2.0)
+    assert len(said) == 1
+    assert [json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()] == [3]
+    assert scalars(folder, "loss") == {3: 2.5}
+    assert scalars(folder, "validation_loss") == {3: 2.0}
+
+
+def test_tensorboard_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    for first, last, loss in ((0, 6, 2.5), (3, 5, 7.0)):
+        with MetricsLog(tmp_path, first, print) as log:
+            for step in range(first + 1, last):
+                log.step(line(step, loss))
+    assert scalars(tmp_path, "loss") == {1: 2.5, 2: 2.5, 3: 2.5, 4: 7.0}
+
+
+def test_peak_bytes_grows_with_what_is_held() -> None:
+    before = peak_bytes(torch.device("cpu"))
+    held = torch.ones(before // 4 + (64 << 20) // 4)
+    assert peak_bytes(torch.device("cpu")) >= held.nbytes
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5.0 TiB")],
+)
+def test_human(count: int, text: str) -> None:
+    assert human(count) == text
+
+
+def unit(name: str, num_params: int) -> UnitReport:
+    known: dict[str, Any] = {
+        "name": name,
+        "kind": name.partition(".")[0],
+        "num_params": num_params,
+        "parameter_bytes": 2 * num_params,
+        "gradient_bytes": 2 * num_params,
+        "optimizer_bytes": 4 * num_params,
+        "full_bytes": 4 * num_params,
+    }
+    return UnitReport(**{field.name: 0 for field in fields(UnitReport)} | known)
+
+
+def test_the_table_sums_up_and_compares() -> None:
+    units = (unit("(root)", 1 << 20), *(unit(f"layers.{i}", 1 << 18) for i in range(4)))
+    report = Report(strategy="full_shard", world=2, total_params=2 << 20, unsharded_bytes=32 << 20, units=units)
+    columns = [list(column.cells) for column in units_table(report).columns]
+    cells = {row[0]: list(row[1:]) for row in zip(*columns, strict=True)}
+    assert cells["layers.0-3"] == ["1.05 M", "2.0 MiB", "2.0 MiB", "4.0 MiB", "8.0 MiB", "1.0 MiB"]
+    assert cells["all units"][:5] == ["2.10 M", "4.0 MiB", "4.0 MiB", "8.0 MiB", "16.0 MiB"]
+    assert cells["all units"][5] == "4.0 MiB"
+    assert cells["without sharding"][:5] == ["2.10 M", "8.0 MiB", "8.0 MiB", "16.0 MiB", "32.0 MiB"]
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    units = (unit("(root)", 1 << 20), *(unit(f"model.layers.{i}", 1 << 28) for i in range(40)))
+    report = Report(strategy="full_shard", world=2, total_params=1 << 33, unsharded_bytes=1 << 37, units=units)
+    assert Console(width=200).measure(units_table(report)).maximum <= 80
+
+
+def test_without_a_terminal_progress_is_about_a_hundred_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Screen() as screen:
+        screen.start(0, 1050)
+        for step in range(1, 1051):
+            screen.step(line(step))
+    shown = capsys.readouterr().out.splitlines()
+    assert 90 <= len(shown) <= 120
+    assert shown[-1].startswith("step 1050/1050  loss 2.500  lr 1.0e-03  2,000 tok/s  1.5 GiB/rank")
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Screen(speaks=False) as screen:
+        screen.start(0, 1)
+        screen.note("words")
+        screen.step(line(1))
+        screen.sample("a", "b")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    options = TrainConfig(steps=100, warmup=10, lr=1.0)
+    rates = [lr_at(step, options) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+    assert rates[-1] == pytest.approx(0.1)
+    assert lr_at(1, TrainConfig(steps=1, warmup=0, lr=1.0)) == pytest.approx(0.1)
+    assert lr_at(5, TrainConfig(steps=5, warmup=50, lr=1.0)) == pytest.approx(0.1)
+
+
+def saved(folder: Path, *steps: int, keep: int = 0) -> None:
+    for step in steps:
+        save(checkpoints.path_of(folder, step), torch.nn.Linear(1, 1), keep=keep)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 30]), (1, [30]), (2, [2, 30]), (5, [1, 2, 30])])
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-000003").mkdir()  # no checkpoint: not ours to remove
+    saved(tmp_path, 1, 2)
+    saved(tmp_path, 30, keep=keep)
+    names = {f"step-{step:06d}" for step in left} | {"step-notes", "step-000003"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
+    saved(tmp_path, 7, 9)
+    saved(tmp_path, 5, keep=1)
+    assert checkpoints.path_of(tmp_path, 5).is_dir()

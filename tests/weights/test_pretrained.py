@@ -1,0 +1,466 @@
+"""Pretrained folders: every rank reads its own rows, under whatever names and layout they lie there."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.weights import pretrained
+from accordion.weights.pretrained import load_pretrained
+from tests import pool
+from tests.support import models
+from tests.weights.test_initialise import FAMILIES, LAYOUTS, transformers_model, unlike
+
+
+def seeded(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return BUILDS[name]() if name in BUILDS else transformers_model(name)
+
+
+class Counts(nn.Module):
+    """Buffers of several kinds in the file, one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.randn(7, 3))
+        self.gain = nn.Parameter(torch.randn(()))
+        self.wide = nn.Linear(70_001, 1)
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("seen", torch.arange(6).view(2, 3))
+        self.register_buffer("table", torch.arange(4) / 4, persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(4) / 4
+        self.seen.zero_()
+
+
+def counts() -> Counts:
+    model = Counts()
+    model.norm.running_mean.uniform_(1, 2)
+    return model
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: models.Tiny(vocab=19, width=10, hidden=7),
+    "tied": lambda: models.Tiny(vocab=19, tied=True),
+    "counts": counts,
+}
+
+
+def write(folder: Path, tensors: dict[str, Tensor], num_files: int = 1) -> str:
+    """A folder of one file, or of several and an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return str(folder)
+    names = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+    weight_map = {key: names[i % num_files] for i, key in enumerate(tensors)}
+    for name in names:
+        save_file({key: t for key, t in tensors.items() if weight_map[key] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return str(folder)
+
+
+def loaded(
+    name: str, folder: str, mesh: Any, strategy: str = "full_shard", real: bool = False, **options: Any
+) -> nn.Module:
+    """The model of a folder; `real`: built on the CPU with other weights before."""
+    with torch.device("cpu" if real else "meta"):
+        model = acc.shard(
+            BUILDS[name]() if name in BUILDS else transformers_model(name),
+            mesh,
+            strategy=STRATEGIES[strategy],
+            **options,
+        )
+    load_pretrained(model, folder)
+    return model
+
+
+def differences(mesh: Any, strategy: str, folders: dict[str, str]) -> dict[str, list[str]]:
+    result = {}
+    for name, folder in folders.items():
+        state = torch.get_rng_state()
+        model = loaded(name.partition("/")[0], folder, mesh, strategy)
+        result[name] = unlike(model, seeded(name.partition("/")[0]))
+        if not torch.equal(state, torch.get_rng_state()):
+            result[name].append("random numbers were drawn")
+    return result
+
+
+@pytest.fixture(scope="module")
+def plain_folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("plain")
+    folders = {}
+    for name in BUILDS:
+        state = seeded(name).state_dict()
+        if name == "tied":
+            del state["head.weight"]
+        folders[name] = write(root / name, state)
+        folders[f"{name}/several"] = write(root / f"{name}-several", state, 3)
+        prefixed = {f"module._orig_mod.model.{key}": value for key, value in state.items()}
+        folders[f"{name}/prefixed"] = write(root / f"{name}-prefixed", prefixed)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def family_folders(tmp_path_factory) -> dict[str, str]:
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("families")
+    folders = {}
+    for name in FAMILIES:
+        model: Any = seeded(name)
+        folders[name] = str(root / name)
+        model.save_pretrained(root / name)
+        folders[f"{name}/several"] = str(root / f"{name}-several")
+        model.save_pretrained(root / f"{name}-several", max_shard_size="12KB")
+        folders[f"{name}/base"] = write(root / f"{name}-base", without_base(model))
+    folders["mixtral/as it is"] = str(root / "as it is")
+    seeded("mixtral").save_pretrained(root / "as it is", save_original_format=False)  # type: ignore[operator]
+    return folders
+
+
+def without_base(model: Any) -> dict[str, Tensor]:
+    """As the base model alone writes its file, and with names that old versions used; heads beside it."""
+    state = {name: p for name, p in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    state = {name.removeprefix(model.base_model_prefix + "."): p for name, p in state.items()}
+    if model.config.model_type == "llama":
+        state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    return state
+
+
+@pytest.mark.parametrize("layout", ["one rank", "two", "three", "replicated", "over both"])
+def test_plain_models(world, plain_folders, layout):
+    shape, axes, strategy = LAYOUTS[layout]
+    for found in world.run_mesh(shape, axes, differences, strategy, plain_folders):
+        assert found == {name: [] for name in plain_folders}
+
+
+@pytest.mark.parametrize("layout", ["three", "over both"])
+def test_families_of_transformers(world, family_folders, layout):
+    shape, axes, strategy = LAYOUTS[layout]
+    folders = {name: path for name, path in family_folders.items() if layout == "three" or "/" not in name}
+    for found in world.run_mesh(shape, axes, differences, strategy, folders):
+        assert found == {name: [] for name in folders}
+
+
+def test_the_folders_hold_what_the_test_is_about(family_folders):
+    assert (Path(family_folders["llama/several"]) / pretrained.INDEX).is_file()
+    with safe_open(Path(family_folders["mixtral"]) / pretrained.SINGLE, "pt") as file:
+        assert any("block_sparse_moe.experts.2.w1" in key for key in file.keys())  # noqa: SIM118
+    with safe_open(Path(family_folders["mixtral/as it is"]) / pretrained.SINGLE, "pt") as file:
+        assert any("experts.gate_up_proj" in key for key in file.keys())  # noqa: SIM118
+    with safe_open(Path(family_folders["gpt2/base"]) / pretrained.SINGLE, "pt") as file:
+        assert {"wte.weight", "lm_head.weight"} & set(file.keys()) == {"wte.weight"}
+
+
+# -- dtypes, ignored names, real models
+
+
+def cast(mesh: Any, folder: str) -> list[Any]:
+    """A file in half precision over masters in float32; parameters that were there before; buffers cast by `shard`."""
+    precision = acc.Precision(params=torch.bfloat16, buffers=torch.bfloat16)
+    model = loaded("counts", folder, mesh, real=True, precision=precision)
+    state = acc.full_state_dict(model, rank0_only=False)
+    return [state, model.table]
+
+
+def test_tensors_are_cast_to_what_the_model_holds(world, tmp_path):
+    state = {
+        k: t.to(torch.bfloat16) if t.is_floating_point() else t.int() for k, t in seeded("counts").state_dict().items()
+    }
+    folder = write(tmp_path, state)
+    for found, table in world.run(2, cast, folder):
+        for name, tensor in state.items():
+            assert torch.equal(found[name].to(tensor.dtype), tensor), name
+        assert found["embed"].dtype == torch.float32
+        assert found["norm.running_mean"].dtype == torch.bfloat16
+        assert found["seen"].dtype == torch.int64
+        assert table.dtype == torch.bfloat16
+
+
+def partly(mesh: Any, folder: str) -> list[Any]:
+    model = acc.shard(models.seeded(vocab=19), mesh)
+    load_pretrained(model, folder, ignore=["head.*", "old.*", "norm.bias"])
+    state = acc.full_state_dict(model, rank0_only=False)
+    return [state["head.weight"], state["norm.weight"], state["norm.bias"]]
+
+
+def test_ignored_names_may_be_missing_on_either_side(world, tmp_path):
+    model = models.seeded(5, vocab=19)
+    state = {k: t for k, t in model.state_dict().items() if not k.startswith("head.")}
+    folder = write(
+        tmp_path,
+        {**state, "old.bias": torch.ones(3), "norm.weight": torch.full((32,), 2.0), "norm.bias": torch.ones(32)},
+    )
+    for head, weight, bias in world.run(2, partly, folder):
+        assert torch.equal(head, models.seeded(vocab=19).head.weight), "what is ignored keeps what it held"
+        assert torch.equal(weight, torch.full((32,), 2.0))
+        assert torch.equal(bias, torch.zeros(32))
+
+
+# -- what does not fit
+
+
+def refusals(mesh: Any, folders: dict[str, str]) -> dict[str, str]:
+    """Messages of loads that fail; each leaves the model as it was."""
+    result = {}
+    for name, folder in folders.items():
+        model = acc.shard(models.seeded(vocab=19, tied=name == "untied"), mesh)
+        before = {n: p.full_tensor() for n, p in model.named_parameters()}
+        try:
+            load_pretrained(model, folder)
+        except acc.CheckpointError as error:
+            result[name] = str(error)
+        assert all(torch.equal(before[n], p.full_tensor()) for n, p in model.named_parameters())
+    return result
+
+
+def bad_folders(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Folders, and what the message on each must say."""
+    state = {name: t.detach() for name, t in models.seeded(vocab=19).state_dict().items()}
+    wrong = {
+        **state,
+        "norm.weight": torch.zeros(31),
+        "head.weight": torch.zeros(19, 32, dtype=torch.int8),
+        "more.bias": torch.zeros(2, 9),
+    }
+    for name in ("embed.weight", "norm.bias"):
+        del wrong[name]
+    words = {
+        "wrong": [
+            "2 missing in the folder: ", "embed.weight (19, 32)", "norm.bias (32,)",
+            "1 in the folder but not in the model: more.bias (2, 9)", "2 that do not fit: ",
+            "norm.weight is float32 (31,) in the folder and float32 (32,) in the model",
+            "head.weight is int8 (19, 32) in the folder and float32 (19, 32) in the model",
+        ],
+        "twice": ["model.embed.weight and embed.weight both stand for embed.weight"],
+        "untied": ["1 tied in the model but not equal in the folder: embed.weight and head.weight"],
+        "empty": ["neither model.safetensors nor model.safetensors.index.json"],
+        "absent": ["'", "is no folder", "hub"],
+        "torn": ["model.safetensors: "],
+        "no index": ["is no index of safetensors"],
+        "outside": ["'../secret.safetensors'", "plain name"],
+        "lost file": ["model-00002-of-00002.safetensors: "],
+        "lost tensor": ["1 tensors that are not there: norm.bias in model-0000"],
+    }  # fmt: skip
+    folders = {name: str(root / name) for name in words}
+    write(root / "wrong", wrong)
+    write(root / "twice", {**state, "model.embed.weight": state["embed.weight"].clone()})
+    write(root / "untied", {**state, "head.weight": state["embed.weight"] + torch.eye(19, 32)})
+    (root / "empty").mkdir()
+    write(root / "torn", state)
+    torn = root / "torn" / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    for name in ("no index", "outside", "lost file", "lost tensor"):
+        write(root / name, state, 2)
+        index = root / name / pretrained.INDEX
+        words_of = json.loads(index.read_text())
+        if name == "no index":
+            index.write_text("[]")
+        if name == "outside":
+            write(root / "elsewhere", state)
+            (root / "elsewhere" / "model.safetensors").rename(root / "secret.safetensors")
+            words_of["weight_map"] = dict.fromkeys(words_of["weight_map"], "../secret.safetensors")
+            index.write_text(json.dumps(words_of))
+        if name == "lost file":
+            (root / name / "model-00002-of-00002.safetensors").unlink()
+        if name == "lost tensor":
+            places = words_of["weight_map"]
+            places["norm.bias"] = next(file for file in places.values() if file != places["norm.bias"])
+            index.write_text(json.dumps(words_of))
+    return folders, words
+
+
+def test_what_does_not_fit_is_told_in_one_message_on_every_rank(world, tmp_path):
+    folders, words = bad_folders(tmp_path)
+    found = world.run(2, refusals, folders)
+    assert found[0] == found[1]
+    for name, wanted in words.items():
+        assert [word for word in wanted if word not in found[0].get(name, "")] == [], (name, found[0].get(name))
+
+
+def refused_family(mesh: Any, folder: str) -> str:
+    with pytest.raises(acc.CheckpointError) as error:
+        loaded("mixtral", folder, mesh)
+    return str(error.value)
+
+
+def test_a_lost_expert_is_named(world, tmp_path, family_folders):
+    with safe_open(Path(family_folders["mixtral"]) / pretrained.SINGLE, "pt") as file:
+        state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    lost = [key for key in state if "layers.0" in key and "experts.1.w2" in key]
+    folder = write(tmp_path, {key: tensor for key, tensor in state.items() if key not in lost})
+    for text in world.run(2, refused_family, folder):
+        assert "1 that do not fit: model.layers.0.mlp.experts.down_proj is float32 (7, 32, 48) in the folder" in text
+        assert "(from model.layers.0.block_sparse_moe.experts.0.w2.weight, " in text
+        assert "float32 (8, 32, 48) in the model" in text
+
+
+def one_rank_cannot_read(mesh: Any, folder: str) -> str:
+    model = acc.shard(models.seeded(vocab=19), mesh)
+    with pytest.raises(acc.CheckpointError) as error:
+        load_pretrained(model, folder if mesh.get_local_rank() else folder + "-not-here")
+    return str(error.value)
+
+
+def test_a_folder_that_one_rank_lacks_is_an_error_on_all(world, tmp_path):
+    folder = write(tmp_path / "here", models.seeded(vocab=19).state_dict())
+    texts = world.run(2, one_rank_cannot_read, folder)
+    assert all("rank 0: " in text and "is no folder" in text for text in texts)
+
+
+def unknown_buffer(mesh: Any, folder: str) -> str:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_buffer("mask", torch.ones(3), persistent=False)
+    model = acc.shard(model, mesh)
+    with pytest.raises(acc.UsageError) as error:
+        load_pretrained(model, folder)
+    assert model.mask.is_meta
+    return str(error.value)
+
+
+def test_a_buffer_that_nothing_computes_is_named(world, tmp_path):
+    folder = write(tmp_path, nn.Sequential(nn.Linear(2, 2)).state_dict())
+    for text in world.run(2, unknown_buffer, folder):
+        assert "1 buffers of the meta device" in text
+        assert "mask" in text
+
+
+def downloaded(mesh: Any, folder: str) -> list[str]:
+    """A name of the hub, with a hub that is not there and with one that gives a folder."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    asked: list[str] = []
+
+    def give(name: str, **options: Any) -> str:
+        asked.append(name)
+        if name == "nobody/nothing":
+            raise OSError("no network")
+        return folder
+
+    before, huggingface_hub.snapshot_download = huggingface_hub.snapshot_download, give
+    try:
+        model = acc.shard(models.seeded(vocab=19), mesh)
+        with pytest.raises(acc.CheckpointError, match="no network"):
+            load_pretrained(model, "nobody/nothing")
+        load_pretrained(model, "owner/name")
+    finally:
+        huggingface_hub.snapshot_download = before
+    return asked + unlike(model, models.seeded(5, vocab=19))
+
+
+def test_a_name_of_the_hub_is_downloaded(world, tmp_path):
+    folder = write(tmp_path, models.seeded(5, vocab=19).state_dict())
+    assert world.run(2, downloaded, folder) == [["nobody/nothing", "owner/name"]] * 2
+
+
+# -- conversions
+
+
+def test_tensors_that_are_not_read_yet_compute_what_tensors_do(tmp_path):
+    a, b = torch.randn(6, 4, 3), torch.randn(6, 4, 3)
+    save_file({"a": a, "b": b}, tmp_path / "model.safetensors")
+
+    def program(x: Any, y: Any) -> dict[str, Any]:
+        stacked = torch.stack([x, y, x], dim=1)
+        joined = torch.cat([stacked, torch.stack([y, y], 1)], dim=1)
+        left, right = torch.chunk(joined.transpose(0, 2), 2, dim=0)
+        first, second, _ = torch.split(joined, [1, 3, 1], dim=1)
+        return {
+            "stacked": stacked, "joined": joined, "left": left.contiguous(), "right": right, "first": first, "second": second,
+            "other": x.reshape(3, 2, 12).permute(1, 0, 2), "part": y[2:5, None], "product": torch.mul(x, y),
+            "tail": torch.unbind(y)[-1],
+        }  # fmt: skip
+
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        lazy = program(pretrained.stored(file, "a"), pretrained.stored(file, "b"))
+        for name, wanted in program(a, b).items():
+            got = lazy[name]
+            assert got.shape == wanted.shape, name
+            assert torch.equal(got.whole(), wanted), name
+            part = got.narrow(0, 1, wanted.shape[0] - 1).narrow(-1, 1, 2)
+            assert torch.equal(part.whole(), wanted[1:, ..., 1:3]), name
+
+
+# -- memory
+
+LAYERS, ROWS, COLUMNS = 10, 2048, 3840
+TENSOR_BYTES = 4 * ROWS * COLUMNS  # 31 MB, ten of them
+
+
+class Anonymous(threading.Thread):
+    """The most memory of this process that no file backs, sampled every millisecond.
+
+    Not the resident set: pages of mapped files count there, which are the system's cache and go when memory is asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.start_bytes = self.peak_bytes = self.now()
+        self._ended = threading.Event()
+
+    @staticmethod
+    def now() -> int:
+        status = Path("/proc/self/status").read_text()
+        # Not RssShmem: files on tmpfs that are mapped count there.
+        return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
+
+    def run(self) -> None:
+        while not self._ended.wait(0.001):
+            self.peak_bytes = max(self.peak_bytes, self.now())
+
+    def finish(self) -> int:
+        """Bytes above the start."""
+        self._ended.set()
+        self.join()
+        return max(self.peak_bytes, self.now()) - self.start_bytes
+
+
+def memory_bytes(mesh: Any, folder: str) -> tuple[int, int, bool]:
+    """What a rank takes for shard and load together, its shard, and whether its rows are right."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(LAYERS)))
+    torch.zeros(1).add_(1)
+    watch = Anonymous()
+    watch.start()
+    model = acc.shard(model, mesh)
+    load_pretrained(model, folder)
+    taken = watch.finish()
+    rows, rank = ROWS // mesh.size(), mesh.get_local_rank()
+    right = all(
+        torch.equal(p.to_local()[0, :2], torch.tensor([float(i), float(rank * rows)]))
+        for i, p in enumerate(model.parameters())
+    )
+    return taken, sum(p.to_local().nbytes for p in model.parameters()), right
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted where Linux tells it")
+def test_memory_stays_under_the_shard_and_one_tensor(tmp_path):
+    tensors = {}
+    for i in range(LAYERS):
+        tensors[f"{i}.weight"] = tensor = torch.zeros(ROWS, COLUMNS)
+        tensor[:, 0], tensor[:, 1] = i, torch.arange(ROWS)
+    folder = write(tmp_path, tensors, 2)
+    del tensors
+    fresh = pool.Pool()
+    try:
+        for taken, shard, right in fresh.run(4, memory_bytes, folder):
+            assert right
+            assert shard == LAYERS * TENSOR_BYTES // 4
+            assert taken <= shard + TENSOR_BYTES
+            assert taken > shard // 2, "the meter saw it: a few pages of a shard may have been resident before"
+    finally:
+        fresh.close()
