@@ -126,7 +126,7 @@ def without_errors(text: str) -> str:
 @pytest.mark.slow
 def test_the_table_of_the_documentation(world):
     written = DOCUMENT.read_text()
-    if f"transformers {transformers.__version__}," not in written:
+    if f"transformers {transformers.__version__}," not in " ".join(written.split()):  # whatever the lines' ends
         pytest.skip(f"docs/models.md was not made with transformers {transformers.__version__}")
     found = render({name: in_float32(world, name) for name in WORKING})
     assert without_errors(found) == without_errors(written), (
