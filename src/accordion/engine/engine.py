@@ -273,9 +273,9 @@ class Engine:
     # -- gradients
 
     def add_up(self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
-        """`Unit.add_up`."""
+        """Under no_sync: keep this rank's full gradients, and what they add up to."""
         self.writes_here()
-        self._taking(Purpose.GRADIENTS, unit.add_up, trained, grads)
+        self._taking(Purpose.GRADIENTS, unit.local_sums.add, trained.indices, grads)
 
     def reduce(
         self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
@@ -362,7 +362,7 @@ class Engine:
 
     def _reduce_leftovers(self) -> None:
         """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
-        for unit in [unit for unit in self.units if unit.adding_up and unit.unit_policy.reduces]:
+        for unit in [unit for unit in self.units if unit.local_sums.is_adding and unit.unit_policy.reduces]:
             trained = unit.trained
             nothing = [None] * len(trained.indices)
             parts = self.reduce(unit, trained, nothing, [False] * len(nothing))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.group import Group, ShardingContext
+from accordion.engine.local_sums import LocalSums
 from accordion.engine.module_params import ModuleParams
 from accordion.engine.order import Phase
 from accordion.engine.pending_reduce import PendingReduce
@@ -102,10 +103,7 @@ class Unit:
         )
         self._landed: list[Transfer] = []  # those that brought them
         self._aside: list[Any] = []  # other streams that compute with them
-        self.sums: dict[int, Tensor] = {}  # full gradients that add up under no_sync, by index of their parameter
-        self.adding_up = False  # a backward under no_sync came by: the same on all ranks, unlike `sums`
-        self._markers: dict[int, tuple[DTensor, int]] = {}  # the zeros given as gradients meanwhile, and their version
-        self._reduce_dtypes = [g.reduce_dtype for g in groups for _ in g.params]
+        self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
         self.takes_grads = context.shard.num_ranks == 1  # large gradients are summed where they are
         self._on_device = context.device.type != "cpu"
         self.trained = self._trained_now()
@@ -303,53 +301,13 @@ class Unit:
             if mine:
                 yield group, [i for i, _ in mine], [v for _, v in mine]
 
-    def add_up(self, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
-        """Under no_sync: add this rank's full gradients, in the dtype of the sum over ranks.
-
-        A parameter without a gradient gets one of zeros, which tells later whether somebody has called zero_grad.
-        """
-        self.adding_up = True
-        for i, param, grad in zip(trained.indices, trained.params, grads, strict=True):
-            if grad is None:
-                continue
-            if self._is_reset(i, param):
-                self.sums.pop(i, None)
-            held = self.sums.get(i)
-            # A new tensor, never in place: the first one may be shared by autograd.
-            self.sums[i] = grad.to(self._reduce_dtypes[i]) if held is None else held + grad
-            if param.grad is None:
-                zeros = param.grad = _torch.as_dtensor(torch.zeros_like(_torch.local_of(param)), param)
-                self._markers[i] = (zeros, zeros._version)
-
-    def _is_reset(self, i: int, param: Tensor) -> bool:
-        """Whether the gradient was cleared since something was added up: then the sum belongs to a step that was given up."""
-        marker = self._markers.get(i)
-        if i not in self.sums:
-            return False
-        if marker is None:
-            return param.grad is None
-        return param.grad is None or (param.grad is marker[0] and marker[0]._version != marker[1])
-
-    def holds_sums(self) -> bool:
-        """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
-        return any(not self._is_reset(i, self.params[i].sharded) for i in self.sums)
-
-    def drop_sums(self) -> None:
-        """Forget what has been added up, and the zeros that stand for it."""
-        for i, (zeros, _) in self._markers.items():
-            if self.params[i].sharded.grad is zeros:
-                self.params[i].sharded.grad = None
-        self.sums.clear()
-        self._markers.clear()
-        self.adding_up = False
-
     def reduce(
         self, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
     ) -> list[PendingReduce]:
         """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
-        added, self.adding_up = self.adding_up, False
+        added = self.local_sums.is_adding
         if added:
-            grads = [self._with_sum(i, p, g) for i, p, g in zip(trained.indices, trained.params, grads, strict=True)]
+            grads = self.local_sums.take(trained.indices, grads)
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
         if len(self.groups) == 1:
             group = self.groups[0]
@@ -360,16 +318,6 @@ class Unit:
             PendingReduce(group, chosen, given, group.reduce_dtype if added else group.dtype, mine)
             for (group, chosen, given), (_, _, mine) in by_group
         ]
-
-    def _with_sum(self, i: int, param: Tensor, grad: Tensor | None) -> Tensor | None:
-        reset = self._is_reset(i, param)
-        held = self.sums.pop(i, None)
-        marker = self._markers.pop(i, None)
-        if marker is not None and param.grad is marker[0]:
-            param.grad = None
-        if held is None or reset:
-            return grad if grad is None else grad.to(self._reduce_dtypes[i])
-        return held if grad is None else held + grad
 
     def as_gradients(
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True

@@ -235,7 +235,7 @@ class Tree:
             raise UsageError(
                 "shards cannot change their dtype, device or memory in a forward or backward; do it between steps."
             )
-        if any(unit.holds_sums() for unit in engine.units):
+        if any(unit.local_sums.any_held() for unit in engine.units):
             raise UsageError(
                 "gradients have been added up without communication, and would be lost; run a backward that synchronises, or "
                 "zero_grad(), before the parameters change their dtype, device or memory."

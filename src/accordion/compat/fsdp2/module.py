@@ -72,7 +72,7 @@ class FSDPModule:
         if part.unit is not None:
             part.engine().reset()
             for unit in part.engine().units:
-                unit.drop_sums()
+                unit.local_sums.drop()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True lets full parameters go after the forward, False keeps them for the backward."""

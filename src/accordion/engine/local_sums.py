@@ -1,0 +1,106 @@
+"""Gradients that add up on one rank under no_sync, in full, until a reduce takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.engine.group import Param
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What one parameter's gradients add up to since somebody cleared them.
+
+    `grad`: the parameter's `grad` then, and its `version`: they tell when it is cleared. `is_ours`: it was made of zeros for
+    that, since the parameter had none.
+    """
+
+    total: Tensor
+    grad: Tensor
+    version: int
+    is_ours: bool
+
+
+class LocalSums:
+    """The sums of one unit's full gradients, each in the dtype of its sum over ranks.
+
+    `is_adding`: a backward under no_sync came by since the last reduce: the same on all ranks, unlike what it brought.
+    """
+
+    def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
+        self._params, self._dtypes = params, dtypes
+        self._sums: dict[int, _Sum] = {}  # by index of the parameter
+        self.is_adding = False
+
+    def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Add full gradients of the parameters `indices`. A parameter without a `grad` gets one of zeros."""
+        self.is_adding = True
+        for i, grad in zip(indices, grads, strict=True):
+            if grad is None:
+                continue
+            held = self._held(i)
+            if held is not None:
+                # A new tensor, never in place: the first one may be shared by autograd.
+                held.total = held.total + grad
+                continue
+            self._forget(i)
+            param = self._params[i].sharded
+            shown, is_ours = param.grad, param.grad is None
+            if shown is None:
+                shown = param.grad = _torch.as_dtensor(torch.zeros_like(_torch.local_of(param)), param)
+            self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
+
+    def take(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """`grads` of the parameters `indices` with what added up before them, which is forgotten."""
+        self.is_adding = False
+        return [self._with_sum(i, grad) for i, grad in zip(indices, grads, strict=True)]
+
+    def _with_sum(self, i: int, grad: Tensor | None) -> Tensor | None:
+        held = self._held(i)
+        self._forget(i)
+        if held is None:
+            return grad if grad is None else grad.to(self._dtypes[i])
+        return held.total if grad is None else held.total + grad
+
+    def any_held(self) -> bool:
+        """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
+        return any(self._held(i) is not None for i in self._sums)
+
+    def drop(self) -> None:
+        """Forget what has been added up, and the zeros that stand for it."""
+        for i in list(self._sums):
+            self._forget(i)
+        self.is_adding = False
+
+    def _forget(self, i: int) -> None:
+        held = self._sums.pop(i, None)
+        if held is not None and held.is_ours and self._params[i].sharded.grad is held.grad:
+            self._params[i].sharded.grad = None
+
+    def _held(self, i: int) -> _Sum | None:
+        """What parameter `i` adds up to; None if its gradient was cleared since: the sum is of a step that was given up.
+
+        Cleared is a gradient that is None, or was written and is zero everywhere: `zero_grad(set_to_none=False)`.
+        """
+        held = self._sums.get(i)
+        if held is None:
+            return None
+        grad = self._params[i].sharded.grad
+        if grad is None:
+            return None
+        if grad is held.grad and grad._version != held.version:
+            if held.is_ours or not _any_nonzero(grad):
+                return None
+            held.version = grad._version
+        return held
+
+
+def _any_nonzero(grad: Tensor) -> bool:
+    local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+    return bool(local.count_nonzero())
