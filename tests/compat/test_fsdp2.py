@@ -392,7 +392,7 @@ def prefetched(mesh) -> None:
     assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
     assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
     begun = []
-    model.blocks[0].register_forward_hook(lambda *_: begun.append([bool(u._transfers) or u.is_full for u in units[2:]]))
+    model.blocks[0].register_forward_hook(lambda *_: begun.append([u.is_launched for u in units[2:]]))
     one_loss(model, 1).backward()
     assert begun == [[True, True]]
     for step in range(2):

@@ -123,7 +123,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     own = Unit.launch
 
     def launch(unit: Unit) -> None:
-        if not (unit.is_full or unit._transfers):
+        if not unit.is_launched:
             seen.append((unit.name, _torch.current_graph_task() != -1))
         own(unit)
 

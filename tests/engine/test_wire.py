@@ -233,7 +233,7 @@ def received_numels(mesh, patch: pytest.MonkeyPatch, reduce: str = "exchange") -
         acc.shard(model, mesh=mesh, precision=precision, strategy=strategy, units={models.Block})
         unit = unit_in(model.blocks[0])
         axis = unit.groups[0].context.shard
-        axis.reduce.is_gloo = not in_pieces
+        axis.reduce.in_one_piece = not in_pieces
         patch.setattr(reduce_file, "PIECE_BYTES", 2 * PACK_LIMIT_BYTES)
         tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=48, shape=(1, 4))
         models.loss_of(model(tokens), targets).backward()

@@ -197,7 +197,7 @@ def drained(mesh) -> None:
         models.loss_of(model(tokens, skip=skip), targets).backward()
         assert not engine_in(model).reduces_under_way
         assert_at_rest(model)
-        assert all(not unit.is_full and not unit._transfers for unit in units_of(model))
+        assert all(not unit.is_launched for unit in units_of(model))
 
 
 def test_11_reduces_are_drained_by_the_last_group_only(world):
@@ -469,7 +469,7 @@ def inference(mesh, strategy: acc.Strategy) -> None:
     with torch.no_grad():
         for _ in range(2):
             model(batch(model)[0])
-    assert not [unit.name for unit in units_of(model) if unit.is_full or unit._transfers]
+    assert not [unit.name for unit in units_of(model) if unit.is_launched]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])

@@ -99,7 +99,7 @@ class Gather(torch.autograd.Function):
             engine.add_up(unit, call.trained, grads)
             return None, engine.zero if call.sync else None
         parts = engine.reduce(unit, call.trained, grads, ours)
-        engine.reduces_under_way[id(parts)] = parts
+        engine.reduces_under_way.append(parts)
         assert call.staged is not None, "a call that reduces has its node"
         call.staged.reducing.setdefault(task, []).append((call, parts))
         # Defined, never None: autograd picks the queue of a node from the gradients in its buffer.

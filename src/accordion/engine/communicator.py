@@ -13,9 +13,6 @@ from torch import Tensor
 from accordion import _torch
 
 STREAM_ORDERED = ("nccl", "xccl", "rccl", "hccl")
-SENDING_RANKS = 8  # up to here gloo's ranks send each other large parts; the number of messages grows with its square
-TAG = 1 << 20  # of those messages, above what callers number theirs with
-
 
 CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -55,7 +52,12 @@ class Communicator:
     On a stream-ordered backend calls run on the current stream with `asyncOp=False`: the default, True, moves them to a stream
     of the backend's own. Elsewhere (gloo, fake) calls are asynchronous and their works are handed to the caller.
     The `dist.*` wrappers do the same and cost 57 us more a unit and step.
+
+    What a backend is better at, for those who plan a reduce or a gather: `exchanges`, all-to-all beats reduce-scatter at every
+    size; `in_one_piece`, what is begun in pieces is no faster; `sends`, messages from rank to rank beat collectives.
     """
+
+    exchanges = in_one_piece = sends = False
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -64,15 +66,10 @@ class Communicator:
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
         self.is_fake = False
-        # Its reduce-scatter is an all-reduce, twice the bytes, whose wait heeds no time-out (2.13).
-        self.is_gloo = False
-        self.sends = False  # `send_each` works, and beats collectives
         if group is None:
             return
         backend = _torch.backend_of(group, device)
         self._async, self.is_fake = backend not in STREAM_ORDERED, backend == "fake"
-        self.is_gloo = backend == "gloo"
-        self.sends = self.is_gloo and device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
@@ -113,23 +110,6 @@ class Communicator:
             self.group.alltoall_base(out, sent, a, b, self._exchange_options)
         self.group._end_coalescing(self.device)
         return self._pending()
-
-    def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent), contiguous tensors by rank: `sent[r]` goes to rank r, `received[r]` comes from it.
-
-        What is of this rank itself is left alone, and what is empty is not sent. Memory to memory: 12.6 MB over
-        2 ranks of gloo take 0.6 of the time of its gathers in place.
-        """
-        works = []
-        for i, (received, sent) in enumerate(messages):
-            for r, (into, out) in enumerate(zip(received, sent, strict=True)):
-                if r == self.rank:
-                    continue
-                if into.numel():
-                    works.append(self.group.recv([into], r, TAG + i))
-                if out.numel():
-                    works.append(self.group.send([out], r, TAG + i))
-        return works
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
         """Each `outs[i]` (1-D, n) becomes this rank's part of the sum over ranks of `inputs[i]` (1-D, num_ranks * n)."""

@@ -77,7 +77,7 @@ class Engine:
         self.pre_backward_nodes: list[Tensor] = []  # of the calls of the outermost call under way
         self._nodes_of = -1  # the backward in which that call runs
         # Backwards.
-        self.reduces_under_way: dict[int, list[PendingReduce]] = {}  # by id of their list
+        self.reduces_under_way: list[list[PendingReduce]] = []  # those of one call of a unit together
         self.delayed_writes = DelayedWrites()
         self.undecided = UndecidedGradients()
         self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
@@ -85,7 +85,9 @@ class Engine:
         self._tasks: dict[int, list[CallInBackward]] = {}
         self._synced: set[int] = set()  # backward tasks that reduce
         self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
-        self._asked = -1, False  # a backward task, and whether it accumulates
+        self._accumulates: tuple[int, bool] | None = (
+            None  # a backward task, and whether the engine may write gradients in it
+        )
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def add_unit(self, unit: Unit, calls: CallStack) -> None:
@@ -96,9 +98,7 @@ class Engine:
 
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
-        for part in [
-            part for parts in self.reduces_under_way.values() for part in parts if self.context.waiter.broken is None
-        ]:
+        for part in [part for parts in self.reduces_under_way for part in parts if self.context.waiter.broken is None]:
             part.finish()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
@@ -227,7 +227,7 @@ class Engine:
         self.land_gradients()
         if not self._tasks and not self.reduces_under_way:
             return
-        for parts in self.reduces_under_way.values():
+        for parts in self.reduces_under_way:
             for part in parts:
                 part.finish()
         self.reduces_under_way.clear()
@@ -319,11 +319,12 @@ class Engine:
     def accumulates(self) -> bool:
         """Whether the engine may write `grad` itself: nothing is asked of the backward that autograd would have to see."""
         task = _torch.current_graph_task()
-        if self._asked[0] != task:  # once a backward
-            self._asked = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
-        if self._asked[1]:
+        if self._accumulates is None or self._accumulates[0] != task:  # once a backward
+            self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.anchor)
+        may = self._accumulates[1]
+        if may:
             self.writes_here()
-        return self._asked[1]
+        return may
 
     def writes_here(self) -> None:
         """Gradients are about to be written, or added up, on the compute stream: it waits for others on which some were."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator, carried
+from accordion.engine.communicator import Communicator, Pending, carried
 from accordion.engine.layout import KIB, Cut, Message
 from accordion.engine.shards import ShardBuffer
 from accordion.engine.streams import Steps
@@ -37,7 +37,7 @@ class Axis:
         """Exchange sums in float32 at the gradients' own wire dtype, but every rank talks to every other: design 3.4."""
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
-        if self.reduce.is_gloo:
+        if self.reduce.exchanges:
             return True
         per_peer = sum(c.shard_numel for c in cuts) * itemsize
         return self.one_node and per_peer >= EXCHANGE_BYTES_PER_PEER
@@ -144,10 +144,6 @@ class AxisGather:
         packs = num > 1 and msg.row_numel > 0
         if packs:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
-        # The packed message stays a collective, which a rank can wait for in turns.
-        self._sends = axis.gather.sends and packs and bool(self._fulls)
-        # Made at the first run: torch cuts no storage of no bytes.
-        self._sent: list[tuple[Sequence[Tensor], list[Tensor]]] = []
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
         """Cut what travels packed into the rows of ranks and the parts of tensors."""
@@ -204,11 +200,7 @@ class AxisGather:
             self.load()
         if self._axis.num_ranks == 1:
             return
-        if self._sends:
-            sends = self._send(self._axis.num_ranks)
-            yield self._axis.gather.gather(self._arrive[-1:], self._travel[-1:])._replace(sends=sends)
-        else:
-            yield self._axis.gather.gather(self._arrive, self._travel)
+        yield self._communicate()
         if self._storage is None:
             return
         if self._msg.pack_numel:
@@ -216,14 +208,8 @@ class AxisGather:
         if self._msg.num_flags:
             check(self._tags)
 
-    def _send(self, num: int) -> list[Any]:
-        if not self._sent:
-            pairs = zip(self._fulls, self._shards, strict=True)
-            self._sent = [(full.view(num, -1).unbind(), [shard] * num) for full, shard in pairs]
-        works = self._axis.gather.send_each(self._sent)
-        if self._own:
-            _torch.foreach_copy_(self._own, self._shards)
-        return works
+    def _communicate(self) -> Pending:
+        return self._axis.gather.gather(self._arrive, self._travel)
 
     def _unpack(self) -> None:
         """Copy the packed message to where each small parameter stands."""

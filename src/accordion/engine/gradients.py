@@ -31,7 +31,8 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
     heard = True in listens
     decide = heard or bool(engine.observers.gradients_arrive)  # somebody looks at gradients before the backward ends
     grads = engine.as_gradients(call.unit, call.trained, parts, adding, decide)
-    engine.reduces_under_way.pop(id(parts), None)  # not before: where something raises, `recover` waits for what flies
+    if parts in engine.reduces_under_way:  # not before: if something raises, `recover` waits for what is under way
+        engine.reduces_under_way.remove(parts)
     if heard:
         engine.land_gradients()
     if not accumulates:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accordion import _torch
 from accordion.engine.communicator import CARRIED, Communicator, carried, gathered_rows
 from accordion.engine.gather import Axis, AxisGather, FullBuffer, FullMemory
+from accordion.engine.gloo import SendingGather
 from accordion.engine.late_gradients import runs
 from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
 from accordion.engine.reduce import ReducePlan
@@ -293,12 +294,17 @@ class CutGroup(Group):
         self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
         if context.relay:
             self._gatherings.append(
-                AxisGather(context.replicate, self._inner, self.shard_buffer, self._relay.full_buffer)
+                self._gather_over(context.replicate, self._inner, self.shard_buffer, self._relay.full_buffer)
             )
         if full_buffer is not None:
-            self._gatherings.append(AxisGather(context.shard, self.message, tagged, full_buffer))
+            self._gatherings.append(self._gather_over(context.shard, self.message, tagged, full_buffer))
             full_buffer.close()
         self._is_direct = type(self.shard_buffer) is FlatShards and not context.relay
+
+    @staticmethod
+    def _gather_over(axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> AxisGather:
+        kind = SendingGather if axis.gather.sends else AxisGather
+        return kind(axis, msg, shard_buffer, full_buffer)
 
     @property
     def relay_bytes(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
+from accordion.engine.gloo import SendingReduce
 from accordion.engine.group import Group
 from accordion.engine.reduce import AxisReduce, dense
 from accordion.engine.streams import Steps, Transfer
@@ -45,7 +46,8 @@ class PendingReduce:
             pairs = zip(chosen, grads, strict=True)
             present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
             ours = [mine or g is None for g, mine in zip(grads, ours, strict=True)]
-        reductions = [AxisReduce(plan, context.device) for plan in group.plans(chosen, sent)]
+        plans = group.plans(chosen, sent)
+        reductions = [(SendingReduce if plan.sends else AxisReduce)(plan, context.device) for plan in plans]
         if context.reduce_stream.late:
             for r in reductions:
                 r.poison()

@@ -56,15 +56,15 @@ class ReducePlan:
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
         """Which direct gradients are exchanged together, packed ones with the last; where in one buffer each arrives; its size.
 
-        Pieces are received one after the other into the same memory, of the largest gradient's size. On gloo all are one piece:
-        its host would begin the second when it waits for the first.
+        Pieces are received one after the other into the same memory, of the largest gradient's size. Some backends take
+        all as one piece: gloo's host would begin the second when it waits for the first.
         """
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
         least = max([*numels, PIECE_BYTES // self.wire.itemsize])
         pieces, offsets, begun, at = list[slice](), list[int](), 0, 0
         for i, numel in enumerate(numels):
-            if at + numel > least and not self.axis.reduce.is_gloo:
+            if at + numel > least and not self.axis.reduce.in_one_piece:
                 pieces.append(slice(begun, i))
                 begun, at = i, 0
             offsets.append(at)
@@ -74,11 +74,11 @@ class ReducePlan:
     def _casts(self) -> list[list[tuple[int, int, int]]]:
         """Which columns [start, stop) of which direct gradients, each (num_ranks, n), are cast together to be scattered.
 
-        Into one buffer, the same for all: at most an eighth of them where that is much. On gloo all are one piece, as above.
+        Into one buffer, the same for all: at most an eighth of them if that is much; or as one piece, as above.
         """
         numels, itemsize = [part.stop - part.start for part in self.direct], self.dtype.itemsize
         most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))
-        return columns(numels, sum(numels) if self.axis.reduce.is_gloo else aligned(most, itemsize))
+        return columns(numels, sum(numels) if self.axis.reduce.in_one_piece else aligned(most, itemsize))
 
     def numel_of(self, piece: Sequence[tuple[int, int, int]]) -> int:
         """Elements of the buffer that a piece takes."""
@@ -170,13 +170,6 @@ class AxisReduce:
                 _torch.foreach_copy_(self._direct_out, [g.reshape(-1) for g in self._direct])
             if not self._plan.sums_in_place:
                 self._out_pack.copy_(self._pack[0])
-        elif self._plan.sends:
-            parts = self._parts()
-            sends = communicator.send_each(parts)
-            yield joined(communicator.exchange(self._sends()[-1:]), communicator.sum(self._whole))._replace(sends=sends)
-            for (row_of_each, _), out in zip(parts, self._direct_out, strict=True):
-                add_rows(row_of_each, out)
-            sum_rows(self._received[-1], self._out_pack)
         elif self._plan.exchange:
             sends, outs = self._sends(), [*self._direct_out, self._out_pack]
             for piece in self._plan.pieces:
@@ -208,15 +201,6 @@ class AxisReduce:
             is_last = piece is self._plan.casts[-1]
             yield outs + ends[0] * is_last, inputs + ends[1] * is_last
 
-    def _parts(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For each direct gradient, by rank: where its part of this rank's rows comes to lie, and what goes to it."""
-        parts, rank = [], self._axis.rank
-        for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
-            c = self._msg.cuts[i]
-            to = list(grad.view(-1).split([c.rows_of(r) * c.row_numel for r in range(c.num_ranks)]))
-            parts.append(([*received[:rank], to[rank], *received[rank:]], to))
-        return parts
-
     def _sends(self) -> list[tuple[Tensor, Tensor, list[int], list[int]]]:
         sends: list[tuple[Tensor, Tensor, list[int], list[int]]] = []
         for i, sent, received in zip(self._msg.direct, self._direct, self._received, strict=False):
@@ -234,13 +218,6 @@ class AxisReduce:
 def joined(first: Pending, second: Pending) -> Pending:
     """Both, of one communicator."""
     return Pending(first.communicator, [*first.works, *second.works])
-
-
-def add_rows(rows: Sequence[Tensor], out: Tensor) -> None:
-    """`out` (n,) becomes the sum of all of `rows` (n,), in their order and dtype."""
-    torch.add(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        out.add_(row)
 
 
 def sum_rows(rows: Tensor, out: Tensor) -> None:

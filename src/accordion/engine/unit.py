@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.Linear)) and next(module.children(), None) is None
 
 
+class FullParams(Enum):
+    """Where the full parameters of a unit are."""
+
+    LET_GO = "let go"  # they have no memory, or show shards as they were
+    ARRIVING = "arriving"  # transfers fill them
+    STANDING = "standing"
+
+
 class Unit:
     """Owns the groups of one module and the count of leases on their full parameters; `window`: what modules see of them."""
 
@@ -95,12 +104,11 @@ class Unit:
         self._gathered = [g for g in groups if not g.alias]
         self._full_buffers = [g.full_buffer for g in groups if g.full_buffer is not None]
         self.leases = 0
-        self.is_full = False  # the full parameters stand
+        self.full_params = FullParams.LET_GO
         self.keep_until_stale = False  # they outlive their leases
-        self._transfers: list[Transfer] = []
-        self._opened_on: Any = (
-            None  # the compute stream on which the full parameters have got their memory, of a device
-        )
+        self._transfers: list[Transfer] = []  # those under way while they arrive
+        # Of a device: the compute stream on which the full parameters have got their memory.
+        self._opened_on: Any = None
         self._landed: list[Transfer] = []  # those that brought them
         self._aside: list[Any] = []  # other streams that compute with them
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
@@ -136,9 +144,9 @@ class Unit:
 
     def drop_stale(self) -> None:
         """A full copy older than the shards is filled again at its next use."""
-        if (self.is_full or self._transfers) and any(g.is_stale() for g in self.groups):
+        if self.is_launched and any(g.is_stale() for g in self.groups):
             self._land()
-            self.is_full = False
+            self.full_params = FullParams.LET_GO
             if self._aside:  # who writes them anew waits for who read them
                 self.context.gather_stream.join(self._aside)
 
@@ -153,7 +161,7 @@ class Unit:
     # -- leases
 
     def launch(self) -> None:
-        if self.is_full or self._transfers:
+        if self.is_launched:
             return
         try:
             for group in self.groups:
@@ -169,21 +177,26 @@ class Unit:
             self._close()
             self.mark_stale()
             raise
-        self.is_full = not self._transfers
+        self.full_params = FullParams.ARRIVING if self._transfers else FullParams.STANDING
         if self._opened_on is None and self._transfers:
             self._opened_on = self._transfers[0].begun_on
 
     @property
+    def is_full(self) -> bool:
+        """Whether the full parameters stand."""
+        return self.full_params is FullParams.STANDING
+
+    @property
     def is_launched(self) -> bool:
         """Whether the full parameters stand, or are on their way."""
-        return self.is_full or bool(self._transfers)
+        return self.full_params is not FullParams.LET_GO
 
     def acquire(self) -> int:
         """Promise that the full parameters, which `launch` has begun to gather, stand until `release`.
 
         Gives the version of the shards that they show.
         """
-        if self.is_full:
+        if self.full_params is FullParams.STANDING:
             if self._on_device:
                 self._join()
             version = self.version()
@@ -201,7 +214,7 @@ class Unit:
                 group.landed()
             self._aside += [f.aside for f in self._transfers[:1] if f.aside is not None]
             self._landed, self._transfers = self._transfers, []
-        self.is_full = True
+        self.full_params = FullParams.STANDING
 
     def _join(self) -> None:
         """The full parameters stand; the compute stream may be one that did not wait for that yet."""
@@ -225,7 +238,7 @@ class Unit:
 
     def let_go(self) -> None:
         """Free the full parameters where no lease holds them and the strategy does not keep them."""
-        if self.leases == 0 and (self.is_full or self._transfers) and self.context.waiter.broken is None:
+        if self.leases == 0 and self.is_launched and self.context.waiter.broken is None:
             if self._transfers:
                 self._land()
             if not (self.context.keeps_full or self.keep_until_stale):
@@ -240,7 +253,7 @@ class Unit:
         self._landed.clear()
         for full_buffer in self._full_buffers:
             full_buffer.close()
-        self.is_full = False
+        self.full_params = FullParams.LET_GO
 
     def version(self) -> int:
         """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""

@@ -32,7 +32,7 @@ class Gradients:
         side_stream: SideStream,
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
-        self._slots, self._locals, self._side_stream, self._pool = slots, locals_, side_stream, pool
+        self.slots, self._locals, self._side_stream, self._pool = slots, locals_, side_stream, pool
         self.comes_from_device = side_stream.sleeps  # else what is added to others is added from where it is
         self._landing: list[Tensor] = []  # for each parameter its part, bytes
         at = 0
@@ -61,11 +61,11 @@ class Gradients:
                 result.append(row)
                 continue
             landed = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self._locals[i].stride())
-            target = given = landed if is_added else self._slots[i].take()
-            if not is_added and self._slots[i].lies_at(given):
+            target = given = landed if is_added else self.slots[i].take()
+            if not is_added and self.slots[i].lies_at(given):
                 target = landed
                 if row.numel():
-                    writes.append((self._slots[i], self._landing[i]))
+                    writes.append((self.slots[i], self._landing[i]))
             to.append(target)
             source.append(row)
             result.append(given)
@@ -79,14 +79,14 @@ class Gradients:
 
     def file_range(self, i: int, grad: Tensor) -> FileRange | None:
         """Where `grad`, of parameter `i`, is on disk; None where it is in memory."""
-        return self._slots[i].file_range if self._slots[i].lies_at(grad) else None
+        return self.slots[i].file_range if self.slots[i].lies_at(grad) else None
 
     def is_on_disk(self, i: int) -> bool:
-        return self._slots[i].file_range is not None
+        return self.slots[i].file_range is not None
 
     def settle(self, i: int) -> None:
         """What a caller wrote into the gradient of parameter `i` is on disk."""
-        self._slots[i].settle()
+        self.slots[i].settle()
 
 
 class Slot:
@@ -97,11 +97,11 @@ class Slot:
 
     def __init__(self, rest: Tensor, file_range: FileRange | None = None) -> None:
         self._rest, self.file_range = own_storage(rest), file_range
-        self._alone = _torch.holders_of_memory(self._rest)
+        self.num_holders = _torch.holders_of_memory(self._rest)  # while nobody has a gradient that lies here
 
     def take(self) -> Tensor:
         """A tensor over the slot; over new memory where a gradient that was given out before is still held."""
-        if _torch.holders_of_memory(self._rest) > self._alone:
+        if _torch.holders_of_memory(self._rest) > self.num_holders:
             return torch.empty_like(self._rest)
         return self._rest.detach()
 

@@ -35,16 +35,29 @@ def spread(
     grads: Sequence[tuple[bool, Tensor | None]], communicators: Sequence[Communicator], device: torch.device
 ) -> None:
     """Let every rank see an overflow that one rank has in its rows. `grads`: under fp16, each with whether it is whole."""
-    whole = [_torch.local_of(g) for is_whole, g in grads if is_whole and g is not None]
+    whole, rows = (
+        [_torch.local_of(g) for is_whole, g in grads if g is not None and is_whole is wanted]
+        for wanted in (True, False)
+    )
     if not communicators or not whole:
         return
-    one, found = (torch.full((), value, device=whole[0].device) for value in (1.0, 0.0))
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for is_whole, g in grads:
-        if not is_whole and g is not None:
-            row = _torch.local_of(g)
-            by_dtype.setdefault(row.dtype, []).append(row)
-    for same in by_dtype.values():
-        _torch.find_non_finite_(same, found, one)
-    overflow = torch.where(reduced(found.to(device), communicators) > 0, float("inf"), 0.0)
-    _torch.foreach_add_(whole, overflow.to(whole[0].device))
+    overflows = [_overflowed(same).to(device) for same in _together(rows)]
+    found = torch.stack(overflows).amax() if overflows else torch.zeros((), device=device)
+    overflow = torch.where(reduced(found, communicators) > 0, float("inf"), 0.0)
+    for same in _together(whole):
+        _torch.foreach_add_(same, overflow.to(same[0].device))
+
+
+def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """By device and dtype: gradients of some units may rest on the host, and others not."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(by_kind.values())
+
+
+def _overflowed(rows: list[Tensor]) -> Tensor:
+    """1 if any of `rows`, of one device and dtype, is not finite, else 0: on their device, without a wait."""
+    one, found = (torch.full((), value, device=rows[0].device) for value in (1.0, 0.0))
+    _torch.find_non_finite_(rows, found, one)
+    return found

@@ -41,7 +41,7 @@ from accordion.shard.checks import check_model
 from accordion.shard.entry_points import check_entry_point
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
-from accordion.shard.topology import mesh_for, wire
+from accordion.shard.topology import CommunicatorMaker, communicator_over, mesh_for, wire
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, UnitChoice, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
 
@@ -79,6 +79,38 @@ def shard(
 
     Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where arguments or models differ, naming both.
     """
+    return shard_over(
+        communicator_over,
+        model,
+        mesh,
+        units=units,
+        strategy=strategy,
+        precision=precision,
+        prefetch=prefetch,
+        offload=offload,
+        checkpoint_activations=checkpoint_activations,
+        reduce_op=reduce_op,
+        sync=sync,
+        debug=debug,
+    )
+
+
+def shard_over(
+    make: CommunicatorMaker,
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    units: UnitChoice = None,
+    strategy: Strategy = FULL_SHARD,
+    precision: Precision | None = None,
+    prefetch: Prefetch | None = None,
+    offload: Offload | None = None,
+    checkpoint_activations: str = "none",
+    reduce_op: Literal["mean", "sum"] = "mean",
+    sync: bool = False,
+    debug: str | Iterable[str] = (),
+) -> nn.Module:
+    """`shard` over communicators that `make` makes: the planner's say nothing."""
     precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
     check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
@@ -87,7 +119,7 @@ def shard(
     with torch.no_grad(), torch.inference_mode(False):
         mesh = mesh_for(mesh, strategy)
         scale = 1.0 / mesh.size() if reduce_op == "mean" else 1.0
-        context = wire(mesh, strategy, scale, late="streams" in modes)
+        context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from accordion import _torch
 from accordion.config import Place, Strategy
 from accordion.engine.communicator import Communicator, alone, device_type_of_job, gathered_rows, own_communicator
 from accordion.engine.gather import Axis
+from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.group import ShardingContext
 from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
@@ -66,7 +69,18 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> ShardingContext:
+CommunicatorMaker = Callable[[Any, torch.device], Communicator]
+"""(process group, device) -> what speaks over it."""
+
+
+def communicator_over(group: Any, device: torch.device) -> Communicator:
+    """The communicator that suits a process group's backend."""
+    return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
+
+
+def wire(
+    mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool, make: CommunicatorMaker = communicator_over
+) -> ShardingContext:
     """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective.
 
     Raises `DivergenceError` on every rank where ranks give meshes that do not fit each other.
@@ -75,7 +89,7 @@ def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> Shar
     same_mesh(mesh)
     if device.type == "cpu":
         keep_what_is_freed()
-    communicators = [Communicator(mesh.get_group(i), device) for i in range(mesh.ndim)]
+    communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
     nobody = alone(device)
     if strategy.hybrid:
         replicate, sharding = communicators

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accordion.engine.communicator import SENDING_RANKS, Communicator, Pending
+from accordion.engine.communicator import Communicator, Pending
+from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.hooks import engine_of
 from accordion.offload.arena import Arena
-from accordion.offload.gradient_slots import Slot
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
@@ -24,13 +25,14 @@ from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.trace.instrument import owners_of, watch
 from accordion.plan.trace.setup import OPTIMIZERS, Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker
-from accordion.shard.api import shard
+from accordion.shard.api import shard_over
+from accordion.shard.topology import CommunicatorMaker
 from accordion.state import no_sync
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `shard`, as a GPU rank or a CPU rank has it."""
-    shard(model, mesh, **run.sharding)
+    shard_over(silent(tracker, run), model, mesh, **run.sharding)
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
@@ -44,6 +46,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
         for group in [group for unit in engine.units for group in unit.groups]:
             if isinstance(group.shard_buffer, OffDeviceShards):
                 group.shard_buffer.grads.comes_from_device = run.device == "cuda"
+                for slot in group.shard_buffer.grads.slots:  # fake ones of one arena share a storage
+                    slot.num_holders = sys.maxsize
     optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
     return Rig(
         optimizer=optimizer,
@@ -69,19 +73,6 @@ class AtOnce:
         return future
 
 
-_make = Communicator.__init__
-
-
-def _made_to_send(communicator: Communicator, group: Any, device: torch.device) -> None:
-    _make(communicator, group, device)
-    communicator.is_gloo = True
-    communicator.sends = 2 <= communicator.num_ranks <= SENDING_RANKS
-
-
-def _sends(communicator: Communicator, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-    return [_Done() for _ in messages]
-
-
 class _Done:
     """Work of a backend that does not order by streams; done at once."""
 
@@ -92,45 +83,56 @@ class _Done:
         return True
 
 
+class SilentCommunicator(Communicator):
+    """A communicator that says nothing, and writes down what it would have said."""
+
+    def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._tracker, self._works = tracker, works
+
+    def _said(self, kind: str, tensors: Sequence[Tensor]) -> Pending:
+        if self.num_ranks == 1 or not tensors:
+            return Pending(self)
+        num_bytes = sum(t.numel() * t.itemsize for t in tensors)
+        self._tracker.collective(kind, num_bytes, self._tracker.axes.get(id(self), "shard"))
+        return Pending(self, self._works)
+
+    def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
+        return self._said("gather", fulls)
+
+    def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
+        return self._said("exchange", [sent for _, sent, _, _ in sends])
+
+    def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
+        return self._said("scatter_sum", inputs)
+
+    def sum(self, tensors: Sequence[Tensor]) -> Pending:
+        return self._said("sum", tensors)
+
+
+class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
+    """As gloo's ranks speak, who send each other what is large."""
+
+    def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
+        return [_Done() for _ in messages]
+
+
+def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
+    """What makes communicators that say nothing, of the kind that such a run has."""
+    if run.device == "cuda":
+        return partial(SilentCommunicator, tracker, ())
+    return partial(SilentGlooCommunicator, tracker, (_Done(),))
+
+
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Let communicators say nothing, and write down what they would have said."""
-    stream_ordered = run.device == "cuda"
-    works = () if stream_ordered else (_Done(),)
-
-    def said(kind: str, which: Callable[..., Sequence[Tensor]]) -> Callable[..., Pending]:
-        def say(communicator: Communicator, *args: Any) -> Pending:
-            tensors = which(*args)
-            if communicator.num_ranks > 1 and tensors:
-                tracker.collective(kind, sum(t.numel() * t.itemsize for t in tensors), axis_of(communicator))
-                return Pending(communicator, works)
-            return Pending(communicator)
-
-        return say
-
-    def axis_of(communicator: Communicator) -> str:
-        return tracker.axes.get(id(communicator), "shard")
-
-    stand_ins: dict[str, Callable[..., Any]] = {
-        "gather": said("gather", lambda fulls, shards: fulls),
-        "exchange": said("exchange", lambda sends: [sent for _, sent, _, _ in sends]),
-        "scatter_sum": said("scatter_sum", lambda outs, inputs: inputs),
-        "sum": said("sum", lambda tensors: tensors),
-    }
-    if not stream_ordered:  # gloo's ranks, which send each other what is large
-        stand_ins |= {"__init__": _made_to_send, "send_each": _sends}
-    with ExitStack() as stack:
-        arena = {"__init__": _on(_rests_on(run), Arena.__init__, tracker)}
-        for owner, named in ((Communicator, stand_ins), (Arena, arena), (Slot, {"take": _slot_itself})):
-            for name, stand_in in named.items():
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, stand_in)
+    """Let the memory that offload takes count as the host's."""
+    make = Arena.__init__
+    setattr(Arena, "__init__", _on(_rests_on(run), make, tracker))  # noqa: B010
+    try:
         yield
-
-
-def _slot_itself(slot: Slot) -> Tensor:
-    """Nobody holds the gradient of the step before; fake slots of one arena share a storage, whose holders say nothing."""
-    return slot._rest.detach()
+    finally:
+        setattr(Arena, "__init__", make)  # noqa: B010
 
 
 def _rests_on(run: TrainingSetup) -> str:
