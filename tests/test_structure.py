@@ -76,6 +76,7 @@ ORDER = [
     "config",
     "files",
     "garbage",
+    "storage_watch",
     "errors",
     "version",
     "_torch",

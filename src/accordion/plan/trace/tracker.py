@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +14,8 @@ from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, E
 from accordion.plan.trace.bytes_moved import num_bytes, tensors_of, traffic_of
 from accordion.plan.trace.flops import flops_of
 from accordion.plan.trace.unknown_workspaces import unsure_bytes
+from accordion.storage_watch import StorageWatch
 
-_Mode: Any = _torch.DispatchMode
 MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
     "_allgather_base_": ("gather", 0),
     "allreduce_": ("sum", 0),
@@ -37,8 +36,8 @@ BY_PHASE = {
 }
 
 
-class Tracker(_Mode):  # type: ignore[misc]
-    """Owns the log. The inside of operators is not seen: workspaces are added where they are known (`workspaces`)."""
+class Tracker(StorageWatch):
+    """Owns the log. Workspaces of operators, which nobody sees, are added where they are known (`workspaces`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +46,6 @@ class Tracker(_Mode):  # type: ignore[misc]
         self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by key of the storage
-        self._deaths: dict[int, weakref.ref[Any]] = {}
         self._operator = ""
         self._count = 0
         self._paused = 0
@@ -126,9 +124,9 @@ class Tracker(_Mode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.ASKS_DEVICE and (device := _torch.told_device(args[0])) is not None:
             return device
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come back here
-        kwargs = kwargs or {}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
         self._operator = str(func)
@@ -150,34 +148,18 @@ class Tracker(_Mode):  # type: ignore[misc]
             self._record(func, args, kwargs, out)
         return out
 
-    def __enter__(self) -> Tracker:
-        patched: Any = torch.UntypedStorage
-        plain = self._resize = patched.resize_
+    def resized(self, key: int, storage: torch.UntypedStorage) -> None:
+        if not self._paused:
+            self._operator = "resize_"
+            self._release(key)
+            self._take(key, storage.nbytes(), Category.GATHERED)
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            key = _torch.storage_key(storage)
-            known = key in self._deaths
-            result = plain(storage, size)
-            if known and not self._paused:
-                self._operator = "resize_"
-                self._release(key)
-                self._take(key, size, Category.GATHERED)
-            return result
-
-        patched.resize_ = resize
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        patched: Any = torch.UntypedStorage
-        patched.resize_ = self._resize
-        super().__exit__(*error)
+    def died(self, key: int) -> None:
+        self._release(key)
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
-        key = _torch.storage_key(storage)
-        if key not in self._deaths:
-            self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._take(key, storage.nbytes(), self._category())
+        if self.watch(storage):
+            self._take(_torch.storage_key(storage), storage.nbytes(), self._category())
 
     def _category(self) -> Category:
         if self.category is not None:
@@ -202,10 +184,6 @@ class Tracker(_Mode):  # type: ignore[misc]
         if alloc is not None:
             self.num_live_bytes -= alloc.num_bytes
             self.events.append(Free(alloc.number))
-
-    def _forget(self, key: int) -> None:
-        self._release(key)
-        self._deaths.pop(key, None)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = str(func)
