@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
-from accordion.plan.trace.bytes_moved import num_bytes, tensors_of, traffic_of
-from accordion.plan.trace.flops import flops_of
-from accordion.plan.trace.unknown_workspaces import unsure_bytes
+from accordion.plan.trace.operators import (
+    bytes_moved_by,
+    flops_of,
+    num_bytes,
+    tensors_of,
+    unknown_workspace_of,
+    workspace_of,
+)
 from accordion.storage_watch import StorageWatch
 
 MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
@@ -37,7 +42,7 @@ BY_PHASE = {
 
 
 class Tracker(StorageWatch):
-    """Owns the log. Workspaces of operators, which nobody sees, are added where they are known (`workspaces`)."""
+    """Owns the log. Workspaces of operators, which nobody sees, are added where they are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +57,8 @@ class Tracker(StorageWatch):
         self._only_memory = False
         self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
-        self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
-        self.unsure: dict[str, str] | None = None  # names, and why; None: as on CPU, where nothing is unsure
+        self.with_workspaces = False  # of operators as they run on CUDA; those of the CPU's own are left out
+        self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
         self.sum_axis = "shard"  # over which torch's own all-reduce goes
         self._flights = 0
 
@@ -136,8 +141,8 @@ class Tracker(StorageWatch):
         self._operator = str(func)
         for storage in storages_of(out):
             self._meet(storage)
-        if self._operator in self.workspaces:
-            self.workspace(self.workspaces[self._operator](args))
+        if self.with_workspaces:
+            self.workspace(workspace_of(func, args))
         if self._operator in BELONGS:
             self.belongs((args, kwargs), BELONGS[self._operator])
         if self._only_memory:
@@ -193,11 +198,11 @@ class Tracker(StorageWatch):
         if not given and not made:
             return
         flops = flops_of(func, args, kwargs, out)
-        moved = traffic_of(func, args, kwargs, out)
+        moved = bytes_moved_by(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
-        unsure, why = (0, "") if self.unsure is None else unsure_bytes(func, args, kwargs, out)
-        if unsure and self.unsure is not None:
-            self.unsure[name] = why
+        unsure, why = unknown_workspace_of(func, args, kwargs, out) if self.with_workspaces else (0, "")
+        if unsure:
+            self.unknown_workspaces[name] = why
         dtype = str(floating).removeprefix("torch.")
         self.events.append(Op(name, flops, moved, dtype, self.stream, self._recomputes(), unsure))
 
