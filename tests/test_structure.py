@@ -30,6 +30,7 @@ PUBLIC = {
     "clip_grad_norm_",
     "describe",
     "entry_point",
+    "estimate_memory",
     "full_params",
     "full_state_dict",
     "initialise",

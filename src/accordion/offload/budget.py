@@ -16,7 +16,9 @@ from accordion.offload.arena import ALIGN_BYTES
 from accordion.offload.host_shards import home_bytes, paged_bytes, slots_bytes
 
 NUM_STATES = 2  # of each trained element, as Adam keeps
-NUM_BAYS = 2  # pieces of host memory through which shards on disk are gathered: one is copied from, the other filled
+NUM_STAGING_BUFFERS = (
+    2  # pieces of host memory through which shards on disk are gathered: one is copied from, the other filled
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
         landing[i] = landing.get(i, 0) + s.landing_bytes
         staged[i] = staged.get(i, 0) + (s.row_bytes if folder_of(offload.params) else 0)
     staging_buffers = [
-        max((b for i, b in staged.items() if i % NUM_BAYS == which), default=0) for which in range(NUM_BAYS)
+        max((b for i, b in staged.items() if i % NUM_STAGING_BUFFERS == which), default=0)
+        for which in range(NUM_STAGING_BUFFERS)
     ]
     return HostNeeds(
         shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if any(staging_buffers) else ()

@@ -113,7 +113,7 @@ class OffDeviceShards(ShardBuffer):
     def flush(self) -> None:
         """What was written into `locals` is where they rest."""
 
-    def own_spot(self, i: int) -> FileRange | None:
+    def own_range(self, i: int) -> FileRange | None:
         """Where the shard of parameter `i` is on disk; None where it is in memory."""
         return None
 

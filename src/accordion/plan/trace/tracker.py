@@ -60,7 +60,7 @@ class Tracker(StorageWatch):
         self.with_workspaces = False  # of operators as they run on CUDA; those of the CPU's own are left out
         self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
         self.sum_axis = "shard"  # over which torch's own all-reduce goes
-        self._flights = 0
+        self._transfers = 0
 
     # -- what the driver says
 
@@ -113,9 +113,9 @@ class Tracker(StorageWatch):
     def collective(self, kind: str, num_bytes: int, axis: str) -> None:
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
-    def next_flight(self) -> int:
-        self._flights += 1
-        return self._flights
+    def next_transfer(self) -> int:
+        self._transfers += 1
+        return self._transfers
 
     def workspace(self, num_bytes: int) -> None:
         """Memory that the operator under way takes and gives back."""
