@@ -1,4 +1,4 @@
-"""What happens on one rank in a training step, in the order of the host's calls: plain data, no tensors."""
+"""What happens on one rank in a training step, in the order of the host's calls: the event log, plain data without tensors."""
 
 from __future__ import annotations
 
