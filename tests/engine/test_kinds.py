@@ -21,7 +21,7 @@ from tests.support.compare import (
     Pair,
     check_grads,
     compare,
-    open_rooms,
+    open_full_buffers,
     poisoned,
     rest,
     run_on_all,
@@ -469,7 +469,7 @@ def encoder_in_eval(mesh) -> None:
                 m.found = m(x)
         assert torch.allclose(model.found, plain.found, atol=1e-6)
         del model.found, plain.found
-        assert set(open_rooms(model)) <= {"(root)"}
+        assert set(open_full_buffers(model)) <= {"(root)"}
     rest(model)
 
 

@@ -128,7 +128,7 @@ class Tiers:
         """Know a unit by its index, and the order in which units are used, for what is read ahead."""
         self._units[unit.index], self._order = weakref.ref(unit), order
 
-    def home_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
+    def shard_buffer_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
         """The shard buffer of a parameter and which of its shards it is; None where it rests on the device."""
         for group in unit.groups:
             for i, mine in enumerate(group.params):

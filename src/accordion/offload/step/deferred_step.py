@@ -189,7 +189,9 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
                 unit = owner[1]
                 if tiers.offloads[unit.index].streams:
                     wanted.append(
-                        Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.home_of(unit, p))
+                        Wanted(
+                            unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.shard_buffer_of(unit, p)
+                        )
                     )
         if wanted:
             optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
