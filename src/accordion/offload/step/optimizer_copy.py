@@ -1,4 +1,4 @@
-"""What a step works on: parameters with their gradients and states, and the recipe, a copy of what the caller asked for."""
+"""What a step works on: parameters with their gradients and states, and a copy of the optimizer that the caller made."""
 
 from __future__ import annotations
 
