@@ -16,6 +16,7 @@ from accordion.config import (
 )
 from accordion.describe import describe
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
+from accordion.offload.estimate import estimate_memory
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.api import plan
 from accordion.shard.api import entry_point, shard
@@ -47,6 +48,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "entry_point",
+    "estimate_memory",
     "full_params",
     "full_state_dict",
     "initialise",

@@ -153,13 +153,13 @@ class Offload:
     `optimizer`: its states. `grads`: gradients between their reduce and the step, and the parameters that are stepped (float32
     masters) beside them, unless `params` takes these to the disk; None: "host" where the step is there or `params` is off
     the device. `activations`: the inputs of units that `checkpoint_activations` recomputes, between their forward and that.
-    `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it, piece by piece;
+    `step`: "host" steps where these rest, behind the next forward; "device" brings them to the device for it, chunk by chunk;
     None: "host" with the optimizer off the device. `step_in_backward`: each unit is stepped as soon as its gradients are
     there, which are then gone; a promise of one backward a step, no clipping and no scaler.
     `checksums`: what comes back from the disk is compared with what went there.
     `device_bytes`, `host_bytes`, of this rank: what is named as farther stays on the device, or on the host, all the same as
     long as it fits: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone and
-    nothing on disk, units that the host has no room for stay on the device.
+    nothing on disk, units that do not fit the host stay on the device.
     `overrides`: class or name of a unit -> its own places. All but host memory needs `wrap_optimizer`.
     """
 
@@ -226,7 +226,7 @@ class Offload:
 
     @property
     def streams(self) -> bool:
-        """Whether a step brings what it needs piece by piece: from the disk, or to the device."""
+        """Whether a step brings what it needs chunk by chunk: from the disk, or to the device."""
         return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
 
     @property

@@ -4,7 +4,11 @@ import io
 import json
 import os
 import pickle
+import struct
+import subprocess
+import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import accordion
 import accordion.checkpoint.convert
 from accordion import cli
 from accordion.checkpoint import load, save
@@ -379,3 +384,45 @@ def test_a_source_that_is_written_while_it_comes_in_is_refused(tmp_path, monkeyp
         convert(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     convert(tmp_path, tmp_path / "out")
+
+
+# -- its output
+
+
+def test_diff_of_a_damaged_checkpoint_names_the_damage(tmp_path):
+    for name in "ab":
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.arange(100.0), requires_grad=False)
+        accordion.save(tmp_path / name, model)
+    file = tmp_path / "b" / "rank-00000.safetensors"
+    whole = file.read_bytes()
+    at = whole.index(struct.pack("<2f", 41.0, 42.0))
+    file.write_bytes(whole[:at] + b"\x01" + whole[at + 1 :])
+    for one, other in ("ab", "ba"):
+        with pytest.raises(CheckpointError, match=r"/b is damaged, so it is not compared: model/weight is damaged"):
+            diff(tmp_path / one, tmp_path / other)
+
+
+def commanded(*words, **how):
+    path = os.pathsep.join([str(Path(accordion.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, **how.pop("env", {})}
+    words = [sys.executable, "-m", "accordion", "checkpoint", *map(str, words)]
+    return subprocess.run(words, stderr=subprocess.PIPE, env=env, timeout=60, **how)
+
+
+def test_letters_that_the_terminal_has_not_are_written_as_escapes(tmp_path):
+    model = nn.Module()
+    model.register_buffer("gewürz", torch.ones(2))
+    accordion.save(tmp_path / "gewürz", model)
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    done = commanded("inspect", tmp_path / "gewürz", env=env, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"model/gew\\xfcrz  F32 [2]" in done.stdout
+
+
+def test_a_full_output_is_told_in_a_sentence(tmp_path):
+    accordion.save(tmp_path / "c", nn.Linear(2, 2))
+    with open("/dev/full", "w") as full:
+        done = commanded("inspect", tmp_path / "c", stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == b"accordion: what was found cannot be written out: No space left on device.\n"

@@ -4,19 +4,23 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
+import shutil
 import zipfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accordion.checkpoint.convert import convert
+from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.inspect import verify
 from accordion.errors import CheckpointError, UsageError
 from tests.checkpoint.test_faults import damage, lied
+from tests.checkpoint.test_outside import INDEX, hf, safetensors, tensor
+from tests.support.bounded import run_bounded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # torch has words about what it meets here
@@ -143,3 +147,210 @@ def test_bombs_are_refused_in_little_memory(tmp_path):
         assert refused(tmp_path / name, tmp_path), name
     assert sorted(os.listdir(tmp_path)) == names
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 2**19
+
+
+# -- in a process of its own: what is no file, and how much memory it takes
+
+
+REFUSED = """
+for source in sys.argv[1:]:
+    try:
+        convert(source, source + '.out')
+        print(source, 'converted')
+    except (CheckpointError, UsageError) as error:
+        print(str(error)[:300])
+"""
+
+
+def fifo_shard(folder):
+    hf(folder, {}, {"a": "x.safetensors"})
+    os.mkfifo(folder / "x.safetensors")
+
+
+def fifo_dcp(folder):
+    dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+    (file,) = folder.glob("*.distcp")
+    file.unlink()
+    os.mkfifo(file)
+
+
+def fifo_of_a_value(folder):
+    dcp.save({"model": {"a": torch.ones(2)}, "step": 3}, checkpoint_id=folder, no_dist=True)
+    (file,) = folder.glob("*.distcp")
+    file.unlink()
+    os.mkfifo(file)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
+    makers = [fifo_shard, fifo_dcp, fifo_of_a_value]
+    for make in makers:
+        make(tmp_path / make.__name__)
+    said, _ = run_bounded(REFUSED, *(tmp_path / make.__name__ for make in makers))
+    assert said.count("is no regular file") == 3
+
+
+def metadata_of(text):
+    def make(folder):
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(text)
+
+    return make
+
+
+def torch_of(pickled, **how):
+    def make(path):
+        with zipfile.ZipFile(path, "w", **how) as file:
+            file.writestr("a/data.pkl", pickled)
+            file.writestr("a/data/0", b"\0" * 4)
+            file.writestr("a/byteorder", b"little")
+
+    return make
+
+
+def safetensors_of(words, data=b""):
+    def make(path):
+        path.mkdir()
+        safetensors(path / "model.safetensors", words, data)
+
+    return make
+
+
+def many_empty(path):
+    path.mkdir()
+    one = json.dumps(tensor(0, 0))
+    safetensors(
+        path / "model.safetensors", "{" + ",".join(f'"{i:x}":{one}'.replace(" ", "") for i in range(15000)) + "}"
+    )
+
+
+def index_of(text):
+    def make(path):
+        path.mkdir()
+        (path / INDEX).write_text(text)
+
+    return make
+
+
+def nested_twice(depth):
+    """A tuple of a tuple twice, of a tuple twice, and so on: as a key it has a hash of 2 ** depth steps."""
+    return b")\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(depth))
+
+
+def copies(what, count):
+    """A list of 2 ** 15 items from which `what` is made, again and again."""
+    return b"\x80\x02c%s\nq\0]q\x01(%se%s." % (what, b"N" * 2**15, b"h\0h\x01\x85R" * count)
+
+
+def many_of_one(path, count=16000):
+    """Tensors that are all one element."""
+    one = (
+        b"\x80\x02}(X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000"
+        b"X\x03\0\0\0cpuK\x01tQK\0))\x89NtRq\x01"
+    )
+    torch_of(one + b"".join(b"X\x04\0\0\0%04xh\x01" % i for i in range(count)) + b"u.")(path)
+
+
+BOMBS = {
+    "memo": metadata_of(b"\x80\x04Nr\0\0\0\x40."),
+    "bytearray": metadata_of(b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b"."),
+    "frame": metadata_of(b"\x80\x04\x95" + (2**62).to_bytes(8, "little") + b"N."),
+    "dicts": metadata_of(b"\x80\x04" + b"}\x94" * (2**18 - 9) + b"."),
+    "marks": metadata_of(b"\x80\x04" + b"(" * (2**19 - 9) + b"."),
+    "long": metadata_of(b"\x80\x04]" + b"(" + b"N" * 2**18 + b"e" + b"." * 2**24),
+    "tuples in tuples as a key": metadata_of(b"\x80\x04})" + b"\x85" * 2**18 + b"Ns."),
+    "a tuple of tuples twice, as a key": metadata_of(b"\x80\x04" + nested_twice(60) + b"}h\x3cNs."),
+    "paths": metadata_of(copies(b"pathlib\nPosixPath", 2**15)),
+    "packed": torch_of(bytes(2**30), compression=zipfile.ZIP_DEFLATED),
+    "sizes": torch_of(copies(b"torch\nSize", 2**15)),
+    "many of one": many_of_one,
+    "too many of one": lambda path: many_of_one(path, 30000),
+    "header of lists": safetensors_of("{" + '"a":[' + ",".join(["[]"] * 2**18) + "]}"),
+    "header of brackets": safetensors_of("{" + '"a":' + "[" * 2**19),
+    "empty tensors": many_empty,
+    "index": index_of('{"weight_map": {"a": [' + ",".join(["{}"] * 2**18) + "]}}"),
+}
+
+
+def test_bombs_take_little_memory(tmp_path):
+    for i, make in enumerate(BOMBS.values()):
+        make(tmp_path / f"{i:02}")
+    said, mib = run_bounded(REFUSED, *sorted(tmp_path.iterdir()))
+    assert len(said.splitlines()) == len(BOMBS)
+    assert said.count("converted") == 2, said  # empty tensors, and many of one, are what they say
+    assert mib < 100, said
+
+
+NUMBERS = [b"0", b"-1", b"9223372036854775808", b"1" * 5000, b"1e9", b"NaN", b"null", b"[]", b"{}"]
+
+
+def mutated(data, rng):
+    """Bits flipped, bytes cut out, two parts swapped or doubled, another number in place of one."""
+    torn, at = bytearray(data), rng.randrange(len(data))
+    kind, end = rng.choice(["flip", "flip", "cut", "end", "swap", "double", "number", "huge"]), at + rng.randint(1, 40)
+    if kind == "flip":
+        for _ in range(rng.choice([1, 1, 4])):
+            torn[rng.randrange(len(torn))] ^= 1 << rng.randrange(8)
+    elif kind == "cut":
+        del torn[at:end]
+    elif kind == "end":
+        del torn[at:]
+    elif kind == "swap":
+        other = rng.randrange(len(data))
+        torn[at : at + 4], torn[other : other + 4] = torn[other : other + 4], torn[at : at + 4]
+    elif kind == "double":
+        torn[at:at] = torn[at:end]
+    elif kind == "number":
+        found = [m.span() for m in re.finditer(rb"\d+", data)]
+        start, stop = rng.choice(found) if found else (at, at + 1)
+        torn[start:stop] = rng.choice(NUMBERS)
+    else:
+        torn[at : at + 8] = rng.choice([b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\0" * 8, b"\0\0\0\x40\0\0\0\0"])
+    return bytes(torn)
+
+
+def mutations_refused(folder, count):
+    """Convert `count` mutations of what describes tensors; how many were refused. Nothing else is raised, nothing is wrong."""
+    rng, num_refused = random.Random(3), 0
+    state = {
+        "a.weight": torch.arange(12.0).view(4, 3),
+        "a.bias": torch.arange(5),
+        "b": torch.arange(12.0).view(4, 3) + 50,
+    }
+    hf(folder / "hf", {"x.safetensors": state}, dict.fromkeys(state, "x.safetensors"))
+    dcp.save({"model": state, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+    torch.save(state, folder / "m.pt")
+    files = [folder / "hf" / "x.safetensors", folder / "hf" / INDEX, folder / "dcp" / ".metadata", folder / "m.pt"]
+    for i in range(count):
+        file = files[i % len(files)]
+        source = file if file.suffix == ".pt" else file.parent
+        whole = file.read_bytes()
+        if file.suffix == ".safetensors":
+            end = 8 + int.from_bytes(whole[:8], "little")
+            words = mutated(whole[8:end], rng)
+            file.write_bytes(len(words).to_bytes(8, "little") + words + whole[end:])
+        else:
+            file.write_bytes(mutated(whole, rng))
+        try:
+            convert(source, folder / "out")
+        except CheckpointError as error:
+            if "cannot be converted" in str(error):  # what nobody foresaw
+                raise
+            num_refused += 1
+        else:
+            export(folder / "out", folder / "made")
+            for name, made in load_file(folder / "made" / "model.safetensors").items():
+                if name in state and (made.dtype, made.shape) == (state[name].dtype, state[name].shape):
+                    assert torch.equal(made, state[name]), f"{i}: {name} of {file}"
+            shutil.rmtree(folder / "out")
+            shutil.rmtree(folder / "made")
+        file.write_bytes(whole)
+    return num_refused
+
+
+def test_mutations_of_what_describes_tensors_are_read_right_or_refused(tmp_path):
+    code = (
+        "import tests.checkpoint.test_hostile as t, pathlib\nprint(t.mutations_refused(pathlib.Path(sys.argv[1]), 400))"
+    )
+    said, mib = run_bounded(code, tmp_path, seconds=300)
+    assert 200 < int(said.split()[-1]) < 400
+    assert mib < 100

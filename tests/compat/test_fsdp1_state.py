@@ -24,13 +24,13 @@ from tests.compat.test_fsdp1 import (
     POLICIES,
     SIZE,
     assert_same_state,
-    assert_same_tensors,
     batch,
     seeded,
     train,
     unsharded_steps,
     without_counters,
 )
+from tests.compat.test_fsdp1_beside_torch import assert_same_tensors
 from tests.devices import here
 
 

@@ -14,11 +14,11 @@ import hashlib, os, signal, sys, torch, torch.distributed as dist
 import accordion as acc
 from tests.support import models
 from tests.support.checks import one_loss
-from tests.support.offloads import disk_of_all, pieces_of
+from tests.support.offloads import disk_of_all, chunks_of_at_most
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = acc.shard(models.seeded(width=256, hidden=1024), offload=disk_of_all(sys.argv[1]))
-with pieces_of(4096):  # hundreds of pieces: the step is far from its end
+with chunks_of_at_most(4096):  # hundreds of chunks: the step is far from its end
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 for step in range(2):
     one_loss(model, step).backward()

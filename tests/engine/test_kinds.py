@@ -15,188 +15,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
-from tests.devices import device, here
-from tests.support.checks import logged
+from tests.devices import device
 from tests.support.compare import (
-    RANKS,
     Case,
     Pair,
     check_grads,
     compare,
-    open_rooms,
+    open_full_buffers,
     poisoned,
     rest,
     run_on_all,
     seed_of,
     seeded,
 )
-from tests.support.reference import params_of
 
 BF16 = torch.bfloat16
 
 
 def run_case(mesh, name: str) -> None:
     compare(mesh, poisoned(mesh, CASES[name]))
-
-
-# -- ties
-
-
-class Stack(nn.Module):
-    """Embedding, two blocks, head; which weights are one says `tie`."""
-
-    def __init__(self, tie: str = "") -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 7)
-        self.blocks = nn.ModuleList(Pair() for _ in range(2))
-        self.head = nn.Linear(7, 9, bias=False)
-        one, two = self.blocks
-        if tie == "within a unit":
-            one.b.weight = one.a.weight
-        elif tie == "across sibling units":
-            two.a.weight = one.b.weight
-            two.a.bias = one.b.bias
-        elif tie == "between root and a unit":
-            self.lift = nn.Linear(7, 7, bias=False)
-            self.lift.weight = two.a.weight
-        elif tie == "two parameters over one storage":
-            self.head.weight = nn.Parameter(self.embed.weight.data)
-        elif tie == "a whole module":
-            two.b = one.b
-        self.tie = tie
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        if self.tie == "between root and a unit":
-            x = x + self.lift(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-MERGED = {  # what is one parameter; names as the log gives them
-    "within a unit": [{"blocks.0.a.weight", "blocks.0.b.weight"}],
-    "across sibling units": [{"blocks.0.b.weight", "blocks.1.a.weight"}, {"blocks.0.b.bias", "blocks.1.a.bias"}],
-    "between root and a unit": [{"lift.weight", "blocks.1.a.weight"}],
-    "two parameters over one storage": [{"embed.weight", "head.weight"}],
-}
-
-
-def stack_loss(model: nn.Module, step: int = 0) -> Tensor:
-    tokens, targets = torch.randint(9, (2, 4), device=device()), torch.randint(9, (8,), device=device())
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets)
-    loss.backward()
-    return loss.detach()
-
-
-def tied_training(mesh, tie: str) -> None:
-    case = Case(build=functools.partial(Stack, tie), run=stack_loss, units={Pair}, exact=False, tolerance=2e-6)
-    with logged() as messages:
-        model = compare(mesh, case)
-    plain = seeded(case.build)
-    if tie == "two parameters over one storage":  # two objects without sharding, whose gradients are never one
-        plain.head.weight = plain.embed.weight
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    lines = [m for m in messages if m.startswith("tied")]
-    if mesh.get_local_rank() == 0:
-        assert len(lines) == len(MERGED[tie])
-        for names in MERGED[tie]:
-            assert any(all(name in line for name in names) for line in lines), (names, lines)
-    else:
-        assert not lines, "the first rank alone says it"
-
-
-@pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
-def test_tied_weights_train_as_one_and_the_log_names_them(world, tie):
-    run_on_all(world, tied_training, tie)
-
-
-def tied_storage(mesh) -> None:
-    plain = seeded(functools.partial(Stack, ""))
-    torch.manual_seed(0)
-    model = Stack("two parameters over one storage")  # not moved before: that parts what lies in one storage
-    plain.head.weight = plain.embed.weight
-    with logged() as messages:
-        model = acc.shard(model, mesh=mesh, units={Pair})
-    assert model.head.weight is model.embed.weight
-    if mesh.get_local_rank() == 0:
-        assert any("embed.weight" in m and "head.weight" in m for m in messages if m.startswith("tied"))
-    for m in (plain, model):
-        torch.manual_seed(seed_of(0))
-        stack_loss(m)
-    check_grads(mesh, model, plain, exact=mesh.size() == 2)
-
-
-def test_two_parameters_over_one_storage_are_tied(world):
-    run_on_all(world, tied_storage)
-
-
-def tied_meta(mesh, tie: str) -> None:
-    for how in ("load_state_dict", "initialise"):
-        with torch.device("meta"):
-            model = Stack(tie)
-        with logged() as messages:
-            model = acc.shard(model, mesh=mesh, units={Pair})
-        if mesh.get_local_rank() == 0:
-            assert sum(m.startswith("tied") for m in messages) == len(MERGED[tie])
-        plain = here(Stack(tie))
-        torch.manual_seed(5)
-        with torch.no_grad():
-            plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
-        if how == "load_state_dict":
-            assert not any(model.load_state_dict(plain.state_dict()))
-        else:
-            torch.manual_seed(5)
-            acc.initialise(model)
-        found, wanted = params_of(model), dict(plain.named_parameters())
-        assert found.keys() == wanted.keys()
-        assert not [n for n in wanted if not torch.equal(found[n].cpu(), wanted[n].cpu())], how
-        for m in (plain, model):
-            torch.manual_seed(seed_of(0))
-            stack_loss(m)
-        check_grads(mesh, model, plain, exact=False)
-        rest(model)
-
-
-@pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
-def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(world, tie):
-    run_on_all(world, tied_meta, tie)
-
-
-def tied_states(mesh, tie: str, path: str) -> None:
-    plain = seeded(functools.partial(Stack, tie), 1)
-    torch.manual_seed(1)
-    model = acc.shard(Stack(tie), mesh=mesh, units={Pair})  # not moved before: that parts what lies in one storage
-    state = acc.full_state_dict(model, rank0_only=False)
-    assert list(state) == list(plain.state_dict())
-    assert not [n for n, t in plain.state_dict().items() if not torch.equal(t.cpu(), state[n].cpu())]
-    for names in MERGED[tie]:
-        assert len({state[n].data_ptr() for n in names}) == 1, "tied names are one tensor"
-    optimizer = torch.optim.AdamW(model.parameters())
-    stack_loss(model)
-    optimizer.step()
-    acc.save(path, model, optimizer)
-    other = acc.shard(Stack(tie), mesh=mesh, units={Pair})
-    others_optimizer = torch.optim.AdamW(other.parameters())
-    acc.load(path, other, others_optimizer)
-    found, wanted = params_of(other), params_of(model)
-    assert not [n for n in wanted if not torch.equal(found[n], wanted[n])]
-    losses = []
-    for m, o in ((model, optimizer), (other, others_optimizer)):
-        o.zero_grad()
-        torch.manual_seed(seed_of(3))
-        stack_loss(m)
-        o.step()
-        losses.append(stack_loss(m).item() if torch.manual_seed(seed_of(4)) else 0.0)
-    assert losses[0] == losses[1]
-    untied = seeded(Stack, 3)  # an unsharded model without ties takes the full state dict as well
-    untied.load_state_dict({n: t for n, t in state.items() if n != "lift.weight"})
-
-
-@pytest.mark.parametrize("tie", MERGED)
-def test_tied_weights_in_full_state_dict_save_and_load(world, tie, tmp_path):
-    for num_ranks in RANKS:
-        world.run(num_ranks, tied_states, tie, str(tmp_path / f"checkpoint-{num_ranks}"))
 
 
 # -- dtypes and requires_grad in one unit
@@ -632,7 +469,7 @@ def encoder_in_eval(mesh) -> None:
                 m.found = m(x)
         assert torch.allclose(model.found, plain.found, atol=1e-6)
         del model.found, plain.found
-        assert set(open_rooms(model)) <= {"(root)"}
+        assert set(open_full_buffers(model)) <= {"(root)"}
     rest(model)
 
 

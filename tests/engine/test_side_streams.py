@@ -46,7 +46,7 @@ def device() -> SimpleNamespace:
 
     module.stream, module.current_stream = stream, lambda _: module.now
     side_stream = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
-    side_stream._module, side_stream.stream, side_stream.sleeps = module, Stream("lane"), True
+    side_stream._module, side_stream.stream, side_stream.sleeps = module, Stream("side"), True
     module.side_stream = side_stream
     return module
 
@@ -62,21 +62,21 @@ def launch(device: SimpleNamespace, error: type[BaseException] | None = None) ->
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_what_raises_on_a_lane_leaves_the_compute_stream_waiting_for_what_was_begun(device, error) -> None:
+def test_what_raises_on_a_side_stream_leaves_the_compute_stream_waiting_for_what_was_begun(device, error) -> None:
     """Its buffers are dropped by the unwinding, and the next tensor takes their memory."""
     compute = device.now
     with pytest.raises(error):
         launch(device, error)
     assert device.now is compute
-    assert ("lane", 1) in compute.waits_for
+    assert ("side", 1) in compute.waits_for
 
 
-def test_the_stream_whose_memory_a_flight_holds_waits_for_its_end_wherever_it_lands(device) -> None:
+def test_the_stream_whose_memory_a_transfer_holds_waits_for_its_end_wherever_it_lands(device) -> None:
     compute, other = device.now, Stream("other")
     transfer = launch(device)
     device.now = other
     transfer.land()
-    assert ("lane", 1) in compute.waits_for & other.waits_for
+    assert ("side", 1) in compute.waits_for & other.waits_for
 
 
 class Event:
@@ -90,8 +90,10 @@ class OldEvent:
 
 @pytest.mark.parametrize("kind", [Event, OldEvent])
 @pytest.mark.parametrize("blocking", [False, True])
-def test_threads_that_wait_for_a_lane_do_not_spin_where_the_device_has_such_events(monkeypatch, kind, blocking) -> None:
-    stream = Stream("lane")
+def test_threads_that_wait_for_a_side_stream_do_not_spin_where_the_device_has_such_events(
+    monkeypatch, kind, blocking
+) -> None:
+    stream = Stream("side")
     module = SimpleNamespace(Stream=lambda *_, **__: stream, Event=kind)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     side_stream = SideStream(torch.device("cuda"), DivergenceMonitor([], [0]))
@@ -108,6 +110,6 @@ def test_a_copy_waits_for_what_makes_its_source_and_for_nothing_that_compute_was
     store = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
     store._module, store.stream, store.sleeps = device, Stream("store"), True
     store.copy(lambda: None, [torch.zeros(1)], "copies", reduce)
-    assert store.stream.waits_for == {("lane", 1)}
+    assert store.stream.waits_for == {("side", 1)}
     store.copy(lambda: None, [torch.zeros(1)], "copies what compute has cast")
     assert ("compute", 1) in store.stream.waits_for

@@ -177,16 +177,16 @@ class DeviceModule:
 @contextmanager
 def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     """Rank 0 of `num_ranks`, on a device that is stood in for; gives what watches over it."""
-    checker, num_lanes = Checker(), 0
+    checker, num_streams = Checker(), 0
     module = DeviceModule(checker)
     resize, read = torch.UntypedStorage.resize_, Tensor.tolist
     make_arena, make_unit, make_watch = Arena.__init__, Unit.__init__, DivergenceMonitor.__init__
 
     def side_stream(self: Any, device: torch.device, waiter: DivergenceMonitor, late: bool = False) -> None:
-        nonlocal num_lanes
+        nonlocal num_streams
         self._device, self.waiter, self.late, self._module, self.sleeps = device, waiter, late, module, True
-        self.stream, self.makes = Stream(checker, f"lane {num_lanes}"), Transfer
-        num_lanes += 1
+        self.stream, self.makes = Stream(checker, f"side stream {num_streams}"), Transfer
+        num_streams += 1
 
     def resized(storage: torch.UntypedStorage, num_bytes: int) -> Any:
         checker.resized(storage, num_bytes)

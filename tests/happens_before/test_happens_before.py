@@ -312,7 +312,7 @@ def found(**changes: object) -> set[str]:
     return {kind for problem in problems for kind in kinds if kind in problem}
 
 
-def test_a_compute_stream_that_does_not_wait_for_lanes_is_found():
+def test_a_compute_stream_that_does_not_wait_for_side_streams_is_found():
     assert found(lead=lambda self, event: self.compute()) == {
         "does not wait for",
         "are dropped before",
@@ -320,7 +320,7 @@ def test_a_compute_stream_that_does_not_wait_for_lanes_is_found():
     }
 
 
-def test_lanes_that_do_not_wait_for_the_compute_stream_are_found():
+def test_side_streams_that_do_not_wait_for_the_compute_stream_are_found():
     assert "does not wait for" in found(follow=lambda self: self.compute())
 
 

@@ -27,10 +27,10 @@ from tests.support import models
 from tests.support.checks import logged
 from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
-from tests.support.offloads import pieces_of
+from tests.support.offloads import chunks_of_at_most
 from tests.support.reference import local_of, params_of
 
-PARKED = acc.Offload(activations="host")
+ON_HOST = acc.Offload(activations="host")
 NUM_BLOCKS = 6  # more than pieces of host memory on the way to the disk
 
 
@@ -50,7 +50,7 @@ def loss_of(model: nn.Module, seed: int, shape: tuple[int, int] = (2, 8)) -> Ten
 def same(mesh, path: Path, which: list[int]) -> None:
     """With every kind of recomputation, other offload, two losses of which one is walked twice, and late arrivals."""
     all_away = dict.fromkeys(("params", "grads", "optimizer"), f"disk:{path}")
-    mixed = {"blocks.1": acc.Offload(), "blocks.2": PARKED, "blocks.4": acc.Offload(activations=f"disk:{path}/other")}
+    mixed = {"blocks.1": acc.Offload(), "blocks.2": ON_HOST, "blocks.4": acc.Offload(activations=f"disk:{path}/other")}
     (path / "other").mkdir(exist_ok=True)
     cases = [
         ("full", {}, (), {}),
@@ -79,7 +79,7 @@ def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
     model = acc.shard(models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, offload=offload, **options)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses, shapes = [], [(2, 8), (5, 3), (4, 16)]
-    with pieces_of(4096):
+    with chunks_of_at_most(4096):
         for step in range(3):
             first, second = loss_of(model, step, shapes[step]), loss_of(model, step + 7)
             second.backward(retain_graph=True)
@@ -104,7 +104,7 @@ def counted(mesh) -> None:
     """What is live after a forward falls by the inputs of all blocks; the host has them, in memory that is used again."""
     live, activation_offload = [], None
     num_blocks, inputs = 6, 8 * 64 * 32 * 4
-    for offload in (None, PARKED):
+    for offload in (None, ON_HOST):
         model = acc.shard(
             models.seeded(num_blocks=num_blocks), mesh=mesh, checkpoint_activations="full", offload=offload
         )
@@ -177,7 +177,7 @@ def bounded(mesh, direct: int, path: Path) -> None:
 
 def sizes_that_change(mesh, path: Path) -> None:
     """Inputs of many shapes, one after the other, take what the largest ones take, on the host as on disk."""
-    for offload in (PARKED, on_disk(path)):
+    for offload in (ON_HOST, on_disk(path)):
         model = acc.shard(
             models.seeded(num_blocks=NUM_BLOCKS), mesh=mesh, checkpoint_activations="full", offload=offload
         )
@@ -255,7 +255,7 @@ def broken_disk(mesh, path: Path) -> None:
 def no_place(mesh, path: Path) -> None:
     with pytest.raises(acc.OffloadError, match="cannot rest in /nowhere: No such file or directory; name a folder"):
         acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
-    for one, another in ((PARKED, on_disk(path)), (acc.Offload(), PARKED)):
+    for one, another in ((ON_HOST, on_disk(path)), (acc.Offload(), ON_HOST)):
         mine = one if mesh.get_rank() else another
         with pytest.raises(acc.DivergenceError, match="different models or settings"):
             acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=mine)
@@ -298,7 +298,7 @@ def test_a_disk_without_room_for_activations_is_named(world, tmp_path):
 
 def in_order(mesh) -> None:
     """What is offloaded in another forward, after a backward, is not brought with it; a write into what leaves is told."""
-    model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=PARKED)
+    model = acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=ON_HOST)
     activation_offload = engine_in(model).context.shard_buffers.activation_offload
     offloaded = []
     for value in (1.0, 2.0, 3.0):
@@ -318,7 +318,7 @@ def in_order(mesh) -> None:
 
 def nothing_recomputed(mesh) -> None:
     with pytest.raises(acc.UsageError, match="checkpoint_activations is 'none'; pass 'full'"):
-        acc.shard(models.plain(), mesh=mesh, offload=PARKED)
+        acc.shard(models.plain(), mesh=mesh, offload=ON_HOST)
 
 
 def test_without_recomputation_there_is_nothing_to_keep(world):

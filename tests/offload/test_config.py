@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accordion as acc
-from accordion.offload.estimate import MemoryEstimate, stated
+from accordion.offload.estimate import MemoryEstimate, estimate_memory
 from tests.support import models
 
 
@@ -61,12 +61,12 @@ def policies() -> list[acc.Offload]:
 
 
 def test_budgets_of_any_size_are_kept_or_refused_and_put_nothing_farther():
-    """Of a model whose parameters are small beside pages, to which the states of a step piece by piece are rounded."""
+    """Of a model whose parameters are small beside pages, to which the states of a step chunk by chunk are rounded."""
     with torch.device("meta"):
         model = models.frozen()
     drawn, kept = random.Random(0), 0
     for policy in policies():
-        most = stated(model, policy, 2).host + stated(model, acc.Offload(), 2).device
+        most = estimate_memory(model, policy, 2).host + estimate_memory(model, acc.Offload(), 2).device
         device, host = (drawn.choice((None, 1, drawn.randrange(most), most)) for _ in range(2))
         said = unless_refused(model, replace(policy, device_bytes=device, host_bytes=host))
         if said is None:
@@ -81,7 +81,7 @@ def test_budgets_of_any_size_are_kept_or_refused_and_put_nothing_farther():
 
 def unless_refused(model: torch.nn.Module, policy: acc.Offload) -> MemoryEstimate | None:
     try:
-        return stated(model, policy, 2)
+        return estimate_memory(model, policy, 2)
     except acc.UsageError as error:
         if "is less than the" not in str(error):
             raise
@@ -92,15 +92,15 @@ def test_what_the_host_has_no_room_for_stays_on_the_device():
     with torch.device("meta"):
         model = models.plain()
     policy = acc.Offload(optimizer="host", step="device")
-    whole = stated(model, policy, 1)
+    whole = estimate_memory(model, policy, 1)
     for share in (0.0, 0.4, 0.8):
         budget = int(share * whole.host)
-        said = stated(model, replace(policy, host_bytes=budget), 1)
+        said = estimate_memory(model, replace(policy, host_bytes=budget), 1)
         assert said.host_states <= budget < said.host_states + max_states(model), "and no unit more than that"
         near = [not place.is_any for place in said.places]
         assert near == sorted(near, reverse=True), "the first units, which the next forward needs first"
     with pytest.raises(acc.UsageError, match="host_bytes=7 is less than the"):
-        stated(model, replace(policy, host_bytes=7, device_bytes=whole.device), 1)
+        estimate_memory(model, replace(policy, host_bytes=7, device_bytes=whole.device), 1)
 
 
 def max_states(model: torch.nn.Module) -> int:

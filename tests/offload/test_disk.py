@@ -1,4 +1,4 @@
-"""Parameters, gradients and states on disk: in pieces, read ahead, read and written as often as planned."""
+"""Parameters, gradients and states on disk: in chunks, read ahead, read and written as often as planned."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.inside import engine_in, units_of
 from tests.support import models
 from tests.support.checks import one_loss
-from tests.support.offloads import disk, disk_of_all, pieces_of
+from tests.support.offloads import chunks_of_at_most, disk, disk_of_all
 from tests.support.reference import local_of, params_of
 
 
-def in_pieces(mesh, path: Path) -> None:
+def in_chunks(mesh, path: Path) -> None:
     """States lie in the file, pass through small buffers, are read and written once a step, and are those of no offload."""
     found = []
     for options in ({}, {"offload": disk(path)}):
-        with pieces_of(1024):
+        with chunks_of_at_most(1024):
             model = acc.shard(models.wide(), mesh=mesh, **options)
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, amsgrad=True))
             for step in range(3):
@@ -75,7 +75,7 @@ def all_on_disk(mesh, path: Path) -> None:
     low, high = tiers.arena.memory.data_ptr(), tiers.arena.memory.data_ptr() + tiers.arena.num_bytes
     assert not any(low <= local_of(p).data_ptr() < high for p in model.parameters())
     largest = max(sum(p.cut.shard_numel for p in unit.params) for unit in units_of(model))
-    assert tiers.arena.num_bytes <= (4 + 2 * 2) * largest + 2**18, "a landing and two bays"
+    assert tiers.arena.num_bytes <= (4 + 2 * 2) * largest + 2**18, "a landing buffer and two staging buffers"
     assert os.listdir(path) == []
 
 
@@ -159,4 +159,4 @@ def test_everything_on_disk(world, tmp_path):
     world.run(2, all_on_disk, tmp_path)
     world.run(2, touched, tmp_path)
     world.run(1, ahead, tmp_path)
-    world.run(2, in_pieces, tmp_path)
+    world.run(2, in_chunks, tmp_path)

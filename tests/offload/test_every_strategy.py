@@ -12,7 +12,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.offload.estimate import stated
+from accordion.offload.estimate import estimate_memory
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
@@ -49,7 +49,7 @@ def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
 
 
 def in_every_place(mesh, path: Path) -> None:
-    same_as_without(mesh, acc.FULL_SHARD, [RECIPES[5]], list(places(path).values()), piece_numel=4096)
+    same_as_without(mesh, acc.FULL_SHARD, [RECIPES[5]], list(places(path).values()), chunk_numel=4096)
 
 
 def test_no_bit_differs_in_any_place(world, tmp_path):
@@ -60,7 +60,7 @@ def test_no_bit_differs_in_any_place(world, tmp_path):
 
 
 def addresses(mesh) -> None:
-    """Shards and gradients lie in the arena, one piece of memory; the unit with an override of its own has them outside."""
+    """Shards and gradients lie in the arena, one chunk of memory; the unit with an override of its own has them outside."""
     with logged() as messages:
         model = acc.shard(models.wide(), mesh=mesh, precision=acc.Precision(params=torch.bfloat16), offload=MIXED)
     arena, kind = engine_in(model).context.shard_buffers.arena, "ordinary" if device().type == "cpu" else "pinned"
@@ -113,7 +113,7 @@ def budgets(mesh, path: Path) -> None:
     tiers = engine_in(model).context.shard_buffers
     kinds = [[place.partition(":")[0] for place in (o.params, o.rest_of_grads, o.optimizer)] for o in tiers.offloads]
     assert kinds == [["device"] * 3, ["device", "host", "host"], ["device", "host", "disk"], ["device", "host", "disk"]]
-    assert tuple(tiers.offloads) == stated(models.plain(), policy, 2).places
+    assert tuple(tiers.offloads) == estimate_memory(models.plain(), policy, 2).places
     for options, message in (
         ({"host_bytes": 1000}, "host_bytes=1000 is less than the"),
         ({"device_bytes": 5, "overrides": {"blocks.0": acc.Offload()}}, "device_bytes=5 is less than the"),
@@ -127,7 +127,7 @@ def said_before(mesh, path: Path) -> None:
     precision, num_ranks = acc.Precision(params=torch.bfloat16), mesh.size()
     for name, offload in {**places(path), "host": HOST, "mixed": MIXED, "states on disk": disk(path)}.items():
         with torch.device("meta"):
-            said = stated(models.wide(), offload, num_ranks, precision=precision)
+            said = estimate_memory(models.wide(), offload, num_ranks, precision=precision)
         model = acc.shard(models.wide(), mesh=mesh, precision=precision, offload=offload)
         with logged() as messages:
             optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))

@@ -172,26 +172,26 @@ def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeyp
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path):
+def test_every_element_is_in_one_chunk_and_none_is_larger_than_a_buffer(tmp_path):
     keys = {"a": torch.float32, "b": torch.float32}
     sizes = [5000, 1, 1024, 2048, 3, 0]
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
         at += -(-size // 1024) * 1024
-    area = chunks.StateBlock(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
+    block = chunks.StateBlock(SwapFile(Path(tmp_path), 8 * at), at, keys, {"a": 0, "b": 4 * at}, 4, 2048)
     tensors = [torch.zeros(size) for size in sizes]
     entries = [Entry(0, t, t, t, {}) for t in tensors]
     todos = [
-        chunks.ParamStep(e, chunks.StatePlace(area, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)
+        chunks.ParamStep(e, chunks.StatePlace(block, s, {}), frozenset()) for e, s in zip(entries, starts, strict=True)
     ]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
-    for piece in chunks.pieces_of(stepped):
-        assert 0 < piece.stop - piece.start <= 2048
-        assert piece.start % 1024 == piece.stop % 1024 == 0
-        for part in piece.parts:
+    for chunk in chunks.chunks_of(stepped):
+        assert 0 < chunk.stop - chunk.start <= 2048
+        assert chunk.start % 1024 == chunk.stop % 1024 == 0
+        for part in chunk.parts:
             first = part.todo.place.start
-            assert piece.start <= first + part.low < first + part.high <= piece.stop
+            assert chunk.start <= first + part.low < first + part.high <= chunk.stop
             part.todo.entry.own[part.low : part.high] += 1
     assert [int(t.sum()) for t in tensors] == [5000, 1, 0, 2048, 3, 0]
     assert all(bool((t <= 1).all()) for t in tensors)
@@ -199,7 +199,7 @@ def test_every_element_is_in_one_piece_and_none_is_larger_than_a_buffer(tmp_path
 
 def test_several_requests_are_in_flight(tmp_path, monkeypatch):
     """As many reads as there are buffers wait for each other: one after the other they would never end."""
-    todo, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    todo, parts = made_chunks(tmp_path, NUM_BUFFERS)
     real, together = os.preadv, threading.Barrier(NUM_BUFFERS)
 
     def preadv(*given: Any) -> int:
@@ -212,70 +212,70 @@ def test_several_requests_are_in_flight(tmp_path, monkeypatch):
         for which in range(NUM_BUFFERS):
             _, (view, *_) = stream.take(which)
             assert not view.any()
-        passage = HostPipeline(pool, buffers())
-        for future in [passage.start(part, add_one) for part in parts]:
+        pipeline = HostPipeline(pool, buffers())
+        for future in [pipeline.start(part, add_one) for part in parts]:
             future.result(60)
     assert bool((todo.place.shown["a"] == 1).all())
 
 
-def test_pieces_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tmp_path):
-    """The first piece that is stepped waits until all others were read; no two are stepped at a time; all come back once."""
-    todo, parts = made_pieces(tmp_path, 3 * NUM_BUFFERS)
-    file, begun, stepping = todo.place.area.store, threading.Event(), threading.Semaphore(1)
+def test_chunks_pass_while_one_is_stepped_and_none_is_stepped_twice_at_a_time(tmp_path):
+    """The first chunk that is stepped waits until all others were read; no two are stepped at a time; all come back once."""
+    todo, parts = made_chunks(tmp_path, 3 * NUM_BUFFERS)
+    file, begun, stepping = todo.place.block.store, threading.Event(), threading.Semaphore(1)
 
-    def step(piece: chunks.Chunk, views: list[Tensor]) -> None:
+    def step(chunk: chunks.Chunk, views: list[Tensor]) -> None:
         assert stepping.acquire(blocking=False), "two are stepped at a time"
         if not begun.is_set():
             while file.traffic["read"] < NUM_BUFFERS * 4 * PAGE:
                 threading.Event().wait(0.001)
             begun.set()
-        add_one(piece, views)
+        add_one(chunk, views)
         stepping.release()
 
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        passage = HostPipeline(pool, buffers())
-        for future in [passage.start(part, step) for part in parts]:
+        pipeline = HostPipeline(pool, buffers())
+        for future in [pipeline.start(part, step) for part in parts]:
             future.result(60)
-        passage.rest()
+        pipeline.rest()
         assert bool((todo.place.shown["a"] == 1).all())
         assert file.traffic == {"read": file.num_bytes, "written": file.num_bytes}
 
 
-def test_states_are_made_by_the_thread_that_hands_out_pieces_and_stepped_by_others_after(tmp_path):
+def test_states_are_made_by_the_thread_that_hands_out_chunks_and_stepped_by_others_after(tmp_path):
     """Each of several threads would keep what its allocator took when states came into being."""
-    _, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    _, parts = made_chunks(tmp_path, NUM_BUFFERS)
     first, later = set[int](), set[int]()
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        passage = HostPipeline(pool, buffers())
+        pipeline = HostPipeline(pool, buffers())
         for part in parts:
             new = replace(part, spans=[replace(span, reads=False) for span in part.spans])
-            passage.start(new, lambda piece, views: first.add(threading.get_ident())).result(60)
-            passage.start(part, lambda piece, views: later.add(threading.get_ident())).result(60)
+            pipeline.start(new, lambda chunk, views: first.add(threading.get_ident())).result(60)
+            pipeline.start(part, lambda chunk, views: later.add(threading.get_ident())).result(60)
     assert first == {threading.get_ident()}
     assert threading.get_ident() not in later
     assert later
 
 
-def test_a_piece_that_fails_gives_its_buffer_back(tmp_path):
-    _, parts = made_pieces(tmp_path, 2 * NUM_BUFFERS)
+def test_a_chunk_that_fails_gives_its_buffer_back(tmp_path):
+    _, parts = made_chunks(tmp_path, 2 * NUM_BUFFERS)
 
-    def fails(piece: chunks.Chunk, views: list[Tensor]) -> None:
+    def fails(chunk: chunks.Chunk, views: list[Tensor]) -> None:
         raise ValueError("planted")
 
     with ThreadPoolExecutor(NUM_BUFFERS) as pool:
-        passage = HostPipeline(pool, buffers())
-        for future in [passage.start(part, fails) for part in parts]:
+        pipeline = HostPipeline(pool, buffers())
+        for future in [pipeline.start(part, fails) for part in parts]:
             with pytest.raises(ValueError, match="planted"):
                 future.result(60)
-        passage.rest()
+        pipeline.rest()
     for _ in range(NUM_BUFFERS + 1):  # more than there are buffers
         with pytest.raises(RuntimeError, match="cannot schedule"):
-            passage.start(parts[0], add_one)
+            pipeline.start(parts[0], add_one)
 
 
 def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypatch):
     """The first of several reads fails at once; the buffers are nobody's when the others have ended."""
-    _, parts = made_pieces(tmp_path, NUM_BUFFERS)
+    _, parts = made_chunks(tmp_path, NUM_BUFFERS)
     real, failed, ended = os.preadv, threading.Event(), []
 
     def preadv(handle: int, views: Any, at: int) -> int:
@@ -296,13 +296,13 @@ def test_what_failed_is_left_when_nothing_of_it_is_under_way(tmp_path, monkeypat
         assert len(ended) == NUM_BUFFERS - 1
 
 
-def made_pieces(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chunk]]:
-    """A parameter with a state of zeros in a file, cut into pieces of four pages."""
+def made_chunks(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chunk]]:
+    """A parameter with a state of zeros in a file, cut into chunks of four pages."""
     numel = num * PAGE
-    area = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
-    own, shown = torch.zeros(numel), area.store.mapped(0, numel, torch.float32)
-    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.StatePlace(area, 0, {"a": shown}), frozenset({"a"}))
-    parts = list(chunks.pieces_of([todo]))
+    block = chunks.StateBlock(SwapFile(path, 4 * numel), numel, {"a": torch.float32}, {"a": 0}, 4, PAGE)
+    own, shown = torch.zeros(numel), block.store.mapped(0, numel, torch.float32)
+    todo = chunks.ParamStep(Entry(0, own, own, own, {}), chunks.StatePlace(block, 0, {"a": shown}), frozenset({"a"}))
+    parts = list(chunks.chunks_of([todo]))
     assert len(parts) == num
     return todo, parts
 
@@ -311,7 +311,7 @@ def buffers() -> list[Tensor]:
     return [aligned_buffer(4 * PAGE) for _ in range(NUM_BUFFERS)]
 
 
-def add_one(piece: chunks.Chunk, views: list[Tensor]) -> None:
+def add_one(chunk: chunks.Chunk, views: list[Tensor]) -> None:
     views[0].add_(1)
 
 
@@ -326,10 +326,10 @@ def test_host_memory_is_given_at_once_and_never_grows():
 
 
 @pytest.mark.parametrize(("total", "wanted"), [(10, 2**16), (10**7, 10**5), (10**9, 2**21)])
-def test_pieces_are_small_beside_what_is_stepped_and_never_large(total, wanted):
+def test_chunks_are_small_beside_what_is_stepped_and_never_large(total, wanted):
     for itemsize in (2, 4):
         step = PAGE // itemsize
-        numel = chunks.piece_numel(itemsize, total)
+        numel = chunks.chunk_numel(itemsize, total)
         assert numel % step == 0
         assert wanted - step < numel <= wanted
 

@@ -17,7 +17,7 @@ import accordion as acc
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import one_loss
-from tests.support.offloads import pieces_of
+from tests.support.offloads import chunks_of_at_most
 from tests.support.reference import local_of, params_of
 
 PLACES = ("device", "host", "disk")
@@ -79,7 +79,7 @@ def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
         wanted = trained(mesh, kind)
         for i, (names, offload) in enumerate(found.items()):
             offload = replace(offload, activations="host" if i % 2 else "device")
-            with pieces_of(4096):
+            with chunks_of_at_most(4096):
                 got = trained(mesh, kind, offload=offload, checkpoint_activations="full" if i % 2 else "none")
             pairs = enumerate(zip(got, wanted, strict=True))
             pairs = ((at, a.cpu(), b.cpu()) for at, (a, b) in pairs)

@@ -1,4 +1,4 @@
-"""A step whose states rest on the host: its lanes by arithmetic, and its copies beside those that the engine begins."""
+"""A step whose states rest on the host: its streams by arithmetic, and its copies beside those that the engine begins."""
 
 from __future__ import annotations
 
@@ -87,19 +87,19 @@ def costs(scale: float = 1.0) -> Costs:
         ("all", 3, 4.0, 6.0, 44.5),
     ],
 )
-def test_lanes_of_a_step_on_the_host(offload, units, forward_s, begins_s, seconds):
+def test_streams_of_a_step_on_the_host(offload, units, forward_s, begins_s, seconds):
     step = simulate(offloaded(log_of(units, forward_s), choice(offload), compute_bytes=2), costs())
-    first = min(s.start_s for s in step.lanes if s.stream == "compute")
+    first = min(s.start_s for s in step.stretches if s.stream == "compute")
     assert first == pytest.approx(begins_s, rel=1e-3)
     assert step.seconds == pytest.approx(seconds + units * CLIP_S, rel=1e-3)
     assert step.exposed_s == pytest.approx(step.seconds - 3 * units * forward_s, rel=1e-3)
-    drawn = sum(s.seconds for s in step.lanes if s.stream == "compute")
+    drawn = sum(s.seconds for s in step.stretches if s.stream == "compute")
     assert drawn == pytest.approx(3 * units * forward_s, rel=1e-3)  # what waits is no bar
-    steps = [(s.label, s.start_s, s.seconds) for s in step.lanes if s.stream == "host step"]
+    steps = [(s.label, s.start_s, s.seconds) for s in step.stretches if s.stream == "host step"]
     assert [name for name, _, _ in steps] == [f"step of blocks.{u}" for u in range(units)]
     assert sum(took for _, _, took in steps) == pytest.approx(3 * units, rel=1e-3)
-    assert ("disk" in {s.stream for s in step.lanes}) is (offload == "disk")
-    copied = {name: sum(s.seconds for s in step.lanes if s.stream == name) for name in ("fetch", "store")}
+    assert ("disk" in {s.stream for s in step.stretches}) is (offload == "disk")
+    copied = {name: sum(s.seconds for s in step.stretches if s.stream == name) for name in ("fetch", "store")}
     assert copied["store"] == pytest.approx(units, rel=1e-3)
     assert copied["fetch"] == pytest.approx(units * (0.5 if offload == "optimizer" else 1.0), rel=1e-3)
 
@@ -108,7 +108,7 @@ def test_a_measured_step_on_the_device_says_nothing_of_the_host():
     moved = offloaded(log_of(2, 1.0), choice("all"), 2)
     plain, scaled = (simulate(moved, costs(scale)) for scale in (1.0, 2.0))
     for stream in ("fetch", "store", "host step", "host"):
-        took = [sum(s.seconds for s in step.lanes if s.stream == stream) for step in (plain, scaled)]
+        took = [sum(s.seconds for s in step.stretches if s.stream == stream) for step in (plain, scaled)]
         assert took[0] == pytest.approx(took[1])
         assert took[0] > 0
     assert scaled.seconds == pytest.approx(plain.seconds + 6, rel=0.01)
@@ -118,7 +118,7 @@ def test_a_measured_step_on_the_device_says_nothing_of_the_host():
     ("offload", "accumulate"), [("all", 1), ("optimizer", 2), pytest.param("all", 2, marks=pytest.mark.slow)]
 )
 def test_copies_are_those_of_the_engine_in_its_order(offload, accumulate):
-    """Which flights start, one after the other, and how large copies are; small tensors, so their padding shows."""
+    """Which transfers start, one after the other, and how large copies are; small tensors, so their padding shows."""
     run = replace(run_of(8), accumulate=accumulate)
     places = {"params": "host"} if offload == "all" else {}
     asked = replace(run, sharding={**run.sharding, "offload": acc.Offload(optimizer="host", **places)})
@@ -153,8 +153,8 @@ def test_one_rank_is_planned_as_the_engine_holds_it():
     assert made.memory is not None
     assert made.memory.peak.num_bytes == peak_of(trace(gpt(3), whole)).num_bytes
     assert made.memory.peak.highest["gathered"] > 0
-    lanes = {s.stream for s in made.steps["middle"].lanes}
-    assert {"compute", "fetch", "store", "host step", "host", "disk"} <= lanes
+    streams = {s.stream for s in made.steps["middle"].stretches}
+    assert {"compute", "fetch", "store", "host step", "host", "disk"} <= streams
 
 
 @pytest.mark.parametrize("step", ["host", "device"])

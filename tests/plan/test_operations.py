@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accordion import _torch
-from accordion.plan.trace.flops import flops_of
+from accordion.plan.trace.operators import flops_of
 
 ROWS, K, N, GROUPS = 24, 16, 32, 4
 ONE = 2 * ROWS * K * N  # each row meets one group

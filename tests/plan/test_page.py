@@ -9,7 +9,7 @@ from torch import nn
 import accordion as acc
 from accordion.pages import show
 from accordion.pages.page import Chart, Page, Table
-from accordion.plan.cli.html import PIECES, as_html, lanes_chart, memory_chart
+from accordion.plan.cli.html import PIECES, as_html, memory_chart, streams_chart
 from accordion.plan.cli.pages import of_plan
 from tests.plan import browser
 
@@ -107,7 +107,7 @@ def test_of_a_small_model_too_one_sees_where_the_bytes_go(plan):
     assert sum(shown.values()) == pytest.approx(2 * shown["all"], abs=0.004)
 
 
-def test_every_stream_has_its_lane():
+def test_every_stream_is_drawn():
     """FSDP2 has one more that copies, offload those of copies, host and disk; all that takes time is on one of them."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)])
     fixed = {"gpus": 2, "checkpoint_activations": "none", "strategy": "full_shard"}
@@ -119,8 +119,8 @@ def test_every_stream_has_its_lane():
         ({"offload": "disk"}, {*ours, "fetch", "store", "host", "host step", "disk"}),
     ):
         made = acc.plan(model, total, torch.randn(64, 64), **options, **fixed)
-        drawn = {bar.name for bar in lanes_chart(made).data}
-        assert streams == drawn == {s.stream for s in made.chosen.steps["middle"].lanes}
+        drawn = {bar.name for bar in streams_chart(made).data}
+        assert streams == drawn == {s.stream for s in made.chosen.steps["middle"].stretches}
 
 
 @pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")

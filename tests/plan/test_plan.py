@@ -183,7 +183,7 @@ def test_what_is_gathered_ahead_is_hidden_and_what_is_not_is_exposed():
     waited = simulate(log(*start, Land(1), product), costs)
     assert waited.seconds == pytest.approx(1.5, rel=1e-3)
     assert waited.exposed_s == pytest.approx(0.5, rel=1e-3)
-    assert {s.stream for s in waited.lanes} == {"compute", "gather"}
+    assert {s.stream for s in waited.stretches} == {"compute", "gather"}
 
 
 def test_no_kernel_starts_before_a_slow_host_has_asked_for_it():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.offload.estimate import stated
+from accordion.offload.estimate import estimate_memory
 from accordion.plan.events import Alloc, Category, Free, Op
 from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.family import UnlikeError
@@ -20,7 +20,7 @@ from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import step_of
-from accordion.plan.search.bounds import Floor, floor_of, lanes_s, least_bytes
+from accordion.plan.search.bounds import Floor, floor_of, least_bytes, messages_s
 from accordion.plan.search.evaluate import Evaluator, SearchTask
 from accordion.plan.search.search import SearchResult, search
 from accordion.plan.search.space import Choice, Space, choices
@@ -182,7 +182,7 @@ def test_host_and_disk_have_what_the_tiers_state():
     wide = gpt(2, width=1024)
     log = trace(wide, run_of(8))
     for offload, places in PLACES.items():
-        said, chosen = stated(wide.make(), places, 8, precision=BF16), choice(offload=offload)
+        said, chosen = estimate_memory(wide.make(), places, 8, precision=BF16), choice(offload=offload)
         assert host_bytes(log, chosen, 2, CLUSTER) == pytest.approx(8 * said.host, rel=0.02)
         assert disk_bytes(log, chosen, CLUSTER) == pytest.approx(8 * said.disk, rel=0.02)
 
@@ -201,7 +201,7 @@ def take_host_memory(mesh) -> int:
 
 def test_host_memory_is_what_the_engine_takes(run_fake):
     """On one rank of eight; states are the optimizer's own memory beside the arena."""
-    assert run_fake(8, 0, take_host_memory) == stated(gpt(4).make(), PLACES["all"], 8, precision=BF16).arena
+    assert run_fake(8, 0, take_host_memory) == estimate_memory(gpt(4).make(), PLACES["all"], 8, precision=BF16).arena
 
 
 # -- the search
@@ -290,7 +290,7 @@ def test_a_strategy_that_could_not_win_is_not_traced():
     ],
 )
 def test_no_step_is_faster_than_its_messages(name):
-    """Seconds of the lanes, from FULL_SHARD's own log, beside what is traced: close to it where only messages take time."""
+    """Seconds of the messages, from FULL_SHARD's own log, beside what is traced: close to it where only messages take time."""
     cluster = replace(CLUSTER, network_gbps=0.01)
     space = Space(precision=BF16, gpus=[16])
     base, asked = choice(gpus=16), choice(strategy=name, gpus=16, replicas=2 if "hybrid" in name else 1)
@@ -298,4 +298,4 @@ def test_no_step_is_faster_than_its_messages(name):
     floor = floor_of(log, 0, step_of(log, space.run_of(base, cluster), cluster), base, cluster)
     run = space.run_of(asked, cluster)
     step = step_of(trace(gpt(3), run), run, cluster)
-    assert 0.3 * step.seconds < lanes_s(asked, floor, space, cluster) <= step.seconds
+    assert 0.3 * step.seconds < messages_s(asked, floor, space, cluster) <= step.seconds

@@ -15,8 +15,8 @@ from torch.nn.functional import dropout, layer_norm, rms_norm, scaled_dot_produc
 import accordion as acc
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPhase
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.trace.cuda_operators import Substitutes
 from accordion.plan.trace.setup import Subject, TrainingSetup
+from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.trace import trace
 
 HALF, FULL = torch.bfloat16, torch.float32

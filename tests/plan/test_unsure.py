@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.plan.hardware import GIB, gpu_named
-from accordion.plan.trace.unknown_workspaces import unsure_bytes
+from accordion.plan.trace.operators import unknown_workspace_of
 
 MOST = "aten.convolution.default"
 
@@ -55,7 +55,7 @@ def test_what_is_known_needs_no_bound_and_what_is_not_has_one():
         (torch.ops.aten.embedding_dense_backward.default, (x, rows, 9, -1, False), x, 64 * (32 + 281.6)),
     ]  # fmt: skip
     for func, args, out, most in asked:
-        assert unsure_bytes(func, args, {}, out)[0] == pytest.approx(most, abs=1)
+        assert unknown_workspace_of(func, args, {}, out)[0] == pytest.approx(most, abs=1)
 
 
 def test_a_custom_operator_is_named():

@@ -113,7 +113,7 @@ def sleeps():
     torch.sim._sleep(20_000_000)
 
 
-def parked(mesh, offload):
+def offloaded_inputs(mesh, offload):
     """Gradients of a forward that was followed by another one, to which nobody goes back; what leaves, leaves late."""
     model = models.seeded(num_blocks=6)
     model = acc.shard(model, mesh, offload=offload, checkpoint_activations="full", debug="streams")
@@ -125,6 +125,6 @@ def parked(mesh, offload):
 
 
 def test_memory_of_inputs_that_nobody_wants_is_used_again_when_they_have_come(world, tmp_path):
-    wanted, *_ = world.run(1, parked, acc.Offload())
-    found, *_ = world.run(1, parked, acc.Offload(activations=f"disk:{tmp_path}"))
+    wanted, *_ = world.run(1, offloaded_inputs, acc.Offload())
+    found, *_ = world.run(1, offloaded_inputs, acc.Offload(activations=f"disk:{tmp_path}"))
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

@@ -167,7 +167,7 @@ def assert_alike(found: Any, wanted: Any, *, exact: bool) -> None:
 def rest(model: nn.Module) -> None:
     """No lease, shards in the registry, and no storage of full parameters that is open."""
     assert_at_rest(model)
-    opened = open_rooms(model)
+    opened = open_full_buffers(model)
     assert not opened, f"full parameters stand at rest: {opened}"
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -176,7 +176,7 @@ def rest(model: nn.Module) -> None:
             )
 
 
-def open_rooms(model: nn.Module) -> list[str]:
+def open_full_buffers(model: nn.Module) -> list[str]:
     """Units whose full parameters have memory and should not. With debug="streams" it is filled with NaN and stays."""
     if engine_in(model).context.keeps_full:
         return []

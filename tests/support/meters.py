@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accordion.bench.meters import Allocations
+from accordion.bench.meters import Allocations, ranks_of
 
 __all__ = ["Allocations", "Call", "Copy", "Wire"]
 
@@ -83,7 +83,7 @@ class Wire(TorchDispatchMode):
         # This rank's part travels nowhere: as large as what it sends to each in a gather, receives from each in a reduce.
         parts = [(a + b // max(j, 1) if kind == "reduce" else b + a // max(i, 1)) for a, i, b, j in self._sent.values()]
         self._sent.clear()
-        found = [str(_size_of(group)) for group in groups if _size_of(group) is not None]
+        found = [str(ranks_of(group)) for group in groups if ranks_of(group) is not None]
         self.calls.append(
             Call(
                 kind=kind,
@@ -104,11 +104,3 @@ class Wire(TorchDispatchMode):
 
     def of(self, kind: str) -> list[Call]:
         return [call for call in self.calls if call.kind == kind]
-
-
-def _size_of(group: Any) -> int | None:
-    """Ranks of a boxed process group; None for another boxed object."""
-    try:
-        return torch.distributed.ProcessGroup.unbox(group).size()
-    except (RuntimeError, AttributeError):
-        return None

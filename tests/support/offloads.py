@@ -82,14 +82,14 @@ def same_as_without(
     strategy: acc.Strategy,
     optimizer_copies: list[OptimizerCopy],
     offloads: list[acc.Offload],
-    piece_numel: int = chunks.PIECE_NUMEL,
+    chunk_numel: int = chunks.CHUNK_NUMEL,
 ) -> None:
     for i, optimizer_copy in enumerate(optimizer_copies):
         optimizer_copy = dataclasses.replace(optimizer_copy, steps=3)
         wanted = trained(mesh, optimizer_copy, strategy)
         debug = ("streams",) if i % 2 else ()
         for offload in offloads:
-            with pieces_of(piece_numel):
+            with chunks_of_at_most(chunk_numel):
                 found = trained(mesh, optimizer_copy, strategy, offload=offload, debug=debug)
             assert found.losses == wanted.losses, (optimizer_copy.build, offload)
             assert found.grads.keys() == wanted.grads.keys()
@@ -107,10 +107,10 @@ def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.O
 
 
 @contextmanager
-def pieces_of(numel: int) -> Iterator[None]:
+def chunks_of_at_most(numel: int) -> Iterator[None]:
     """States go through buffers of so many elements: most tensors are larger."""
-    before, chunks.PIECE_NUMEL = chunks.PIECE_NUMEL, numel
+    before, chunks.CHUNK_NUMEL = chunks.CHUNK_NUMEL, numel
     try:
         yield
     finally:
-        chunks.PIECE_NUMEL = before
+        chunks.CHUNK_NUMEL = before

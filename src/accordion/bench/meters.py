@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from typing import Any
 
@@ -12,15 +11,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
+from accordion.storage_watch import StorageWatch
 
 _Mode: Any = _torch.DispatchMode
 
 
-class Allocations(_Mode):  # type: ignore[misc]
+class Allocations(StorageWatch):
     """Owns the count of live bytes: every storage that an operator makes, until it dies or is resized.
 
-    The inside of operators is not seen, nor what the backend takes for itself: gloo copies each message once more,
-    NCCL does not. The profiler's memory events will not do: they miss what gloo's threads free.
+    What the backend takes for itself is not seen: gloo copies each message once more, NCCL does not. The profiler's
+    memory events will not do: they miss what gloo's threads free.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,6 @@ class Allocations(_Mode):  # type: ignore[misc]
         self._marks: dict[str, int] = {}
         self._sizes: dict[int, int] = {}  # by address of the storage; -1 for those that were there before
         self._starts: dict[int, int] = {}  # addresses of their memory
-        self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def mark(self, name: str) -> None:
         """Give this moment a name."""
@@ -53,63 +52,34 @@ class Allocations(_Mode):  # type: ignore[misc]
     def marks(self) -> list[str]:
         return list(self._marks)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come back here
+    def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = storages_of((args, kwargs))
         for storage in given:
-            if _torch.storage_key(storage) not in self._sizes:
-                self._meet(storage, counted=False)
-        out = func(*args, **(kwargs or {}))
+            if self.watch(storage):
+                self._sizes[_torch.storage_key(storage)] = -1
+        out = func(*args, **kwargs)
         for storage in [*given, *storages_of(out)]:
-            self._update(storage)
+            if self.watch(storage):
+                self._sizes[_torch.storage_key(storage)] = 0
+            self.resized(_torch.storage_key(storage), storage)
         return out
 
-    def __enter__(self) -> Allocations:
-        patched: Any = torch.UntypedStorage
-        plain = self._resize = patched.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            known = _torch.storage_key(storage) in self._sizes
-            result = plain(storage, size)
-            if known:
-                self._update(storage)
-            return result
-
-        patched.resize_ = resize
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        patched: Any = torch.UntypedStorage
-        patched.resize_ = self._resize
-        super().__exit__(*error)
-
-    def _meet(self, storage: torch.UntypedStorage, counted: bool) -> None:
-        key = _torch.storage_key(storage)
-        self._sizes[key] = 0 if counted else -1
-        self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
-
-    def _update(self, storage: torch.UntypedStorage) -> None:
-        key = _torch.storage_key(storage)
-        if key not in self._sizes:
-            self._meet(storage, counted=True)
+    def resized(self, key: int, storage: torch.UntypedStorage) -> None:
         if self._sizes[key] >= 0 and self._sizes[key] != storage.nbytes():
             size = 0 if self._is_part(key, storage) else storage.nbytes()
             self._change(size - self._sizes[key])
             self._sizes[key] = size
             self._starts[key] = storage.data_ptr()
 
+    def died(self, key: int) -> None:
+        self._change(-max(self._sizes.pop(key), 0))
+        self._starts.pop(key, None)
+
     def _is_part(self, key: int, storage: torch.UntypedStorage) -> bool:
         """Whether it lies in the memory of another one, as a slice of a storage does."""
         start = storage.data_ptr()
         others = list(self._starts.items())  # a copy: a storage may die, and be forgotten, at any point
         return any(first <= start < first + self._sizes.get(other, 0) for other, first in others if other != key)
-
-    def _forget(self, key: int) -> None:
-        self._change(-max(self._sizes.pop(key), 0))
-        self._starts.pop(key, None)
-        del self._deaths[key]
 
     def _change(self, num_bytes: int) -> None:
         if num_bytes:
@@ -162,7 +132,7 @@ class Wire(_Mode):  # type: ignore[misc]
             return
         index, times = found
         full = sum(leaf.nbytes for leaf in tree_leaves(args[index]) if isinstance(leaf, Tensor))
-        num_ranks = max(filter(None, map(_ranks_of, tree_leaves(list(args)))), default=1)
+        num_ranks = max(filter(None, map(ranks_of, tree_leaves(list(args)))), default=1)
         self._add(name.rstrip("_").lstrip("_"), times * full * (num_ranks - 1) // num_ranks)
 
     def _add(self, name: str, num_bytes: int) -> None:
@@ -170,7 +140,7 @@ class Wire(_Mode):  # type: ignore[misc]
         self.launches[name] += 1
 
 
-def _ranks_of(value: Any) -> int | None:
+def ranks_of(value: Any) -> int | None:
     """Ranks of a boxed process group; None for anything else."""
     if not isinstance(value, torch.ScriptObject):
         return None

@@ -25,7 +25,7 @@ from accordion.bench.model import batch_of, shape_of
 from accordion.bench.trainer import STATUS
 from accordion.config import Offload, Precision, nearest
 from accordion.errors import UsageError
-from accordion.offload.estimate import stated
+from accordion.offload.estimate import estimate_memory
 from accordion.offload.step.optimizer_copy import local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.swap_file import SwapFile, aligned_buffer
@@ -75,13 +75,13 @@ class OffloadLoop:
         places = {OURS: Offload(), HOST: Offload(params="host", optimizer="host")}
         offload = places.get(kind) or Offload(params="host", optimizer=f"disk:{self._folder}")
         precision = Precision(params=torch.bfloat16) if self._setting.bf16 else Precision()
-        said = stated(self._model, offload, self._seat.num_ranks, precision=precision)
+        said = estimate_memory(self._model, offload, self._seat.num_ranks, precision=precision)
         self._stated = said.arena + said.host_buffers
         self._model = shard(self._model, mesh_of(self._seat), precision=precision, offload=offload)
 
     def _tiers(self) -> Tiers | None:
-        home = sharded_engine(self._model, "bench").context.shard_buffers if self._ours else None
-        return home if isinstance(home, Tiers) else None
+        tiers = sharded_engine(self._model, "bench").context.shard_buffers if self._ours else None
+        return tiers if isinstance(tiers, Tiers) else None
 
     def _waited_s(self) -> float:
         tiers = self._tiers()

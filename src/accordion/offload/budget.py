@@ -13,10 +13,12 @@ from accordion.config import DEVICE, HOST, Offload, folder_of
 from accordion.engine.layout import Message
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES
-from accordion.offload.host_shards import home_bytes, paged_bytes, slots_bytes
+from accordion.offload.host_shards import paged_bytes, shard_buffer_bytes, slots_bytes
 
 NUM_STATES = 2  # of each trained element, as Adam keeps
-NUM_BAYS = 2  # pieces of host memory through which shards on disk are gathered: one is copied from, the other filled
+NUM_STAGING_BUFFERS = (
+    2  # pieces of host memory through which shards on disk are gathered: one is copied from, the other filled
+)
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class Shape:
         return self.msg.shard_numel * self.gathered.itemsize
 
     @cached_property
-    def home_bytes(self) -> int:
+    def shard_buffer_bytes(self) -> int:
         """Shards and the rows that travel in another dtype, in host memory."""
-        return home_bytes(self.msg, self.dtypes, self.gathered)
+        return shard_buffer_bytes(self.msg, self.dtypes, self.gathered)
 
     @cached_property
     def slots_bytes(self) -> int:
@@ -114,12 +116,13 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
     landing: dict[int, int] = {}
     staged: dict[int, int] = {}
     for i, offload, s in chosen:
-        shard_buffers += ALIGN_BYTES if folder_of(offload.params) else s.home_bytes  # a tag
+        shard_buffers += ALIGN_BYTES if folder_of(offload.params) else s.shard_buffer_bytes  # a tag
         shard_buffers += s.slots_bytes if offload.rest_of_grads == HOST else 0
         landing[i] = landing.get(i, 0) + s.landing_bytes
         staged[i] = staged.get(i, 0) + (s.row_bytes if folder_of(offload.params) else 0)
     staging_buffers = [
-        max((b for i, b in staged.items() if i % NUM_BAYS == which), default=0) for which in range(NUM_BAYS)
+        max((b for i, b in staged.items() if i % NUM_STAGING_BUFFERS == which), default=0)
+        for which in range(NUM_STAGING_BUFFERS)
     ]
     return HostNeeds(
         shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if any(staging_buffers) else ()

@@ -109,7 +109,7 @@ class DiskShards(OffDeviceShards):
     def row(self, i: int) -> Tensor | FileRange | None:
         return None if self._own[i] is self._rows[i] else self._rows[i]
 
-    def own_spot(self, i: int) -> FileRange | None:
+    def own_range(self, i: int) -> FileRange | None:
         return self._own[i]
 
     def refresh(self, version: int) -> Transfer | None:

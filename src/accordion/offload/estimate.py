@@ -13,7 +13,7 @@ from accordion.config import DEVICE, HOST, Offload, Precision, folder_of
 from accordion.engine.layout import Cut, cut, message
 from accordion.offload.arena import page_aligned
 from accordion.offload.budget import NUM_STATES, Shape, Shapes, device_bytes, host_needs, on_disk, within
-from accordion.offload.step.chunks import piece_numel
+from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS
 from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, owned_parameters
 
@@ -41,7 +41,7 @@ class MemoryEstimate:
         return self.arena + self.host_states + self.host_buffers
 
 
-def stated(
+def estimate_memory(
     model: nn.Module,
     offload: Offload,
     num_ranks: int,
@@ -60,7 +60,7 @@ def stated(
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
     precisions, offloads = by_unit(chosen, precision or Precision(), "Precision"), by_unit(chosen, offload, "Offload")
     shapes = [shapes_of([o for o in owned if o.owner == i], own, num_ranks) for i, own in enumerate(precisions)]
-    return stated_of(shapes, within(offload, offloads, shapes), num_states)
+    return estimate_of_units(shapes, within(offload, offloads, shapes), num_states)
 
 
 def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> list[Shape]:
@@ -85,8 +85,8 @@ def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> l
     ]
 
 
-def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
-    """`stated`, of units whose places are known. Pages and pieces are rounded up, so that no rank takes more."""
+def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
+    """`estimate_memory`, of units whose places are known. Pages and chunks are rounded up, so that no rank takes more."""
     pairs = list(zip(offloads, shapes, strict=True))
     resting = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))
@@ -116,12 +116,12 @@ def stated_of(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM
 
 
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
-    """The largest piece of a group, in a buffer of the host and in one of the device (0 where it is not stepped there).
+    """The largest chunk of a group, in a buffer of the host and in one of the device (0 where it is not stepped there).
 
     `total`: elements whose step is streamed.
     """
     own = max(dtype.itemsize for dtype, trains in zip(s.dtypes, s.trained, strict=True) if trains)
-    numel = min(piece_numel(s.gathered.itemsize, total), s.laid_out_bytes // own)
+    numel = min(chunk_numel(s.gathered.itemsize, total), s.laid_out_bytes // own)
     row = s.gathered.itemsize if own != s.gathered.itemsize and offload.offloads else 0
     from_disk = [
         num_states * own if folder_of(offload.optimizer) else 0,

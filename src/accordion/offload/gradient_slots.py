@@ -92,7 +92,7 @@ class Gradients:
 class Slot:
     """Owns the memory, or the place on disk, in which one gradient rests, and gives it out while nobody else has it.
 
-    `rest`: the gradient as the outside sees it, mapped where it lies at a `spot` of a file.
+    `rest`: the gradient as the outside sees it, mapped where it lies at a `file_range`.
     """
 
     def __init__(self, rest: Tensor, file_range: FileRange | None = None) -> None:

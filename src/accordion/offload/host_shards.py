@@ -113,7 +113,7 @@ class OffDeviceShards(ShardBuffer):
     def flush(self) -> None:
         """What was written into `locals` is where they rest."""
 
-    def own_spot(self, i: int) -> FileRange | None:
+    def own_range(self, i: int) -> FileRange | None:
         """Where the shard of parameter `i` is on disk; None where it is in memory."""
         return None
 
@@ -175,7 +175,7 @@ class HostShards(OffDeviceShards):
         self._staged = -1
 
 
-def home_bytes(msg: Message, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> int:
+def shard_buffer_bytes(msg: Message, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> int:
     """What the shards of a `HostShards` take of an arena."""
     wide = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
     parts = [(msg, [gathered] * len(dtypes))]

@@ -27,7 +27,7 @@ from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
 from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena
-from accordion.offload.budget import NUM_BAYS, Shape, host_needs, on_disk
+from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskShards, StagingBuffer
 from accordion.offload.host_shards import HostShards, Means, OffDeviceShards, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
@@ -104,7 +104,7 @@ class Tiers:
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """The threads that read and write files, a piece each."""
+        """The threads that read and write files, a chunk each."""
         return self._made(NUM_BUFFERS, "accordion-disk")
 
     @cached_property
@@ -128,7 +128,7 @@ class Tiers:
         """Know a unit by its index, and the order in which units are used, for what is read ahead."""
         self._units[unit.index], self._order = weakref.ref(unit), order
 
-    def home_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
+    def shard_buffer_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
         """The shard buffer of a parameter and which of its shards it is; None where it rests on the device."""
         for group in unit.groups:
             for i, mine in enumerate(group.params):
@@ -151,7 +151,7 @@ class Tiers:
                 group.shard_buffer.begin_read(group.version())
 
     def _staging_buffer_of(self, unit: int) -> StagingBuffer | None:
-        return self._staging_buffers[unit % NUM_BAYS] if self._staging_buffers else None
+        return self._staging_buffers[unit % NUM_STAGING_BUFFERS] if self._staging_buffers else None
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype

@@ -89,15 +89,26 @@ def plan(
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
-    numbers = {"node": node, "micro_batch": micro_batch, "seq": seq, "accumulate": accumulate}
-    _check_numbers(counts, {**numbers, "replicas": replicas, "global_batch": global_batch})
+    training = Training(
+        seq=seq,
+        accumulate=accumulate,
+        global_batch=global_batch,
+        optimizer=optimizer,
+        engine=engine,
+        precision=precision or Precision(params=torch.bfloat16),
+        sharding=sharding,
+    )
+    fixed = Fixed(
+        strategy=strategy,
+        replicas=replicas,
+        offload=offload,
+        checkpoint_activations=checkpoint_activations,
+        micro_batch=micro_batch,
+    )
+    _check_numbers(counts, node, training, fixed)
     for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
         check_rate(rate, 1 if value is None else value)
-    _check_names(engine, optimizer, strategy, offload, checkpoint_activations)
-    if replicas is not None and strategy is not None and not strategy_named(strategy).hybrid:
-        raise UsageError(
-            f"replicas is {replicas}, of which strategy {strategy!r} keeps none; take hybrid_shard, or leave it out."
-        )
+    _check_names(training, fixed)
     cluster = Cluster(
         gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu,
         node=node,
@@ -106,23 +117,7 @@ def plan(
         disk_gbps=disk_gbps,
     )
     task = _named(model, seq, micro_batch) if isinstance(model, str) else _given(model, loss, batch)
-    offload = NO_OFFLOAD if engine == "fsdp2" else offload
-    space = Space(
-        strategies=_strategies(strategy, offload, engine),
-        checkpointing=CHECKPOINTING if checkpoint_activations is None else [checkpoint_activations],
-        micro_batches=task.micro_batches,
-        gpus=counts,
-        accumulate=accumulate,
-        global_batch=global_batch,
-        replicas=replicas or 0,
-        offloads=tuple(OFFLOADS) if offload is None else [offload],
-        units=_units(task.model, engine, sharding),
-        optimizer=optimizer,
-        engine=engine,
-        precision=precision or Precision(params=torch.bfloat16),
-        tokens=task.tokens,
-        sharding=sharding,
-    )
+    space = _left_by(fixed, training, task, counts)
     num_params, measured = sum(p.numel() for p in task.model.parameters()), ""
     if measured_step_s is not None or measured_at:
         cluster, measured = _calibrated(cluster, task, space, measured_step_s, measured_at)
@@ -131,6 +126,32 @@ def plan(
         model=task.name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
     )
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a step is, whichever configuration runs it. `seq`: tokens of a sample of a named model. `global_batch`: samples of a
+    step over all GPUs, from which `accumulate` follows. `sharding`: more keyword arguments of `shard`.
+    """
+
+    seq: int
+    accumulate: int
+    global_batch: int | None
+    optimizer: str
+    engine: str
+    precision: Precision
+    sharding: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What the caller fixed of a configuration; None is looked for."""
+
+    strategy: str | None
+    replicas: int | None
+    offload: str | None
+    checkpoint_activations: str | None
+    micro_batch: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +211,28 @@ def _units(model: nn.Module, engine: str, sharding: Mapping[str, Any]) -> Sequen
     return [AUTO] if "units" in sharding or engine == "fsdp2" else [AUTO, *unit_rules(model)]
 
 
+def _left_by(fixed: Fixed, training: Training, task: Task, counts: Sequence[int]) -> Space:
+    """What is left to look through."""
+    offload = NO_OFFLOAD if training.engine == "fsdp2" else fixed.offload
+    checkpointing = fixed.checkpoint_activations
+    return Space(
+        strategies=_strategies(fixed.strategy, offload, training.engine),
+        checkpointing=CHECKPOINTING if checkpointing is None else [checkpointing],
+        micro_batches=task.micro_batches,
+        gpus=counts,
+        accumulate=training.accumulate,
+        global_batch=training.global_batch,
+        replicas=fixed.replicas or 0,
+        offloads=tuple(OFFLOADS) if offload is None else [offload],
+        units=_units(task.model, training.engine, training.sharding),
+        optimizer=training.optimizer,
+        engine=training.engine,
+        precision=training.precision,
+        tokens=task.tokens,
+        sharding=training.sharding,
+    )
+
+
 def _strategies(strategy: str | None, offload: str | None, engine: str) -> Sequence[str]:
     if strategy is not None:
         return [strategy]
@@ -205,11 +248,19 @@ def log_of_choice(found: SearchResult, choice: Choice, space: Space) -> Log | No
     return None if log is None else offloaded(log, choice, space.compute_bytes)
 
 
-def _check_numbers(counts: Sequence[int], numbers: Mapping[str, int | None]) -> None:
+def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: Fixed) -> None:
+    numbers = {
+        "node": node,
+        "micro_batch": fixed.micro_batch,
+        "seq": training.seq,
+        "accumulate": training.accumulate,
+        "replicas": fixed.replicas,
+        "global_batch": training.global_batch,
+    }
     for name, value in [*(("gpus", n) for n in counts), *numbers.items()]:
         if value is not None and not 1 <= value <= LARGEST:
             raise UsageError(f"{name} is {value}; it takes 1 or more{f', up to {LARGEST:,}' if value > 1 else ''}.")
-    tokens = (numbers["seq"] or 1) * (numbers["micro_batch"] or 1)
+    tokens = training.seq * (fixed.micro_batch or 1)
     if tokens > LARGEST_TOKENS:
         raise UsageError(
             f"micro_batch x seq is {tokens:,} tokens at a time; it takes up to {LARGEST_TOKENS:,}: what is larger fits no card."
@@ -218,11 +269,10 @@ def _check_numbers(counts: Sequence[int], numbers: Mapping[str, int | None]) -> 
         raise UsageError("gpus is empty; name at least one number of GPUs.")
 
 
-def _check_names(
-    engine: str, optimizer: str, strategy: str | None, offload: str | None, checkpoint_activations: str | None
-) -> None:
-    """That what is fixed exists, and goes together."""
-    for kind, name, known in (("optimizer", optimizer, OPTIMIZERS), ("engine", engine, ENGINES)):
+def _check_names(training: Training, fixed: Fixed) -> None:
+    """That what is named exists, and goes together."""
+    engine, strategy, offload = training.engine, fixed.strategy, fixed.offload
+    for kind, name, known in (("optimizer", training.optimizer, OPTIMIZERS), ("engine", engine, ENGINES)):
         if name not in known:
             raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, known)}")
     if strategy is not None:
@@ -235,8 +285,12 @@ def _check_names(
         raise UsageError(
             f"fsdp2 with offload {offload!r} is not planned; leave --offload out, or take the engine accordion."
         )
-    if checkpoint_activations is not None:
-        checkpointing_named(checkpoint_activations)
+    if fixed.checkpoint_activations is not None:
+        checkpointing_named(fixed.checkpoint_activations)
+    if fixed.replicas is not None and strategy is not None and not strategy_named(strategy).hybrid:
+        raise UsageError(
+            f"replicas is {fixed.replicas}, of which strategy {strategy!r} keeps none; take hybrid_shard, or leave it out."
+        )
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What happens on one rank in a training step, in the order of the host's calls: plain data, no tensors."""
+"""What happens on one rank in a training step, in the order of the host's calls: the event log, plain data without tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
 REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of ranks
 HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
-STEPPER, DISK_LANE = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
+STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
 
 
 class Category(Enum):
@@ -89,24 +89,24 @@ class Collective:
 
 @dataclass(slots=True)
 class Launch:
-    """A flight starts on its stream, behind all that is on the compute stream now."""
+    """A transfer starts on its stream, behind all that is on the compute stream now."""
 
-    flight: int
+    transfer: int
     stream: str
 
 
 @dataclass(slots=True)
 class Land:
-    """The compute stream waits for the end of a flight."""
+    """The compute stream waits for the end of a transfer."""
 
-    flight: int
+    transfer: int
 
 
 @dataclass(slots=True)
 class Mark:
-    """An event is recorded on a stream: it ends with all that is on the stream so far. Numbered as flights are."""
+    """An event is recorded on a stream: it ends with all that is on the stream so far. Numbered as transfers are."""
 
-    flight: int
+    transfer: int
     stream: str
 
 
@@ -114,7 +114,7 @@ class Mark:
 class Wait:
     """What comes later on a stream runs after a mark."""
 
-    flight: int
+    transfer: int
     stream: str
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -121,9 +121,8 @@ class Run:
     rate: Callable[[int], float]  # the learning rate of step 1, 2, ...
     loader: StatefulDataLoader
     sums_locally: bool
-    decides_on_device: (
-        bool  # whether a step is left out: the optimizer is a fused one whose states are on an accelerator
-    )
+    # The device decides whether a step is left out: the optimizer is a fused one whose states are on an accelerator.
+    decides_on_device: bool
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
@@ -171,13 +170,10 @@ def _make(config: Config, prepared: Prepared, place: RankPlace, device: torch.de
     strategy = strategy_named(shard.strategy)
     name = _precision(shard.precision, device)
     theirs = settings_of(config, name)
-    sizes = {"shard": place.world // prepared.replicas}
-    if strategy.hybrid:
-        sizes = {"replicate": prepared.replicas, **sizes}
     offload = shard.offload()
     model = acc.shard(
         language_model(configuration(config.model, config.data), config.model.path or config.model.preset),
-        init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)),
+        _mesh(strategy, prepared, place, device),
         units=units_named(shard.units),
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=COMPUTE_DTYPES[name]),
@@ -208,6 +204,14 @@ def _make(config: Config, prepared: Prepared, place: RankPlace, device: torch.de
     )
 
 
+def _mesh(strategy: acc.Strategy, prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
+    """All ranks: over the shards, and for a hybrid over its replicas too."""
+    sizes = {"shard": place.world // prepared.replicas}
+    if strategy.hybrid:
+        sizes = {"replicate": prepared.replicas, **sizes}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
 def _precision(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
@@ -228,13 +232,18 @@ def _optimizer(model: nn.Module, options: TrainConfig, theirs: Settings | None) 
 
 
 def _say_share(run: Run, screen: Screen) -> None:
-    order = run.loader.batch_sampler
-    assert isinstance(order, GlobalOrder)
-    share = run.share
+    order, share = _order_of(run), run.share
     sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
     screen.note(f"a step is {share.global_batch} sequences of {run.config.data.seq_len} tokens: {sizes}")
     uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
     screen.note(f"an epoch is {order.steps_per_epoch:,} steps{uneven}")
+
+
+def _order_of(run: Run) -> GlobalOrder:
+    """The order of sequences, of which each rank takes its share."""
+    order = run.loader.batch_sampler
+    assert isinstance(order, GlobalOrder)
+    return order
 
 
 def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> float:
@@ -300,13 +309,7 @@ class Steps:
             group["lr"] = lr
         run.scaler.unscale_(run.optimizer)
         norm = acc.clip_grad_norm_(run.model, run.config.train.clip or math.inf)
-        most = torch.full((), peak_bytes(run.device), dtype=torch.int64, device=run.device)
-        # The sum of the norms too, so that ranks decide alike whatever one of them has.
-        sums = torch.stack([loss, norm])
-        dist.all_reduce(sums)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        scale = run.scaler.scale(torch.ones((), device=run.device))
-        figures = Figures([sums, most, scale])
+        sums, figures = _of_all_ranks(run, loss, norm)
         self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
         if run.decides_on_device:
             _optimize(run, partial(_step_if_finite, run.optimizer, sums), self._screen)
@@ -349,6 +352,20 @@ class Steps:
             peak_bytes=peak,
             skipped=not (math.isfinite(loss) and math.isfinite(norm)),
         )
+
+
+def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, Figures]:
+    """The sums of loss and norm over ranks, (2,) on the device; and they, the largest peak of memory and the scale, on their way
+    to the host.
+
+    The norm is summed too, though it is the same on all ranks: so they decide alike whatever one of them has.
+    """
+    sums = torch.stack([loss, norm])
+    most = torch.full((), peak_bytes(run.device), dtype=torch.int64, device=run.device)
+    dist.all_reduce(sums)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    scale = run.scaler.scale(torch.ones((), device=run.device))
+    return sums, Figures([sums, most, scale])
 
 
 def _end(run: Run) -> None:
@@ -458,10 +475,9 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
         ) from None
 
 
-def _save(run: Run, step: int, screen: Screen, *, last: bool) -> acc.CheckpointError | None:
-    """Save, or do what `checkpoint.on_error` says; why nothing was written, where that is known already."""
-    options = run.config.checkpoint
-    extra = {
+def _progress(run: Run, step: int) -> dict[str, Any]:
+    """What a checkpoint keeps of a run beside its tensors; `_resume` reads it."""
+    return {
         "model_config": json.loads(run.model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
         "step": step,
         "config": flat(run.config),
@@ -471,6 +487,11 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool) -> acc.CheckpointE
         "scaler": run.scaler.state_dict(),
         "skipped": run.skips.total,
     }
+
+
+def _save(run: Run, step: int, screen: Screen, *, last: bool) -> acc.CheckpointError | None:
+    """Save, or do what `checkpoint.on_error` says; why nothing was written, where that is known already."""
+    options, extra = run.config.checkpoint, _progress(run, step)
     path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
     state = {"random": RandomState()}
     try:
@@ -517,9 +538,8 @@ def _resume(run: Run, screen: Screen) -> int:
     run.skips.total = int(extra.get("skipped", 0))
     done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
-    order = run.loader.batch_sampler
-    assert isinstance(order, GlobalOrder)
-    if extra["data"] == run.prepared.tokens.digest and order.continues(extra["loader"]["_index_sampler_state"]):
+    same_data = extra["data"] == run.prepared.tokens.digest
+    if same_data and _order_of(run).continues(extra["loader"]["_index_sampler_state"]):
         run.loader.load_state_dict(extra["loader"])
     else:
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")

@@ -36,7 +36,7 @@ class _Lifeline:
 
     def start(self) -> None:
         for work in (self._ask, self._count):
-            threading.Thread(target=work, name="accordion-lifeline", daemon=True).start()
+            threading.Thread(target=work, name="accordion-store-watchdog", daemon=True).start()
 
     def _ask(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from accordion.bench.gpu.findings import Findings
 from accordion.bench.model import Llama, batch_of, loss_of
 from accordion.models.llama import LlamaShape
 from accordion.offload.arena import Arena
-from accordion.offload.estimate import MemoryEstimate, stated
+from accordion.offload.estimate import MemoryEstimate, estimate_memory
 from accordion.offload.tiers import Tiers
 from accordion.pages.page import Table, spread
 from accordion.pages.stats import Spread, quartiles
@@ -54,7 +54,7 @@ def on_meta(case: OffloadCase) -> nn.Module:
 
 
 def said_of(place: acc.Offload, case: OffloadCase) -> MemoryEstimate:
-    return stated(on_meta(case), place, 1, precision=acc.Precision(params=BF16))
+    return estimate_memory(on_meta(case), place, 1, precision=acc.Precision(params=BF16))
 
 
 def planned_peak(kind: str, case: OffloadCase, device: str) -> int:

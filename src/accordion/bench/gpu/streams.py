@@ -30,7 +30,7 @@ from accordion.pages.stats import compare_losses
 from accordion.safety.divergence import DivergenceMonitor
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam
 
-ON_LANE = {True: "yes", False: "NO", None: "not shown"}
+ON_SIDE_STREAM = {True: "yes", False: "NO", None: "not shown"}
 
 
 class SafeRuns:
@@ -70,24 +70,24 @@ class Collectives:
         self._link = Communicator(dist.group.WORLD, seat.device)
 
     def streams(self) -> dict[str, dict[str, Any]]:
-        """For each collective: the device work that it launched, and whether all of it is on the lane's stream.
+        """For each collective: the device work that it launched, and whether all of it is on the side stream.
 
-        A sleep on the lane tells the number under which the profiler knows the stream; a device on which nothing sleeps, or
+        A sleep there tells the number under which the profiler knows the stream; a device on which nothing sleeps, or
         of which the profiler tells nothing, and the CPU have None there.
         """
-        lane = SideStream(self._device, DivergenceMonitor([], [0]))
+        side_stream = SideStream(self._device, DivergenceMonitor([], [0]))
         calls = self._calls()
         for call in calls.values():  # communicators are made at the first call
             wait(call())
         if self._device.type == "cpu":
-            return {name: {"work": [], "on_lane": None} for name in calls}
+            return {name: {"work": [], "on_side_stream": None} for name in calls}
         torch.accelerator.synchronize()
         with torch.profiler.profile() as profile:
-            with record_function("accordion::sleep"), lane.entered():
+            with record_function("accordion::sleep"), side_stream.entered():
                 _torch.sleep_on_device()
             for name, call in calls.items():
-                lane.stream.wait_event(lane.compute().record_event())
-                with record_function(f"accordion::{name}"), lane.entered():
+                side_stream.stream.wait_event(side_stream.compute().record_event())
+                with record_function(f"accordion::{name}"), side_stream.entered():
                     wait(call())
             torch.accelerator.synchronize()
         with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ class Collectives:
         return {
             name: {
                 "work": sorted({kernel for kernel, _ in work[name]}),
-                "on_lane": (bool(work[name]) and {stream for _, stream in work[name]} == ours) if ours else None,
+                "on_side_stream": (bool(work[name]) and {stream for _, stream in work[name]} == ours) if ours else None,
             }
             for name in calls
         }
@@ -158,9 +158,9 @@ def safety(preset: LlamaShape, device: str, out: Findings) -> None:
         out.keep(Table(title='(c) debug="streams", ranks sharing the device', columns=columns, rows=list(rows)))
     with WorkerTeam("collectives", out.world(device, threads=1), Collectives) as team:
         out.data["streams"] = found = team.ask("streams")[0]
-    if all(f["on_lane"] is None for f in found.values()):
+    if all(f["on_side_stream"] is None for f in found.values()):
         out.tell_not("on which stream a collective runs: torch.profiler tells it of CUDA")
-    rows = [[n, ", ".join(f["work"])[:90] or "none", ON_LANE[f["on_lane"]]] for n, f in found.items()]
+    rows = [[n, ", ".join(f["work"])[:90] or "none", ON_SIDE_STREAM[f["on_side_stream"]]] for n, f in found.items()]
     columns = ["", "work", "on our stream"]
     out.keep(Table(title="(c) work of each collective, world size 1", columns=columns, rows=rows))
 

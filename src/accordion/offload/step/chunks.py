@@ -1,4 +1,4 @@
-"""A step cut into pieces: which elements of which tensors it takes at a time, where they lie, and the step of one piece."""
+"""A step cut into chunks: which elements of which tensors it takes at a time, where they lie, and the step of one chunk."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, local_of, write_back
 from accordion.offload.swap_file import FileRange, SwapFile
 
-PIECE_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
+CHUNK_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
 LEAST_NUMEL = 2**16  # and at least: with four requests in transfer disks still reach their speed with 256 KiB each
-NUM_PIECES = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
+NUM_CHUNKS = 100  # into which what is stepped is cut in between: the buffers of four of them are small beside it
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """States of several parameters in one piece of memory, of the host or of the device; `owner` keeps it pinned."""
+    """States of several parameters in one chunk of memory, of the host or of the device; `owner` keeps it pinned."""
 
     whole: Tensor  # bytes
     owner: object = None
@@ -38,7 +38,7 @@ class StateBlock:
     """A part of a store for the parameters of one unit, param group and dtype: for each state a run of `numel` elements.
 
     `keys`: the states that have an element for each of the parameter's, with their dtypes; `starts`: where each one's run
-    begins, in bytes. `itemsize`: the smallest of whatever is stepped with them. `most`: elements of the largest piece.
+    begins, in bytes. `itemsize`: the smallest of whatever is stepped with them. `most`: elements of the largest chunk.
     `from_disk`, `besides`: bytes an element of parameter, gradient and row, those on disk and all of them.
     """
 
@@ -53,31 +53,31 @@ class StateBlock:
 
     @property
     def step(self) -> int:
-        """Parameters begin, and pieces are cut, at multiples of so many elements: of a page, whatever the dtype."""
+        """Parameters begin, and chunks are cut, at multiples of so many elements: of a page, whatever the dtype."""
         return ALIGN_BYTES // self.itemsize
 
-    def piece_bytes(self) -> int:
-        """The most that a piece of it takes in a buffer of the host."""
-        return (self.from_disk + (self._state_bytes if isinstance(self.store, SwapFile) else 0)) * self._piece_numel
+    def chunk_bytes(self) -> int:
+        """The most that a chunk of it takes in a buffer of the host."""
+        return (self.from_disk + (self._state_bytes if isinstance(self.store, SwapFile) else 0)) * self._chunk_numel
 
     def device_bytes(self) -> int:
-        """The most that a piece of it takes in a buffer of the device."""
-        return (self.besides + self._state_bytes) * self._piece_numel
+        """The most that a chunk of it takes in a buffer of the device."""
+        return (self.besides + self._state_bytes) * self._chunk_numel
 
     @property
     def _state_bytes(self) -> int:
         return sum(dtype.itemsize for dtype in self.keys.values())
 
     @property
-    def _piece_numel(self) -> int:
+    def _chunk_numel(self) -> int:
         return min(self.most, self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where the states of one parameter lie: elements [start, start + own.numel()) of each run of an area."""
+    """Where the states of one parameter lie: elements [start, start + own.numel()) of each run of a block."""
 
-    area: StateBlock
+    block: StateBlock
     start: int
     shown: dict[str, Tensor]  # each state as the outside sees it, in the shape of the shard
 
@@ -86,7 +86,7 @@ class StatePlace:
 class ParamStep:
     """A parameter of a step under way. `shards`: of its shard, and which parameter of it; None: on the device.
 
-    `made`: its states that have not the parameter's shape, as the last piece left them.
+    `made`: its states that have not the parameter's shape, as the last chunk left them.
     """
 
     entry: Entry
@@ -98,7 +98,7 @@ class ParamStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of elements that a piece needs: in `memory`, else at `offset` of a file. `reads`: their values matter.
+    """A run of elements that a chunk needs: in `memory`, else at `offset` of a file. `reads`: their values matter.
 
     `writes`: they change, and go back to where they lie.
     """
@@ -119,7 +119,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of a parameter; `own`, `grad`, `row`: which spans of the piece have them."""
+    """Elements [low, high) of a parameter; `own`, `grad`, `row`: which spans of the chunk have them."""
 
     todo: ParamStep
     low: int
@@ -131,45 +131,45 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [start, stop) of an area: what of them is stepped, and all that this takes. States come first, by key."""
+    """Elements [start, stop) of a block: what of them is stepped, and all that this takes. States come first, by key."""
 
-    area: StateBlock
+    block: StateBlock
     start: int
     stop: int
     parts: list[ChunkPart]
     spans: list[Span]
 
 
-def piece_numel(itemsize: int, total: int) -> int:
-    """Elements of the largest piece of a step of `total`, where the smallest dtype has `itemsize` bytes.
+def chunk_numel(itemsize: int, total: int) -> int:
+    """Elements of the largest chunk of a step of `total`, where the smallest dtype has `itemsize` bytes.
 
-    Pieces are cut at pages of each dtype.
+    Chunks are cut at pages of each dtype.
     """
     step = ALIGN_BYTES // itemsize
-    return max(step, min(PIECE_NUMEL, max(LEAST_NUMEL, total // NUM_PIECES)) // step * step)
+    return max(step, min(CHUNK_NUMEL, max(LEAST_NUMEL, total // NUM_CHUNKS)) // step * step)
 
 
-def pieces_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Cut what is to be stepped of one unit into pieces, in the order of the store; what nobody steps is not read."""
-    by_area: dict[int, list[ParamStep]] = {}
+def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
+    """Cut what is to be stepped of one unit into chunks, in the order of the store; what nobody steps is not read."""
+    by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
-        by_area.setdefault(id(todo.place.area), []).append(todo)
-    for mine in by_area.values():
-        area, mine = mine[0].place.area, sorted(mine, key=lambda t: t.place.start)
+        by_block.setdefault(id(todo.place.block), []).append(todo)
+    for mine in by_block.values():
+        block, mine = mine[0].place.block, sorted(mine, key=lambda t: t.place.start)
         runs: list[tuple[int, int, list[ParamStep]]] = []
         for todo in mine:  # neighbours join
             start = todo.place.start
-            stop = start + -(-todo.entry.own.numel() // area.step) * area.step
+            stop = start + -(-todo.entry.own.numel() // block.step) * block.step
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop, [*runs[-1][2], todo])
             else:
                 runs.append((start, stop, [todo]))
         for start, stop, inside in runs:
-            for at in range(start, stop, area.most):
-                yield _piece(area, at, min(stop, at + area.most), inside)
+            for at in range(start, stop, block.most):
+                yield _chunk(block, at, min(stop, at + block.most), inside)
 
 
-def _piece(area: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]) -> Chunk:
+def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]) -> Chunk:
     cut = []
     for todo in inside:
         first, numel = todo.place.start, todo.entry.own.numel()
@@ -177,21 +177,21 @@ def _piece(area: StateBlock, start: int, stop: int, inside: Sequence[ParamStep])
         if low < high:
             cut.append((todo, low - first, high - first))
     spans, parts = [], []
-    for key, dtype in area.keys.items():
+    for key, dtype in block.keys.items():
         there = any(key in todo.present for todo, _, _ in cut)
-        spans.append(_strip(area.store, area.starts[key], start, stop, dtype, reads=there))
+        spans.append(_state_span(block.store, block.starts[key], start, stop, dtype, reads=there))
     for todo, low, high in cut:
         entry, (shard_buffer, i) = todo.entry, todo.shard_buffer or (None, 0)
-        file_range = None if shard_buffer is None else shard_buffer.own_spot(i)
-        own = _strip_of(file_range, entry.own, entry.own, low, high, writes=True)
+        file_range = None if shard_buffer is None else shard_buffer.own_range(i)
+        own = _span_of(file_range, entry.own, entry.own, low, high, writes=True)
         file_range = None if shard_buffer is None else shard_buffer.grads.file_range(i, entry.grad)
-        grad = _strip_of(file_range, entry.grad, entry.own, low, high, writes=False)
+        grad = _span_of(file_range, entry.grad, entry.own, low, high, writes=False)
         row, at = None if shard_buffer is None else shard_buffer.row(i), len(spans)
         spans += [own, grad]
         if row is not None:
             file_range = row if isinstance(row, FileRange) else None
             spans.append(
-                _strip_of(
+                _span_of(
                     file_range,
                     entry.own if isinstance(row, FileRange) else row,
                     None,
@@ -202,17 +202,17 @@ def _piece(area: StateBlock, start: int, stop: int, inside: Sequence[ParamStep])
                 )
             )
         parts.append(ChunkPart(todo, low, high, at, at + 1, None if row is None else at + 2))
-    return Chunk(area, start, stop, parts, spans)
+    return Chunk(block, start, stop, parts, spans)
 
 
-def _strip(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Span:
+def _state_span(store: SwapFile | Memory, base: int, low: int, high: int, dtype: torch.dtype, *, reads: bool) -> Span:
     at = base + low * dtype.itemsize
     if isinstance(store, SwapFile):
         return Span(dtype, high - low, reads, True, file=store, offset=at)
     return Span(dtype, high - low, reads, True, memory=store.mapped(at, high - low, dtype))
 
 
-def _strip_of(
+def _span_of(
     file_range: FileRange | None,
     tensor: Tensor,
     like: Tensor | None,
@@ -222,7 +222,7 @@ def _strip_of(
     writes: bool,
     reads: bool = True,
 ) -> Span:
-    """Elements [low, high) of a tensor, which is in memory unless there is a spot."""
+    """Elements [low, high) of a tensor, which is in memory unless there is a range of a file."""
     if file_range is not None:
         at = file_range.offset + low * file_range.dtype.itemsize
         return Span(file_range.dtype, high - low, reads, writes, file=file_range.file, offset=at)
@@ -230,14 +230,14 @@ def _strip_of(
     return Span(tensor.dtype, high - low, reads, writes, memory=flat[low:high])
 
 
-def step_piece(optimizer_copy: OptimizerCopy, piece: Chunk, views: Sequence[Tensor]) -> None:
-    """Step what a piece has, with its spans in `views`, which afterwards hold what they become."""
+def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
+    """Step what a chunk has, with its spans in `views`, which afterwards hold what they become."""
     work = []
-    blocks = dict(zip(piece.area.keys, views, strict=False))
-    for part in piece.parts:
+    blocks = dict(zip(chunk.block.keys, views, strict=False))
+    for part in chunk.parts:
         todo, own = part.todo, views[part.own].detach()
         own.grad = views[part.grad]
-        at = todo.place.start + part.low - piece.start
+        at = todo.place.start + part.low - chunk.start
         mine = {k: block[at : at + part.high - part.low] for k, block in blocks.items()}
         state = {
             k: optimizer_copy.scalar(todo.entry.group, k, v, own)
@@ -254,8 +254,8 @@ def step_piece(optimizer_copy: OptimizerCopy, piece: Chunk, views: Sequence[Tens
                     mine[key].copy_(value)
             elif isinstance(value, Tensor) and value.shape == own.shape and value.dim():
                 raise UsageError(
-                    f"the optimizer made a state {key!r} that it had not when it was wrapped; states that a step brings piece by "
-                    "piece are laid out then: set its options before wrap_optimizer, or keep the optimizer where it steps."
+                    f"the optimizer made a state {key!r} that it had not when it was wrapped; states that a step brings chunk by "
+                    "chunk are laid out then: set its options before wrap_optimizer, or keep the optimizer where it steps."
                 )
         # What was copied into its place is not kept beside it.
         part.todo.made = {k: part.todo.place.shown.get(k, v) if k in mine else v for k, v in made.items()}
@@ -264,7 +264,7 @@ def step_piece(optimizer_copy: OptimizerCopy, piece: Chunk, views: Sequence[Tens
 
 
 def finish(todo: ParamStep) -> None:
-    """After all pieces of a parameter: show its states to the outside."""
+    """After all chunks of a parameter: show its states to the outside."""
     entry, shown = todo.entry, todo.place.shown
     show(entry.state, {k: shown.get(k, v) for k, v in todo.made.items()}, entry.param)
 

@@ -21,7 +21,7 @@ from accordion.engine.group import Group
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import ParamStep, finish, pieces_of, step_piece
+from accordion.offload.step.chunks import ParamStep, chunks_of, finish, step_chunk
 from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, OptimizerCopy, local_of, step_here
 from accordion.offload.step.state_store import States, Wanted
 from accordion.offload.step.step_in_backward import InBackward, refuse_in_backward
@@ -64,7 +64,7 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any step of torch's: what is stepped piece by piece would be stepped as it lies, with states in memory."""
+    """Before any step of torch's: what is stepped chunk by chunk would be stepped as it lies, with states in memory."""
     for group in optimizer.param_groups:
         for engine, unit in owners_of(group["params"]):
             offload = tiers_of(engine).offloads[unit.index]
@@ -98,7 +98,7 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 class UnitStep:
     """The step of the parameters of one unit; owns their gradients until it has run.
 
-    `streamed`: those of them that come piece by piece.
+    `streamed`: those of them that come chunk by chunk.
     """
 
     def __init__(
@@ -122,26 +122,26 @@ class UnitStep:
         with torch.no_grad():
             step_here(self._optimizer_copy, here)
             for shard_buffer in self.shard_buffers if here else ():
-                shard_buffer.write_rows()  # of all parameters; pieces write theirs afterwards
+                shard_buffer.write_rows()  # of all parameters; chunks write theirs afterwards
         if self._streamed is not None:
             self._streamed.run(self._optimizer_copy)
         self.entries, self._streamed = (), None
 
 
 class Streamed:
-    """The part of a unit's step that comes piece by piece and goes back; owns its gradients until it has ended."""
+    """The part of a unit's step that comes chunk by chunk and goes back; owns its gradients until it has ended."""
 
     def __init__(self, todos: Sequence[ParamStep], states: States) -> None:
         self.todos, self._states = todos, states
         self._passing: list[Future[None]] = []
 
     def run(self, optimizer_copy: OptimizerCopy) -> None:
-        """Begin to step all pieces."""
-        step = partial(step_piece, optimizer_copy)
-        self._passing = [self._states.start(piece, step) for piece in pieces_of(self.todos)]
+        """Begin to step all chunks."""
+        step = partial(step_chunk, optimizer_copy)
+        self._passing = [self._states.start(chunk, step) for chunk in chunks_of(self.todos)]
 
     def wait(self) -> None:
-        """Return when all pieces are where they rest, and the outside sees their states."""
+        """Return when all chunks are where they rest, and the outside sees their states."""
         for future in self._passing:
             future.result()
         for todo in self.todos:
@@ -189,7 +189,9 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
                 unit = owner[1]
                 if tiers.offloads[unit.index].streams:
                     wanted.append(
-                        Wanted(unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.home_of(unit, p))
+                        Wanted(
+                            unit.index, tiers.offloads[unit.index], i, p, local_of(p), tiers.shard_buffer_of(unit, p)
+                        )
                     )
         if wanted:
             optimizer_copy, states = optimizer_copy or OptimizerCopy(optimizer, kind), tiers.states_of(optimizer)
@@ -318,7 +320,7 @@ def _start(
             step_here(optimizer_copy, here)
     if states is not None and on_device:
         if tiers.in_backward is not None and not tiers.late:  # the thread may be at another unit, with the same buffers
-            tiers.stepper.submit(_nothing).result()  # and `over_device` waits for the pieces that it has begun
+            tiers.stepper.submit(_nothing).result()  # and `over_device` waits for the chunks that it has begun
         with telling(engine):
             step_on_device(optimizer_copy, on_device, states)
     for job, streamed in jobs:
@@ -329,15 +331,15 @@ def _start(
 
 def step_on_device(optimizer_copy: OptimizerCopy, todos: Sequence[ParamStep], states: States) -> None:
     """Step what comes to the device for it, all of it now; its end is waited for, since the next gathers read what it wrote."""
-    pieces = list(pieces_of(todos))
-    stream = states.over_device(pieces)
-    count = len(pieces)
-    pieces.clear()
+    chunks = list(chunks_of(todos))
+    stream = states.over_device(chunks)
+    count = len(chunks)
+    chunks.clear()
     try:
         with torch.no_grad():
             for which in range(count):
-                piece, views = stream.take(which)
-                step_piece(optimizer_copy, piece, views)
+                chunk, views = stream.take(which)
+                step_chunk(optimizer_copy, chunk, views)
                 stream.give(which)
         stream.finish()
     except BaseException:

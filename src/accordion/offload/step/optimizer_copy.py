@@ -1,4 +1,4 @@
-"""What a step works on: parameters with their gradients and states, and the recipe, a copy of what the caller asked for."""
+"""What a step works on: parameters with their gradients and states, and a copy of the optimizer that the caller made."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OptimizerCopy:
         return dict(clone.state)
 
     def scalar(self, group: int, key: str, value: Any, own: Tensor) -> Any:
-        """A state that has not the parameter's shape, for one piece of it: a copy, where the kernel wants it."""
+        """A state that has not the parameter's shape, for one chunk of it: a copy, where the kernel wants it."""
         if not isinstance(value, Tensor):
             return value
         options = self._options[group]

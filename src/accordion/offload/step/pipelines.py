@@ -1,4 +1,4 @@
-"""How the pieces of a step pass: from files through buffers of the host, and from the host through buffers of the device."""
+"""How the chunks of a step pass: from files through buffers of the host, and from the host through buffers of the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from accordion import _torch
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.step.chunks import Chunk, Span
 
-NUM_BUFFERS = 4  # pieces in transfer: one is stepped, the others are written or read
+NUM_BUFFERS = 4  # chunks under way: one is stepped, the others are written or read
 NUM_DEVICE_BUFFERS = 3  # one is stepped, one comes, one goes
 
 
 class HostPipeline:
-    """Owns the host buffers through which pieces pass by themselves, in any order: a thread reads, steps and writes one.
+    """Owns the host buffers through which chunks pass by themselves, in any order: a thread reads, steps and writes one.
 
     One is stepped at a time: its kernel has threads of its own.
     """
@@ -33,33 +33,33 @@ class HostPipeline:
         for buffer in buffers:
             self._free.put(buffer)
 
-    def start(self, piece: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Let a piece pass, whose future ends when it is where it rests.
+    def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
+        """Let a chunk pass, whose future ends when it is where it rests.
 
-        Waits for a free buffer, so that what others ask of the threads is behind a few pieces and not behind all of a step.
+        Waits for a free buffer, so that what others ask of the threads is behind a few chunks and not behind all of a step.
         """
         buffer = self._free.get()
-        if any(not span.reads for span in piece.spans[: len(piece.area.keys)]):
+        if any(not span.reads for span in chunk.spans[: len(chunk.block.keys)]):
             # States come into being beside the buffer, and what a thread gives back of that its allocator keeps: here, once.
-            return done_here(partial(self._pass, piece, buffer, step))
+            return done_here(partial(self._pass, chunk, buffer, step))
         try:
-            return self._pool.submit(self._pass, piece, buffer, step)
+            return self._pool.submit(self._pass, chunk, buffer, step)
         except BaseException:  # the interpreter ends: whoever waits for a buffer is to hear of it too
             self._free.put(buffer)
             raise
 
-    def _pass(self, piece: Chunk, buffer: Tensor, step: Callable[[Chunk, list[Tensor]], None]) -> None:
+    def _pass(self, chunk: Chunk, buffer: Tensor, step: Callable[[Chunk, list[Tensor]], None]) -> None:
         try:
-            views = views_of(piece, buffer)
-            read(piece, views)
+            views = views_of(chunk, buffer)
+            read(chunk, views)
             with self._stepping, torch.no_grad():
-                step(piece, views)
-            write(piece, views)
+                step(chunk, views)
+            write(chunk, views)
         finally:
             self._free.put(buffer)
 
     def rest(self) -> None:
-        """Wait until no piece passes."""
+        """Wait until no chunk passes."""
         for buffer in [self._free.get() for _ in range(self._num_buffers)]:
             self._free.put(buffer)
 
@@ -77,39 +77,39 @@ def done_here(work: Callable[[], None]) -> Future[None]:
 
 
 class Stream:
-    """Owns the host buffers through which pieces pass in their order, and what is read and written meanwhile."""
+    """Owns the host buffers through which chunks pass in their order, and what is read and written meanwhile."""
 
-    def __init__(self, pieces: Sequence[Chunk], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
-        self._pieces: list[Chunk | None] = list(pieces)
+    def __init__(self, chunks: Sequence[Chunk], pool: ThreadPoolExecutor, buffers: list[Tensor]) -> None:
+        self._chunks: list[Chunk | None] = list(chunks)
         self._pool, self._buffers = pool, buffers
         self._ready: list[Future[None]] = [
-            pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(pieces)))
+            pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(chunks)))
         ]
 
-    def _views(self, which: int, piece: Chunk) -> list[Tensor]:
-        return views_of(piece, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
+    def _views(self, which: int, chunk: Chunk) -> list[Tensor]:
+        return views_of(chunk, self._buffers[which % NUM_BUFFERS] if self._buffers else None)
 
     def _refill(self, going: Chunk | None, after: Callable[[], None] | None, coming: int) -> None:
-        """Write what was stepped in a buffer, then read another piece into it."""
+        """Write what was stepped in a buffer, then read another chunk into it."""
         if after is not None:
             after()
         if going is not None:
             write(going, self._views(coming, going))
-        piece = self._pieces[coming] if coming < len(self._pieces) else None
-        if piece is not None:
-            read(piece, self._views(coming, piece))
+        chunk = self._chunks[coming] if coming < len(self._chunks) else None
+        if chunk is not None:
+            read(chunk, self._views(coming, chunk))
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
         """A chunk, in their order, and its spans."""
         self._ready[which % NUM_BUFFERS].result()
-        piece = self._pieces[which]
-        assert piece is not None, "a piece is taken once"
-        return piece, self._views(which, piece)
+        chunk = self._chunks[which]
+        assert chunk is not None, "a chunk is taken once"
+        return chunk, self._views(which, chunk)
 
     def give(self, which: int, after: Callable[[], None]) -> None:
         """What `take` gave was stepped, once `after` returns."""
-        piece, self._pieces[which] = self._pieces[which], None  # with it go the gradients
-        self._ready[which % NUM_BUFFERS] = self._pool.submit(self._refill, piece, after, which + NUM_BUFFERS)
+        chunk, self._chunks[which] = self._chunks[which], None  # with it go the gradients
+        self._ready[which % NUM_BUFFERS] = self._pool.submit(self._refill, chunk, after, which + NUM_BUFFERS)
 
     def finish(self) -> None:
         """Wait until all is written."""
@@ -121,31 +121,31 @@ class Stream:
         wait(self._ready)
 
 
-def views_of(piece: Chunk, buffer: Tensor | None) -> list[Tensor]:
+def views_of(chunk: Chunk, buffer: Tensor | None) -> list[Tensor]:
     """The tensor of each span: in memory as it lies, else in the buffer."""
-    return views_in(buffer, piece.spans, lambda span: span.memory)
+    return views_in(buffer, chunk.spans, lambda span: span.memory)
 
 
-def read(piece: Chunk, views: Sequence[Tensor]) -> None:
-    """Bring what of a piece rests in files."""
-    for i, (span, view) in enumerate(zip(piece.spans, views, strict=True)):
+def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
+    """Bring what of a chunk rests in files."""
+    for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if span.file is not None and span.reads:
             span.file.read(span.offset, whole_pages(view, span))
-        elif not span.reads and i < len(piece.area.keys) and view.device.type == "cpu":
+        elif not span.reads and i < len(chunk.block.keys) and view.device.type == "cpu":
             view.zero_()  # a state that is not there yet; on a device this thread's stream would not be ordered
 
 
-def write(piece: Chunk, views: Sequence[Tensor]) -> None:
-    """Take what changed of a piece back to its files."""
-    for span, view in zip(piece.spans, views, strict=True):
+def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
+    """Take what changed of a chunk back to its files."""
+    for span, view in zip(chunk.spans, views, strict=True):
         if span.file is not None and span.writes:
             span.file.write(span.offset, whole_pages(view, span))
 
 
 class DevicePipeline:
-    """Owns the device buffers through which the pieces of a `Stream` pass, for a step on the device.
+    """Owns the device buffers through which the chunks of a `Stream` pass, for a step on the device.
 
-    All is begun by the thread that runs forward and backward: the piece after the next one comes, and the one before goes,
+    All is begun by the thread that runs forward and backward: the chunk after the next one comes, and the one before goes,
     on side streams of their own while one is stepped. Buffers are made before and stay.
     """
 
@@ -160,27 +160,27 @@ class DevicePipeline:
     def _fetch(self, which: int) -> None:
         if which >= self._count or which in self._coming:
             return
-        piece, there = self._inner.take(which)
+        chunk, there = self._inner.take(which)
         slot = which % NUM_DEVICE_BUFFERS
         gone = self._going.pop(slot, None)
         if gone is not None:
             gone.join(self._fetch_stream)
         buffer = self._buffers[slot]
-        here = views_in(buffer, piece.spans, lambda span: span.memory if _is_on(span, buffer.device) else None)
-        pairs = [(h, t) for h, t, s in zip(here, there, piece.spans, strict=True) if h is not t and s.reads]
+        here = views_in(buffer, chunk.spans, lambda span: span.memory if _is_on(span, buffer.device) else None)
+        pairs = [(h, t) for h, t, s in zip(here, there, chunk.spans, strict=True) if h is not t and s.reads]
         transfer = self._fetch_stream.copy(partial(_copy, pairs), [], "brings what is stepped to the device")
-        self._coming[which] = (transfer, piece, here, there)
+        self._coming[which] = (transfer, chunk, here, there)
 
     def take(self, which: int) -> tuple[Chunk, list[Tensor]]:
         self._fetch(which)
         self._fetch(which + 1)
-        transfer, piece, here, _ = self._coming[which]
+        transfer, chunk, here, _ = self._coming[which]
         transfer.land()
-        return piece, here
+        return chunk, here
 
     def give(self, which: int) -> None:
-        _, piece, here, there = self._coming.pop(which)
-        pairs = [(t, h) for h, t, s in zip(here, there, piece.spans, strict=True) if h is not t and s.writes]
+        _, chunk, here, there = self._coming.pop(which)
+        pairs = [(t, h) for h, t, s in zip(here, there, chunk.spans, strict=True) if h is not t and s.writes]
         transfer = self._store_stream.copy(partial(_copy, pairs), [], "takes what was stepped from the device")
         if self._store_stream.late:
             transfer.synchronize()

@@ -1,4 +1,4 @@
-"""Optimizer states that a step brings piece by piece: where each lies, on disk or in memory laid out when it is wrapped."""
+"""Optimizer states that a step brings chunk by chunk: where each lies, on disk or in memory laid out when it is wrapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.streams import SideStream
 from accordion.offload.arena import ALIGN_BYTES, Arena
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, piece_numel, show
+from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel, show
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline, Stream
 from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
@@ -36,7 +36,7 @@ class Wanted:
 
 
 class States:
-    """Owns where the states of one optimizer lie, and the buffers of its steps: a few pieces are in memory, no more."""
+    """Owns where the states of one optimizer lie, and the buffers of its steps: a few chunks are in memory, no more."""
 
     def __init__(
         self,
@@ -63,23 +63,23 @@ class States:
     @property
     def block_bytes(self) -> int:
         """The most that is read or written of a file at a time."""
-        areas = [place.area for _, place, _ in self._places.values() if isinstance(place.area.store, SwapFile)]
-        return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in areas), default=0)
+        blocks = [place.block for _, place, _ in self._places.values() if isinstance(place.block.store, SwapFile)]
+        return max((min(a.most, a.numel) * max(d.itemsize for d in a.keys.values()) for a in blocks), default=0)
 
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
         """Give a place to the states of each parameter that has none yet. Raises `OffloadError`, `UsageError` without room."""
-        by_area: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
+        by_block: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
         for w in wanted:
             if id(w.param) not in self._places and w.own.numel():
-                by_area.setdefault((w.offload.optimizer, w.unit, w.group, w.own.dtype), []).append(w)
+                by_block.setdefault((w.offload.optimizer, w.unit, w.group, w.own.dtype), []).append(w)
         by_place: dict[str, list[list[Wanted]]] = {}
-        for (place, *_), members in by_area.items():
+        for (place, *_), members in by_block.items():
             by_place.setdefault(place, []).append(members)
-        self._total = self._total or sum(w.own.numel() for members in by_area.values() for w in members)
+        self._total = self._total or sum(w.own.numel() for members in by_block.values() for w in members)
         probed: dict[tuple[int, torch.dtype, torch.device], dict[str, torch.dtype]] = {}
-        for place, areas in by_place.items():
+        for place, blocks in by_place.items():
             planned = []
-            for members in areas:
+            for members in blocks:
                 first = members[0]
                 on = self._device if first.offload.stepped_on == DEVICE else torch.device("cpu")
                 key = first.group, first.own.dtype, on
@@ -96,10 +96,10 @@ class States:
                 sum(buffer.numel() for buffer in self._device_buffers),
             )  # fmt: skip
 
-    def _cover(self, place: str, areas: Sequence[tuple[list[Wanted], dict[str, torch.dtype]]]) -> None:
+    def _cover(self, place: str, blocks: Sequence[tuple[list[Wanted], dict[str, torch.dtype]]]) -> None:
         """Lay out the states that rest in one place."""
         planned, total = [], 0
-        for members, keys in areas:
+        for members, keys in blocks:
             smallest, from_disk, in_all = _besides(members)
             itemsize = min([smallest, *(d.itemsize for d in keys.values())])
             starts, numel, step = [], 0, ALIGN_BYTES // itemsize
@@ -114,10 +114,10 @@ class States:
             for key, dtype in keys.items():
                 bases[key] = base
                 base += numel * dtype.itemsize
-            area = StateBlock(store, numel, keys, bases, itemsize, piece_numel(itemsize, self._total), *besides)
+            block = StateBlock(store, numel, keys, bases, itemsize, chunk_numel(itemsize, self._total), *besides)
             for w, start in zip(members, starts, strict=True):
-                shown = {k: _shown(area, k, start, w.own) for k in keys}
-                self._places[id(w.param)] = (w.param, StatePlace(area, start, shown), w)
+                shown = {k: _shown(block, k, start, w.own) for k in keys}
+                self._places[id(w.param)] = (w.param, StatePlace(block, start, shown), w)
 
     def _store(self, place: str, num_bytes: int) -> SwapFile | Memory:
         folder = folder_of(place)
@@ -131,9 +131,9 @@ class States:
         return Memory(arena.take(num_bytes, torch.uint8), arena)
 
     def _size_buffers(self) -> None:
-        pairs = [(place.area, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
-        largest = max(area.piece_bytes() for area, _ in pairs)
-        over = max((area.device_bytes() for area, is_on_device in pairs if is_on_device), default=0)
+        pairs = [(place.block, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
+        largest = max(block.chunk_bytes() for block, _ in pairs)
+        over = max((block.device_bytes() for block, is_on_device in pairs if is_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
                 self._pinned = Arena(NUM_BUFFERS * largest, self._device)
@@ -175,15 +175,15 @@ class States:
                 )
         return found
 
-    def start(self, piece: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Let a piece that is stepped on the host pass."""
-        return self._passage.start(piece, step)
+    def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
+        """Let a chunk that is stepped on the host pass."""
+        return self._passage.start(chunk, step)
 
-    def over_device(self, pieces: Sequence[Chunk]) -> DevicePipeline:
-        """A stream of pieces that are stepped on the device, once none passes on the host, which has the same buffers."""
+    def over_device(self, chunks: Sequence[Chunk]) -> DevicePipeline:
+        """A stream of chunks that are stepped on the device, once none passes on the host, which has the same buffers."""
         self._passage.rest()
-        stream = Stream(pieces, self._pool(), self._buffers)
-        return DevicePipeline(stream, len(pieces), self._device_buffers, self._side_streams)
+        stream = Stream(chunks, self._pool(), self._buffers)
+        return DevicePipeline(stream, len(chunks), self._device_buffers, self._side_streams)
 
 
 def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
@@ -195,7 +195,7 @@ def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
             shard_buffer, i = w.shard_buffer
             row = shard_buffer.row(i)
             rests = [
-                (w.own.dtype, shard_buffer.own_spot(i) is not None),
+                (w.own.dtype, shard_buffer.own_range(i) is not None),
                 (w.own.dtype, shard_buffer.grads.is_on_disk(i)),
             ]
             rests += [] if row is None else [(row.dtype, isinstance(row, FileRange))]
@@ -205,7 +205,7 @@ def _besides(members: Sequence[Wanted]) -> tuple[int, int, int]:
     return min(smallest), max(on_disk), max(in_all)
 
 
-def _shown(area: StateBlock, key: str, start: int, own: Tensor) -> Tensor:
-    dtype = area.keys[key]
-    flat = area.store.mapped(area.starts[key] + start * dtype.itemsize, own.numel(), dtype)
+def _shown(block: StateBlock, key: str, start: int, own: Tensor) -> Tensor:
+    dtype = block.keys[key]
+    flat = block.store.mapped(block.starts[key] + start * dtype.itemsize, own.numel(), dtype)
     return flat.as_strided(own.shape, own.stride())

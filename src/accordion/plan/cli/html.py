@@ -12,15 +12,15 @@ import plotly.graph_objects as go  # type: ignore[import-untyped]
 from accordion.errors import UsageError
 from accordion.pages.show import HEAD, drawn, html_table, laid_out
 from accordion.plan.cli.pages import of_plan
-from accordion.plan.events import DISK_LANE, FETCH, HOST, STEPPER, STORE, Category
+from accordion.plan.events import DISK_STREAM, FETCH, HOST, STEPPER, STORE, Category
 from accordion.plan.hardware import GIB
 from accordion.plan.replay.peak import curve_of, name_of
 from accordion.plan.replay.timeline import Stretch
 from accordion.plan.result import Plan, gib
 from accordion.plan.search.evaluate import Candidate
 
-LANES = (  # from below; sums and copies in of their own: FSDP2's; what is under them: of offload
-    *(DISK_LANE, STEPPER, HOST, STORE, FETCH),
+STREAMS = (  # from below; sums and copies in of their own: FSDP2's; what is under them: of offload
+    *(DISK_STREAM, STEPPER, HOST, STORE, FETCH),
     *("all-reduce", "reduce", "gather", "copy in", "compute"),
 )
 PIECES = re.compile(r".{1,38}(?:[._ ]|$)|.{1,38}")  # of a label, each as wide as a phone shows
@@ -38,7 +38,7 @@ def write(plan: Plan, path: Path) -> None:
 def as_html(plan: Plan) -> str:
     """The whole page, plotly's script included once."""
     page = of_plan(plan, explain=True)
-    charts = [*([memory_chart(plan), lanes_chart(plan)] if plan.log is not None else []), map_chart(plan)]
+    charts = [*([memory_chart(plan), streams_chart(plan)] if plan.log is not None else []), map_chart(plan)]
     verdict, *tables = map(html_table, page.tables)
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
     body = "".join([verdict, *drawn(charts), *tables, f"<ul>{notes}</ul>"])
@@ -82,16 +82,16 @@ def memory_chart(plan: Plan) -> go.Figure:
     return laid_out(chart, "allocated memory in a step", "GiB")
 
 
-def lanes_chart(plan: Plan) -> go.Figure:
+def streams_chart(plan: Plan) -> go.Figure:
     """What each stream does when, at middle rates."""
     steps = plan.chosen.steps
     assert steps is not None
-    lanes = steps["middle"].lanes
+    stretches = steps["middle"].stretches
     how = "calibrated" if plan.measured else "uncalibrated"
     chart = go.Figure()
-    shown = [stream for stream in LANES if any(s.stream == stream for s in lanes)]
+    shown = [stream for stream in STREAMS if any(s.stream == stream for s in stretches)]
     for stream in shown:
-        mine: Sequence[Stretch] = [s for s in lanes if s.stream == stream]
+        mine: Sequence[Stretch] = [s for s in stretches if s.stream == stream]
         chart.add_trace(
             go.Bar(name=stream, orientation="h", y=[stream] * len(mine), base=[s.start_s * 1e3 for s in mine],
                    x=[s.seconds * 1e3 for s in mine], text=[s.label for s in mine], textposition="none",

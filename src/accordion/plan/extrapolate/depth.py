@@ -29,7 +29,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Where something numbered, memory or a flight, came to be: segment by phase, block and unit of it, position in it."""
+    """Where something numbered, memory or a transfer, came to be: segment by phase, block and unit of it, position in it."""
 
     phase: StepPhase
     block: int | None
@@ -66,17 +66,17 @@ class _Extension:
         self._start = HEAD + period  # the repeated period: [start, start + period)
         self._copies = 1 + (total - traced) // period
         self._segments = self._cut()
-        self._made, self._flights = self._find_made()
+        self._made, self._transfers = self._find_made()
         self._check()
         self._next = 1 + max(
             [a.number for a, _ in log.held]
             + [e.number for s in self._segments for e in s.events if isinstance(e, Alloc)]
         )
         self._numbers: dict[tuple[int, int], int] = {}  # (number, copy) -> its own
-        self._next_flight = 1 + max(
-            [e.flight for s in self._segments for e in s.events if isinstance(e, (Launch, Mark))], default=0
+        self._next_transfer = 1 + max(
+            [e.transfer for s in self._segments for e in s.events if isinstance(e, (Launch, Mark))], default=0
         )
-        self._flight_numbers: dict[tuple[int, int], int] = {}
+        self._transfer_numbers: dict[tuple[int, int], int] = {}
 
     def log(self) -> Log:
         events: list[Event] = []
@@ -129,15 +129,15 @@ class _Extension:
 
     def _find_made(self) -> tuple[dict[int, _Made], dict[int, _Made]]:
         made: dict[int, _Made] = {}
-        flights: dict[int, _Made] = {}
+        transfers: dict[int, _Made] = {}
         for segment, visit in self._visits():
             for at, event in enumerate(segment.events):
                 where = _Made(segment.place.phase, segment.block, segment.part, visit, at)
                 if isinstance(event, Alloc):
                     made[event.number] = where
                 elif isinstance(event, (Launch, Mark)):
-                    flights[event.flight] = where
-        return made, flights
+                    transfers[event.transfer] = where
+        return made, transfers
 
     def _is_middle(self, block: int | None) -> bool:
         return block is not None and HEAD <= block < HEAD + PERIODS * self._period
@@ -163,7 +163,7 @@ class _Extension:
         if isinstance(event, (Launch, Mark)):
             return (type(event), event.stream)
         if isinstance(event, (Free, Land, Wait)):
-            where = self._made.get(event.number) if isinstance(event, Free) else self._flights.get(event.flight)
+            where = self._made.get(event.number) if isinstance(event, Free) else self._transfers.get(event.transfer)
             kind = (type(event), event.stream if isinstance(event, Wait) else "")
             if where is None or where.block is None:
                 return (*kind, where)
@@ -199,13 +199,13 @@ class _Extension:
         if isinstance(event, Alloc):
             yield replace(event, number=self._number(event.number, copy))
         elif isinstance(event, (Launch, Mark)):
-            yield replace(event, flight=self._flight(event.flight, copy))
+            yield replace(event, transfer=self._transfer(event.transfer, copy))
         elif isinstance(event, Free):
             for c in self._copies_meant(self._made.get(event.number), segment, copy):
                 yield Free(self._number(event.number, c))
         elif isinstance(event, (Land, Wait)):
-            for c in self._copies_meant(self._flights.get(event.flight), segment, copy):
-                yield replace(event, flight=self._flight(event.flight, c))
+            for c in self._copies_meant(self._transfers.get(event.transfer), segment, copy):
+                yield replace(event, transfer=self._transfer(event.transfer, c))
         elif isinstance(event, Op) and segment.place.phase is StepPhase.STEP:
             yield replace(event, num_bytes=int(event.num_bytes * self._scale), flops=event.flops * self._scale)
         else:
@@ -228,24 +228,24 @@ class _Extension:
     def _number(self, number: int, which: int | _Made) -> int:
         return self._own(number, which, self._numbers, False)
 
-    def _flight(self, flight: int, which: int | _Made) -> int:
-        return self._own(flight, which, self._flight_numbers, True)
+    def _transfer(self, transfer: int, which: int | _Made) -> int:
+        return self._own(transfer, which, self._transfer_numbers, True)
 
-    def _own(self, number: int, which: int | _Made, own: dict[tuple[int, int], int], flight: bool) -> int:
+    def _own(self, number: int, which: int | _Made, own: dict[tuple[int, int], int], transfer: bool) -> int:
         if isinstance(which, _Made):
-            number, which = self._resolved(which, flight)
+            number, which = self._resolved(which, transfer)
         if which == 0:
             return number
         if (number, which) not in own:
-            if flight:
-                self._next_flight += 1
-                own[number, which] = self._next_flight
+            if transfer:
+                self._next_transfer += 1
+                own[number, which] = self._next_transfer
             else:
                 self._next += 1
                 own[number, which] = self._next
         return own[number, which]
 
-    def _resolved(self, where: _Made, flight: bool) -> tuple[int, int]:
+    def _resolved(self, where: _Made, transfer: bool) -> tuple[int, int]:
         """(number, copy) of what the deep model makes at a place of its own."""
         block, copy = where.block, 0
         assert block is not None
@@ -255,13 +255,13 @@ class _Extension:
             block -= copy * self._period
             if not self._is_repeated(block):
                 copy = 0
-        index = self._by_place(flight)
+        index = self._by_place(transfer)
         return index[_Made(where.phase, block, where.part, where.visit, where.at)], copy
 
-    def _by_place(self, flight: bool) -> dict[_Made, int]:
+    def _by_place(self, transfer: bool) -> dict[_Made, int]:
         if not hasattr(self, "_index"):
-            self._index = tuple({w: n for n, w in found.items()} for found in (self._made, self._flights))
-        return self._index[flight]
+            self._index = tuple({w: n for n, w in found.items()} for found in (self._made, self._transfers))
+        return self._index[transfer]
 
     # -- what is there before
 

@@ -50,13 +50,13 @@ class Family:
 def _renumbered(log: Log) -> Log:
     """The same log, numbers in the order in which they come up: what a process did before counts on."""
     numbers: dict[int, int] = {}
-    flights: dict[int, int] = {}
+    transfers: dict[int, int] = {}
 
     def again(event: Any) -> Any:
         if isinstance(event, (Alloc, Free)):
             return replace(event, number=numbers.setdefault(event.number, len(numbers)))
         if isinstance(event, (Launch, Land, Mark, Wait)):
-            return replace(event, flight=flights.setdefault(event.flight, len(flights)))
+            return replace(event, transfer=transfers.setdefault(event.transfer, len(transfers)))
         return event
 
     held = [(again(alloc), unit) for alloc, unit in log.held]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from accordion.config import DISK, HOST
-from accordion.offload.step.chunks import piece_numel
+from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, StepPart, StepPhase, begins
 from accordion.plan.extrapolate.offload_events import Away, OffloadWalk
@@ -110,7 +110,7 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
     each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
     if OFFLOADS[choice.offload][1] == DISK:
         state = states // max(elements, 1)  # of an element
-        states = NUM_BUFFERS * state * min(piece_numel(compute_bytes, elements), largest)
+        states = NUM_BUFFERS * state * min(chunk_numel(compute_bytes, elements), largest)
     return (elements * each + GRADIENT_BYTES * largest + states) * min(choice.gpus, cluster.node)
 
 

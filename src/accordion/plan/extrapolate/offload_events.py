@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from accordion.plan.events import (
     COMPUTE,
-    DISK_LANE,
+    DISK_STREAM,
     FETCH,
     HOST,
     REPLICATE,
@@ -65,17 +65,17 @@ class OffloadWalk:
         self._log, self._away = log, away
         self._place = StepPart(StepPhase.FORWARD, -1)
         self._clipped = False
-        self._flights = max((e.flight for e in log.events if isinstance(e, (Launch, Mark))), default=0)
+        self._transfers = max((e.transfer for e in log.events if isinstance(e, (Launch, Mark))), default=0)
         self._gathers, self._shares = gathers_of(log)
         launches = [e for e in log.events if isinstance(e, Launch)]
         last = REPLICATE if any(e.stream == REPLICATE for e in launches) else "reduce"
-        self._reduces = {e.flight for e in launches if e.stream == last}
+        self._reduces = {e.transfer for e in launches if e.stream == last}
         self._stepped: dict[int, int] = {}  # by unit, the end of its step, until somebody waited for it
         self._fresh: set[int] = set()  # units whose rows came to the device in this step
-        self._waiting: list[Alloc] = []  # gradients that no flight reduces yet
-        self._reducing: dict[int, list[Alloc]] = {}  # by flight
+        self._waiting: list[Alloc] = []  # gradients that no transfer reduces yet
+        self._reducing: dict[int, list[Alloc]] = {}  # by transfer
         self._arriving: tuple[int, list[Alloc], bool] | None = (
-            None  # (flight, gradients, added there) on their way to the host
+            None  # (transfer, gradients, added there) on their way to the host
         )
         self._begun = 0  # micro-batches
 
@@ -100,8 +100,8 @@ class OffloadWalk:
                 self._waiting.append(event)
 
     def _next(self) -> int:
-        self._flights += 1
-        return self._flights
+        self._transfers += 1
+        return self._transfers
 
     def _name(self, unit: int) -> str:
         return self._log.units[unit] or "(root)"
@@ -117,8 +117,8 @@ class OffloadWalk:
             what = f"step of {self._name(unit)}"
             read = self._next()
             if self._away.on_disk:
-                yield Op(f"states of {self._name(unit)}", 0.0, 2 * self._away.state_bytes[unit], "", DISK_LANE)
-                yield Mark(read, DISK_LANE)
+                yield Op(f"states of {self._name(unit)}", 0.0, 2 * self._away.state_bytes[unit], "", DISK_STREAM)
+                yield Mark(read, DISK_STREAM)
             moved = total_bytes + gradient_bytes * self._away.written_for_gradient
             yield Op(what, 0.0, round(share * moved), "", STEPPER)
             if self._away.on_disk:
@@ -151,13 +151,13 @@ class OffloadWalk:
     # -- gathers
 
     def _launch(self, event: Launch) -> Iterator[Event]:
-        if event.flight in self._reduces:
-            self._reducing[event.flight], self._waiting = self._waiting, []
-        unit = self._gathers.get(event.flight)
+        if event.transfer in self._reduces:
+            self._reducing[event.transfer], self._waiting = self._waiting, []
+        unit = self._gathers.get(event.transfer)
         fetched = None
         if unit is not None:
             yield from self._ready(unit)
-            fetched = yield from self._fetch(unit, self._shares[event.flight])
+            fetched = yield from self._fetch(unit, self._shares[event.transfer])
         yield event
         if fetched is not None:
             yield Wait(fetched, event.stream)
@@ -168,19 +168,19 @@ class OffloadWalk:
             yield Wait(self._stepped.pop(unit), HOST)
 
     def _fetch(self, unit: int, share: int) -> Generator[Event, None, int | None]:
-        """One of so many equal parts of a unit's rows; gives the flight."""
+        """One of so many equal parts of a unit's rows; gives the transfer."""
         if not self._away.row_bytes.get(unit) or (unit in self._fresh and not self._away.fetches_always):
             return None
         self._fresh.add(unit)
-        flight = self._next()
-        yield Launch(flight, FETCH)
+        transfer = self._next()
+        yield Launch(transfer, FETCH)
         yield Op("to the device", 0.0, COPIED * self._away.row_bytes[unit] // share, "", FETCH)
-        return flight
+        return transfer
 
     # -- gradients
 
     def _land(self, event: Land) -> Iterator[Event]:
-        reduced = self._reducing.pop(event.flight, None)
+        reduced = self._reducing.pop(event.transfer, None)
         if reduced is not None:
             yield from self._arrived()
         yield event
@@ -198,9 +198,9 @@ class OffloadWalk:
         """The caller waits for what is under way, which lets go of the device's memory, and adds it to what was there."""
         if self._arriving is None:
             return
-        flight, mine, is_added = self._arriving
+        transfer, mine, is_added = self._arriving
         self._arriving = None
-        yield Wait(flight, HOST)
+        yield Wait(transfer, HOST)
         if is_added:
             yield Op("adds gradients", 0.0, ADDED * sum(alloc.num_bytes for alloc in mine), "", HOST)
         for alloc in mine:
@@ -238,7 +238,7 @@ class OffloadWalk:
 
 
 def gathers_of(log: Log) -> tuple[dict[int, int], dict[int, int]]:
-    """By flight: the unit that is gathered, which is entered where it lands; and how many of its gathers land there."""
+    """By transfer: the unit that is gathered, which is entered where it lands; and how many of its gathers land there."""
     place, streams = StepPart(StepPhase.FORWARD, -1), dict[int, str]()
     visits: list[list[int]] = []
     units: dict[int, int] = {}
@@ -247,8 +247,8 @@ def gathers_of(log: Log) -> tuple[dict[int, int], dict[int, int]]:
             place = event.place
             visits.append([])
         elif isinstance(event, Launch):
-            streams[event.flight] = event.stream
-        elif isinstance(event, Land) and streams.get(event.flight) == "gather":
-            units[event.flight] = place.unit
-            visits[-1].append(event.flight)
-    return units, {flight: len(landed) for landed in visits for flight in landed}
+            streams[event.transfer] = event.stream
+        elif isinstance(event, Land) and streams.get(event.transfer) == "gather":
+            units[event.transfer] = place.unit
+            visits[-1].append(event.transfer)
+    return units, {transfer: len(landed) for landed in visits for transfer in landed}

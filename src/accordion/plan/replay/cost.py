@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion.plan.events import DISK_LANE, FETCH, HOST, STEPPER, STORE, Collective, Op
+from accordion.plan.events import DISK_STREAM, FETCH, HOST, STEPPER, STORE, Collective, Op
 from accordion.plan.hardware import GB, HOST_MEMORY_GBPS, LATENCY_S, LAUNCH_S, Cluster, Rates
 
 
@@ -32,8 +32,8 @@ class Costs:
         """Seconds of an operator on the device, or of a copy, a kernel or files of the host."""
         if op.stream in (FETCH, STORE):  # half of what it reads and writes goes over the link
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
-        if op.stream in (HOST, STEPPER, DISK_LANE):
-            gbps = self.cluster.disk_gbps if op.stream == DISK_LANE else HOST_MEMORY_GBPS
+        if op.stream in (HOST, STEPPER, DISK_STREAM):
+            gbps = self.cluster.disk_gbps if op.stream == DISK_STREAM else HOST_MEMORY_GBPS
             return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
         return self._of(op) * self.scale
 

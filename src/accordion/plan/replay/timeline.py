@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from accordion.plan.events import (
     COMPUTE,
-    DISK_LANE,
+    DISK_STREAM,
     FETCH,
     HOST,
     STEPPER,
@@ -48,20 +48,20 @@ class Step:
     exposed_s: float
     flops: float
     by_kind: dict[str, float]
-    lanes: tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...]
 
 
 def simulate(log: Log, costs: Costs) -> Step:
-    """Run a log on streams that work side by side. A flight starts behind the compute stream's work so far, ends in order on
+    """Run a log on streams that work side by side. A transfer starts behind the compute stream's work so far, ends in order on
     its stream, and the compute stream waits where it lands, as the engine has it. What the caller waits for holds up all that
     it begins later. Other than that it takes time for kernels alone, where the rates say so.
     """
     now: dict[str, float] = defaultdict(float)  # until when each stream is busy
-    ends: dict[int, float] = {}  # of flights; of the one that runs on a stream, so far
+    ends: dict[int, float] = {}  # of transfers; of the one that runs on a stream, so far
     running: dict[str, int] = {}
     exposed = flops = asked = 0.0  # `asked`: when the caller asked for the last kernel
     by_kind: dict[str, float] = defaultdict(float)
-    lanes, place = _Lanes(), StepPart(StepPhase.FORWARD, -1)
+    stretches, place = _Stretches(), StepPart(StepPhase.FORWARD, -1)
     for event in log.events:
         if type(event) is Alloc or type(event) is Free:  # most are
             continue
@@ -69,15 +69,15 @@ def simulate(log: Log, costs: Costs) -> Step:
             place = event.place
         elif isinstance(event, Launch):
             now[event.stream] = max(now[event.stream], now[COMPUTE])
-            running[event.stream], ends[event.flight] = event.flight, now[event.stream]
+            running[event.stream], ends[event.transfer] = event.transfer, now[event.stream]
         elif isinstance(event, Land):
-            waited = max(0.0, ends.get(event.flight, 0.0) - now[COMPUTE])
+            waited = max(0.0, ends.get(event.transfer, 0.0) - now[COMPUTE])
             exposed += waited
             now[COMPUTE] += waited
         elif isinstance(event, Mark):
-            ends[event.flight] = now[event.stream]
+            ends[event.transfer] = now[event.stream]
         elif isinstance(event, Wait):
-            waited = max(0.0, ends.get(event.flight, 0.0) - now[event.stream])
+            waited = max(0.0, ends.get(event.transfer, 0.0) - now[event.stream])
             exposed += waited if event.stream == COMPUTE else 0.0
             now[event.stream] += waited
             if event.stream in running:
@@ -91,7 +91,7 @@ def simulate(log: Log, costs: Costs) -> Step:
             if event.stream == COMPUTE:
                 asked = max(asked, now[HOST]) + costs.caller_s
                 now[COMPUTE] = max(now[COMPUTE], asked)
-            lanes.add(event.stream, label_of(event, place, log), now[event.stream], seconds)
+            stretches.add(event.stream, label_of(event, place, log), now[event.stream], seconds)
             now[event.stream] += seconds
             by_kind[kind] += seconds
             flops += 0.0 if isinstance(event, Collective) or event.again else event.flops
@@ -99,24 +99,24 @@ def simulate(log: Log, costs: Costs) -> Step:
                 ends[running[event.stream]] = now[event.stream]
     total = max(now.values(), default=0.0)
     exposed += total - now[COMPUTE]
-    return Step(seconds=total, exposed_s=exposed, flops=flops, by_kind=dict(by_kind), lanes=tuple(lanes.found))
+    return Step(seconds=total, exposed_s=exposed, flops=flops, by_kind=dict(by_kind), stretches=tuple(stretches.found))
 
 
 def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
-    if event.stream in (STEPPER, DISK_LANE) and isinstance(event, Op):  # of the step before this one
+    if event.stream in (STEPPER, DISK_STREAM) and isinstance(event, Op):  # of the step before this one
         return event.name
     return f"{place.phase.value} {name_of(place, log.units)}".strip()
 
 
 def kind_of(op: Op) -> str:
-    if op.stream in (FETCH, STORE, HOST, STEPPER, DISK_LANE):
+    if op.stream in (FETCH, STORE, HOST, STEPPER, DISK_STREAM):
         return op.stream
     if op.flops:
         return "attention" if "attention" in op.name else "products"
     return "optimizer" if "adam" in op.name or "sgd" in op.name else "element-wise"
 
 
-class _Lanes:
+class _Stretches:
     """Owns the stretches; work of one place on one stream that follows on itself at once is one."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What rules a configuration out before it is traced: states alone over the card, or lanes that no strategy can shorten."""
+"""What rules a configuration out before it is traced: states alone over the card, or messages that no strategy can shorten."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Choice, Space
 from accordion.units import AUTO
 
 SCATTERS = ("scatter_sum", "exchange")
-ROUNDING = 0.99  # of lanes: another number of ranks pads differently
+ROUNDING = 0.99  # of messages: another number of ranks pads differently
 
 
 def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
@@ -63,7 +63,7 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
     return Floor(num_bytes, step.seconds - step.exposed_s, tuple(gathered), tuple(reduced), far)
 
 
-def lanes_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> float:
+def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> float:
     """Seconds that the gathers of a step's forwards take, or the reductions of its backwards, if that is longer; at middle rates.
 
     Inside of a node the engine may send gradients in the dtype of the computation and sum them itself.

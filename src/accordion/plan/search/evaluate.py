@@ -12,7 +12,7 @@ from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import MemoryNeed, memory_of
 from accordion.plan.replay.timeline import Step
-from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, lanes_s, least_bytes
+from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, messages_s
 from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices
 from accordion.plan.search.traces import Traces
 from accordion.plan.trace.setup import Subject
@@ -136,7 +136,7 @@ class Evaluator:
     def _least_s(self, choice: Choice) -> float:
         """Seconds that no step of a choice falls below; 0 where nothing is known."""
         floor = self._floors.get(as_full_shard(choice))
-        return 0.0 if floor is None else max(floor.seconds, lanes_s(choice, floor, self._space, self._cluster))
+        return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space, self._cluster))
 
     def _bound_of(self, choice: Choice) -> str:
         """Why a choice need not be traced: FULL_SHARD does not fit either, or even if it waited for nothing it would not win."""

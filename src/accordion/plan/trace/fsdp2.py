@@ -190,7 +190,7 @@ class _Event:
         self.number: int | None = None
 
     def record(self, stream: _Stream | None = None) -> _Event:
-        self.number = self._tracker.next_flight()
+        self.number = self._tracker.next_transfer()
         self._tracker.events.append(Mark(self.number, self._tracker.stream if stream is None else stream.name))
         return self
 

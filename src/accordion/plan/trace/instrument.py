@@ -89,7 +89,7 @@ def _launched(
     after: Transfer | None = None,
 ) -> Transfer:
     transfer = _Traced.__new__(_Traced)
-    transfer.name, transfer.number, transfer.tracker = name, tracker.next_flight(), tracker
+    transfer.name, transfer.number, transfer.tracker = name, tracker.next_transfer(), tracker
     tracker.events.append(Launch(transfer.number, name))
     transfer.__init__(stream, steps, held, what, after)  # type: ignore[misc]
     return transfer

@@ -20,8 +20,8 @@ from accordion.errors import UsageError
 from accordion.garbage import without_collections
 from accordion.plan.events import Category, Log, StepPhase, without_host
 from accordion.plan.trace import fsdp2, own_engine
-from accordion.plan.trace.cuda_operators import CUDA_WORKSPACES, Substitutes
 from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
+from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
 
 CUBLAS_BYTES = 32 << 20  # of each thread that multiplies: forward and backward (torch's default on Hopper)
@@ -48,8 +48,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
         stack.callback(_torch.forget_references)
         stack.enter_context(tracker)
         stack.enter_context(stand_ins.installed() if stand_ins else nullcontext())
-        if run.device == "cuda":
-            tracker.workspaces, tracker.unsure = CUDA_WORKSPACES, {}
+        tracker.with_workspaces = run.device == "cuda"
         try:
             with tracker.paused():
                 _as_fakes(model)
@@ -83,7 +82,7 @@ def _steps(
         events=tracker.events[start:],
         units=rig.units,
         substituted=dict(stand_ins.substituted) if stand_ins else {},
-        unmodelled={**(tracker.unsure or {}), **(stand_ins.unmodelled if stand_ins else {})},
+        unmodelled={**tracker.unknown_workspaces, **(stand_ins.unmodelled if stand_ins else {})},
     )
     return without_host(log)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
-from accordion.plan.trace.bytes_moved import num_bytes, tensors_of, traffic_of
-from accordion.plan.trace.flops import flops_of
-from accordion.plan.trace.unknown_workspaces import unsure_bytes
+from accordion.plan.trace.operators import (
+    bytes_moved_by,
+    flops_of,
+    num_bytes,
+    tensors_of,
+    unknown_workspace_of,
+    workspace_of,
+)
+from accordion.storage_watch import StorageWatch
 
-_Mode: Any = _torch.DispatchMode
 MESSAGES = {  # torch's own collectives: (kind, which of arguments and result the full tensors are)
     "_allgather_base_": ("gather", 0),
     "allreduce_": ("sum", 0),
@@ -37,8 +41,8 @@ BY_PHASE = {
 }
 
 
-class Tracker(_Mode):  # type: ignore[misc]
-    """Owns the log. The inside of operators is not seen: workspaces are added where they are known (`workspaces`)."""
+class Tracker(StorageWatch):
+    """Owns the log. Workspaces of operators, which nobody sees, are added where they are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,17 +51,16 @@ class Tracker(_Mode):  # type: ignore[misc]
         self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by key of the storage
-        self._deaths: dict[int, weakref.ref[Any]] = {}
         self._operator = ""
         self._count = 0
         self._paused = 0
         self._only_memory = False
         self.num_live_bytes = 0
         self.axes: dict[int, str] = {}  # of links, by id, where it is not "shard"
-        self.workspaces: Mapping[str, Callable[[Any], int]] = {}  # of operators by name, from their arguments
-        self.unsure: dict[str, str] | None = None  # names, and why; None: as on CPU, where nothing is unsure
+        self.with_workspaces = False  # of operators as they run on CUDA; those of the CPU's own are left out
+        self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
         self.sum_axis = "shard"  # over which torch's own all-reduce goes
-        self._flights = 0
+        self._transfers = 0
 
     # -- what the driver says
 
@@ -110,9 +113,9 @@ class Tracker(_Mode):  # type: ignore[misc]
     def collective(self, kind: str, num_bytes: int, axis: str) -> None:
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
-    def next_flight(self) -> int:
-        self._flights += 1
-        return self._flights
+    def next_transfer(self) -> int:
+        self._transfers += 1
+        return self._transfers
 
     def workspace(self, num_bytes: int) -> None:
         """Memory that the operator under way takes and gives back."""
@@ -126,9 +129,9 @@ class Tracker(_Mode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _torch.ASKS_DEVICE and (device := _torch.told_device(args[0])) is not None:
             return device
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come back here
-        kwargs = kwargs or {}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
         self._operator = str(func)
@@ -138,8 +141,8 @@ class Tracker(_Mode):  # type: ignore[misc]
         self._operator = str(func)
         for storage in storages_of(out):
             self._meet(storage)
-        if self._operator in self.workspaces:
-            self.workspace(self.workspaces[self._operator](args))
+        if self.with_workspaces:
+            self.workspace(workspace_of(func, args))
         if self._operator in BELONGS:
             self.belongs((args, kwargs), BELONGS[self._operator])
         if self._only_memory:
@@ -150,34 +153,18 @@ class Tracker(_Mode):  # type: ignore[misc]
             self._record(func, args, kwargs, out)
         return out
 
-    def __enter__(self) -> Tracker:
-        patched: Any = torch.UntypedStorage
-        plain = self._resize = patched.resize_
+    def resized(self, key: int, storage: torch.UntypedStorage) -> None:
+        if not self._paused:
+            self._operator = "resize_"
+            self._release(key)
+            self._take(key, storage.nbytes(), Category.GATHERED)
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            key = _torch.storage_key(storage)
-            known = key in self._deaths
-            result = plain(storage, size)
-            if known and not self._paused:
-                self._operator = "resize_"
-                self._release(key)
-                self._take(key, size, Category.GATHERED)
-            return result
-
-        patched.resize_ = resize
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        patched: Any = torch.UntypedStorage
-        patched.resize_ = self._resize
-        super().__exit__(*error)
+    def died(self, key: int) -> None:
+        self._release(key)
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
-        key = _torch.storage_key(storage)
-        if key not in self._deaths:
-            self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._take(key, storage.nbytes(), self._category())
+        if self.watch(storage):
+            self._take(_torch.storage_key(storage), storage.nbytes(), self._category())
 
     def _category(self) -> Category:
         if self.category is not None:
@@ -203,10 +190,6 @@ class Tracker(_Mode):  # type: ignore[misc]
             self.num_live_bytes -= alloc.num_bytes
             self.events.append(Free(alloc.number))
 
-    def _forget(self, key: int) -> None:
-        self._release(key)
-        self._deaths.pop(key, None)
-
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = str(func)
         if getattr(func, "is_view", False) or name.startswith(_torch.WITHOUT_KERNEL):
@@ -215,11 +198,11 @@ class Tracker(_Mode):  # type: ignore[misc]
         if not given and not made:
             return
         flops = flops_of(func, args, kwargs, out)
-        moved = traffic_of(func, args, kwargs, out)
+        moved = bytes_moved_by(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
-        unsure, why = (0, "") if self.unsure is None else unsure_bytes(func, args, kwargs, out)
-        if unsure and self.unsure is not None:
-            self.unsure[name] = why
+        unsure, why = unknown_workspace_of(func, args, kwargs, out) if self.with_workspaces else (0, "")
+        if unsure:
+            self.unknown_workspaces[name] = why
         dtype = str(floating).removeprefix("torch.")
         self.events.append(Op(name, flops, moved, dtype, self.stream, self._recomputes(), unsure))
 

@@ -1,11 +1,10 @@
-"""Operators whose form on CPU keeps other bytes than a GPU's: what stands for them in a trace, and known workspaces."""
+"""Operators whose form on CPU keeps other bytes than a GPU's: what stands for them in a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -118,20 +117,3 @@ STAND_INS: Mapping[str, Callable[..., Any]] = {
     "dropout": Substitutes.dropout,
 }
 """By their names in aten, all of which autograd sees through to what they are made of."""
-
-
-def _flash_backward(args: Any) -> int:
-    """FlashAttention-2 adds the query's gradient up in float32; with fewer key heads it makes theirs for each query head."""
-    query, key = args[1], args[2]
-    rounded = -(-query.shape[2] // 128) * 128
-    sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
-    expanded = 0
-    if key.shape[1] != query.shape[1]:
-        expanded = 2 * key.shape[0] * query.shape[1] * prod(key.shape[2:]) * key.itemsize
-    return int(sums + expanded)
-
-
-CUDA_WORKSPACES: Mapping[str, Callable[[Any], int]] = {
-    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-}
-"""Memory that an operator takes for itself on CUDA, by its arguments; what no trace sees. Read in torch 2.13's sources."""

@@ -1,0 +1,220 @@
+"""The newest checkpoint and the old ones: which is taken, which are removed, and what is said of those that are passed over."""
+
+import errno
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+
+from accordion.checkpoint import latest, load, prune, save
+from accordion.checkpoint.convert import export
+from accordion.checkpoint.inspect import inspect
+from accordion.checkpoint.storage import folders
+from accordion.errors import CheckpointError, UsageError
+from tests.checkpoint.test_places import filled, names
+
+# -- removing old ones
+
+
+def test_what_could_not_be_removed_is_told_once_and_removed_later(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", filled(step))
+    unlink = os.unlink
+
+    def fails(path, *words, **more):
+        if "rank-" in str(path):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, *words, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fails)
+        with pytest.raises(CheckpointError, match=r"step-3 is written, but not all older ones are removed: .*step-1"):
+            save(tmp_path / "step-3", filled(3), keep=2)
+        assert latest(tmp_path) == str(tmp_path / "step-3")
+        assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["gone", "step-2", "step-3"]
+        with pytest.raises(CheckpointError, match="cannot be removed, all of it"):
+            prune(tmp_path, 2)
+        save(tmp_path / "step-3", filled(3), keep=3)  # tries again, and says no more
+    (tmp_path / ".theirs.gone").mkdir()
+    (tmp_path / ".theirs.gone" / "thesis.tex").write_text("...")
+    save(tmp_path / "step-4", filled(4), keep=3)
+    assert names(tmp_path) == [".theirs.gone", "step-2", "step-3", "step-4"]
+
+
+def test_prune_removes_what_a_killed_removal_has_left(tmp_path):
+    save(tmp_path / "step-1", filled(1))
+    shutil.copytree(tmp_path / "step-1", tmp_path / ".step-0.gone")
+    rest = str(tmp_path / ".step-0.gone")
+    assert prune(tmp_path, 1, dry=True) == [rest]
+    assert prune(tmp_path, 1) == [rest]
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_the_one_just_saved_and_newer_ones_are_never_removed(tmp_path):
+    for step in (100, 200):
+        save(tmp_path / f"step-{step}", filled(step))
+    save(tmp_path / "step-5", filled(5), keep=1)
+    assert names(tmp_path) == ["step-100", "step-200", "step-5"]
+    save(tmp_path / "step-6", filled(6), keep=1)
+    assert names(tmp_path) == ["step-100", "step-200", "step-6"]
+    save(tmp_path / "step-300", filled(3), keep=1)
+    assert names(tmp_path) == ["step-300"]
+
+
+def test_what_a_user_laid_into_a_checkpoint_is_not_removed_with_it(tmp_path):
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", filled(step))
+    (tmp_path / "step-1" / "notes.txt").write_text("mine")
+    assert prune(tmp_path, 1) == []
+    save(tmp_path / "step-3", filled(3), keep=1)
+    assert names(tmp_path) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize("keep", ["2", 2.0, True, -1, None])
+def test_keep_is_a_number(tmp_path, keep):
+    with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
+        save(tmp_path / "c", filled(1), keep=keep)
+    with pytest.raises(UsageError, match=r"keep is .*; it takes 1 or more, a number of checkpoints"):
+        prune(tmp_path, keep)
+    assert names(tmp_path) == []
+
+
+# -- choosing the newest
+
+
+def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path):
+    model, stop, seen = filled(1), threading.Event(), []
+
+    def saves():
+        step = 0
+        while not stop.is_set():
+            step += 1
+            save(tmp_path / f"step-{step}", model, keep=1)
+            save(tmp_path / "last", model)
+
+    writer = threading.Thread(target=saves)
+    save(tmp_path / "last", model)
+    writer.start()
+    try:
+        for _ in range(400):
+            seen.append(latest(tmp_path))
+            prune(tmp_path, 1)
+    finally:
+        stop.set()
+        writer.join()
+    assert None not in seen
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_cannot_be_read_is_not_taken_for_absent(tmp_path, monkeypatch, number):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", filled(step))
+    read = folders.Local.read
+
+    def fails_at(step):
+        def fails(self, name):
+            if self.path.name == f"step-{step}":
+                raise OSError(number, os.strerror(number), str(self.path / name))
+            return read(self, name)
+
+        return fails
+
+    monkeypatch.setattr(folders.Local, "read", fails_at(3))
+    with pytest.raises(
+        CheckpointError, match=rf"step-3 cannot be read \({os.strerror(number)}\), and it may be the newest"
+    ):
+        latest(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"step-3 cannot be read: {os.strerror(number)}"):
+        load(tmp_path / "step-3", filled(0))
+    for look in (inspect, lambda path: export(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            look(tmp_path / "step-3")
+    monkeypatch.setattr(folders.Local, "read", fails_at(2))
+    assert latest(tmp_path) == str(tmp_path / "step-3")  # an older one decides nothing
+
+
+def cut(path):
+    manifest = path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-30])
+
+
+def test_those_that_are_passed_over_are_named(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", filled(step))
+    cut(tmp_path / "step-3")
+    (tmp_path / "step-2" / "manifest.json").unlink()
+    (tmp_path / "step-9").mkdir()
+    with pytest.warns(
+        UserWarning, match=r"step-1 is the newest complete .*step-3/manifest.json cannot.*step-2 .* no man"
+    ):
+        assert latest(tmp_path) == str(tmp_path / "step-1")
+    cut(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
+        latest(tmp_path)
+    for step in (1, 2, 3):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    assert latest(tmp_path) is None
+
+
+def test_a_load_of_a_damaged_one_names_the_one_before(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", filled(step))
+    cut(tmp_path / "step-2")
+    file = tmp_path / "step-3" / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 1
+    file.write_bytes(data)
+    path = latest(tmp_path)
+    assert path == str(tmp_path / "step-3")
+    with pytest.raises(CheckpointError, match=r"is damaged: .* The one before it, .*step-1, is complete: load that"):
+        load(path, filled(0))
+    shutil.rmtree(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=r"step-3 is damaged: [^/]*\.$"):
+        load(path, filled(0))
+
+
+def test_no_checkpoint_yet_and_paths_that_are_none(tmp_path):
+    with pytest.raises(UsageError, match="the path is None; where `latest` gave it, there is no checkpoint yet"):
+        load(latest(tmp_path), filled(1))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("...")
+    for act in (latest, inspect, lambda path: load(path, filled(1)), lambda path: export(path, tmp_path / "out")):
+        for name in ("loop", "file", "file/below"):
+            with pytest.raises(CheckpointError, match=str(tmp_path)):
+                act(tmp_path / name)
+    assert latest(tmp_path) is None  # nor is a loop in it a checkpoint
+    save(tmp_path / "c", filled(1))
+    assert latest(tmp_path) == str(tmp_path / "c")
+
+
+def test_lost_and_found_is_not_looked_into(tmp_path, monkeypatch):
+    (tmp_path / "lost+found").mkdir()
+    sizes = folders.Local.sizes
+
+    def refused(self):
+        if self.path.name == "lost+found":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+        return sizes(self)
+
+    monkeypatch.setattr(folders.Local, "sizes", refused)
+    assert latest(tmp_path) is None
+
+
+def test_files_and_folders_of_other_formats_name_the_way(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "file.pt")
+    with pytest.raises(
+        CheckpointError, match=r"file\.pt is no checkpoint: it is a file.* `accordion checkpoint convert`"
+    ):
+        load(tmp_path / "file.pt", filled(1))
+    save(tmp_path / "c", filled(1))
+    export(tmp_path / "c", tmp_path / "hf")
+    with pytest.raises(
+        CheckpointError, match=r"no manifest\.json, but safetensors files; `accordion checkpoint convert`"
+    ):
+        load(tmp_path / "hf", filled(1))
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"of torch\.distributed\.checkpoint; `accordion checkpoint convert`"):
+        load(tmp_path / "dcp", filled(1))

@@ -1,0 +1,157 @@
+"""`accordion train --deepspeed`: the run takes what the file says, and a conflict of the two is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accordion import cli
+from accordion.compat.deepspeed import read
+from accordion.compat.deepspeed.engine import _tag_in
+from accordion.config import Offload
+from accordion.errors import UsageError
+from accordion.train import command
+from accordion.train.config import as_yaml
+from accordion.train.deepspeed import translated
+from accordion.train.loop import lr_at
+from tests.compat.test_deepspeed_config import TRAINER
+
+
+def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int = 2) -> Any:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    all_words = ["--train.deepspeed", str(file), *words]
+    config = command.read(all_words)
+    return translated(config, command.given(all_words), num_ranks)
+
+
+def test_the_run_takes_what_the_file_says(tmp_path: Path) -> None:
+    content = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.3}},
+    }
+    config = run_of(tmp_path, content, num_ranks=4)
+    assert (config.train.micro_batch, config.train.accumulate, config.train.clip) == (2, 2, 0.5)
+    assert (config.train.lr, config.train.weight_decay) == (0.02, 0.3)
+    assert (config.shard.strategy, config.shard.replicas) == ("hybrid_shard_optim", 2)
+    assert config.shard.precision == "bf16"
+    assert config.shard.offload() == Offload()
+    rests = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/s"}, "offload_param": {"device": "cpu"}}
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(params="host", optimizer="disk:/s")
+    rests["offload_param"] = {"device": "nvme", "nvme_path": "/p"}
+    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload() == Offload(
+        params="disk:/p", optimizer="disk:/s"
+    )
+    words = ["--shard.offload_optimizer", "host"]
+    assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload() == Offload(optimizer="host")
+
+
+def test_what_the_file_leaves_out_is_as_deepspeed_has_it_or_as_a_flag_says(tmp_path: Path) -> None:
+    config = run_of(tmp_path, {})
+    assert (config.shard.strategy, config.shard.precision, config.train.clip) == ("no_shard", "fp32", 0)
+    assert (config.train.micro_batch, config.train.accumulate, config.train.lr) == (8, 1, 1e-3)
+    config = run_of(tmp_path, {}, "--shard.strategy", "full_shard", "--train.clip=1.0", "--train.accumulate", "3")
+    assert (config.shard.strategy, config.train.clip, config.train.accumulate) == ("full_shard", 1.0, 3)
+
+
+def test_autos_are_filled_from_the_run(tmp_path: Path) -> None:
+    flags = ["--train.lr", "0.25", "--train.accumulate", "3", "--train.warmup", "0", "--shard.precision", "fp16"]
+    config = run_of(tmp_path, TRAINER, *flags)
+    assert (config.train.lr, config.train.accumulate, config.shard.precision) == (0.25, 3, "fp16")
+    assert config.shard.strategy == "full_shard"
+    assert run_of(tmp_path, TRAINER).shard.precision == "auto"
+
+
+CONFLICTS = [
+    ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch", "2"], "train.micro_batch is 2, and"),
+    ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch=8"], "train.micro_batch is 8, and"),
+    ({"zero_optimization": {"stage": 2}}, ["--shard.strategy", "full_shard"], "shard_grad_op"),
+    ({"bf16": {"enabled": True}}, ["--shard.precision", "fp32"], "mean"),
+    (
+        {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+        ["--shard.offload_optimizer=disk:/s"],
+        "shard.offload_optimizer is disk:/s, and zero_optimization.cpu_offload in",
+    ),
+    ({"gradient_clipping": 0.5}, ["--train.clip", "1.0"], "train.clip is 1.0, and gradient_clipping in"),
+    ({"optimizer": {"type": "AdamW"}}, ["--train.lr", "0.5"], "optimizer.type"),
+    ({"scheduler": {"type": "WarmupLR"}}, ["--train.warmup", "7"], "1000"),
+    ({"optimizer": {"type": "Adafactor"}}, [], "more than one element"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, [], "train.lr is 0"),
+    ({"train_batch_size": 3}, [], "x ranks"),
+]
+
+
+@pytest.mark.parametrize(("content", "words", "expected"), CONFLICTS)
+def test_a_conflict_of_a_flag_and_the_file_is_one_sentence(
+    tmp_path: Path, content: dict[str, Any], words: list[str], expected: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        run_of(tmp_path, content, *words)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_file_conflicts_too_and_its_record_does_not(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("train: {clip: 1.0}\n")
+    with pytest.raises(UsageError, match=r"train.clip is 1.0, and"):
+        run_of(tmp_path, {"gradient_clipping": 0.5}, "--config", str(run))
+    recorded = run_of(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
+    run.write_text(as_yaml(recorded))
+    words = ["--config", str(run)]
+    assert translated(command.read(words), command.given(words), 2) == recorded
+
+
+def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    config = run_of(tmp_path, {"scheduler": scheduler})
+    schedule = read({"scheduler": scheduler}).scheduler
+    assert [lr_at(step, config.train, schedule) for step in (1, 2, 3, 6)] == [0, 0, 0.1, 0.4]
+    assert lr_at(2, config.train) == config.train.lr * 2 / 4
+
+
+def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
+    assert command.read(["--deepspeed", "a.json"]) == command.read(["--train.deepspeed=a.json"])
+    assert command.read(["--deepspeed=a.json"]).train.deepspeed == "a.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Stands for what ranks start from."""
+
+    expected: Any = None
+
+
+def test_the_command_starts_ranks_with_what_the_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(command, "prepare", lambda *given: Prepared())
+    monkeypatch.setattr(command.launch, "start", lambda entry, args, world: started.append((args[0], world)) or 0)
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
+    words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]
+    assert cli.main(words) == 0
+    config, world = started[0]
+    assert (world, config.shard.strategy, config.train.micro_batch) == (3, "full_shard", 8)
+    assert cli.main([*words, "--train.micro_batch", "4"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
+    assert told.count("\n") == 1
+
+
+def test_a_pipe_names_no_newest_checkpoint(tmp_path, no_waiting):
+    os.mkfifo(tmp_path / "newest")
+    with pytest.raises(UsageError, match=r"names no checkpoint: no regular file.*pass load_checkpoint"):
+        _tag_in(tmp_path / "newest")
+    (tmp_path / "tag").write_text("step-3\n")
+    assert _tag_in(tmp_path / "tag") == "step-3"

@@ -1,0 +1,31 @@
+"""Code in a process of its own, and how much memory it took."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import accordion
+
+
+def run_bounded(code, *words, seconds=60):
+    """Run `code` in another process; its output, and by how much its resident memory grew at most, in MiB."""
+    head = (
+        "import sys, resource, warnings, torch\nwarnings.simplefilter('ignore')\n"
+        "from accordion.checkpoint.convert import convert\nfrom accordion.errors import CheckpointError, UsageError\n"
+        "peak = lambda: int([l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1])\n"
+        "before = peak()\n"
+    )
+    tail = "\nprint(); print((peak() - before) // 1024)\n"
+    here = Path(__file__).parents[2]
+    path = os.pathsep.join([str(Path(accordion.__file__).parents[1]), str(here), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", head + code + tail, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    *lines, mib = done.stdout.strip().splitlines()
+    return "\n".join(lines), int(mib)
