@@ -8,10 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -694,3 +695,22 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 def fake_collectives() -> None:
     """Let torch's own collectives run on fake tensors; importing this module is what registers them (all versions)."""
     import torch.distributed._tools.fake_collectives  # noqa: F401
+
+
+def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the `step` in its instance is what torch's schedulers put there, to know of each step (all versions)."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
+
+
+def count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Put such a step there as a scheduler would now, in place of that of the class which the optimizer had before."""
+    owner = ref(optimizer)
+
+    @wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        held: Any = owner()
+        held._opt_called = True
+        return type(held).step(held, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    vars(optimizer)["step"] = step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, scale_to, total_norm
@@ -198,9 +199,10 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
             f"wrap_optimizer does not know {name}; pass elementwise=True where its step treats each element by itself, as Adam "
             "does, and else leave out wrap_optimizer."
         )
-    if "step" in vars(optimizer):
+    counted = "step" in vars(optimizer)
+    if counted and not _torch.has_counted_step(optimizer):
         raise UsageError(
-            "a scheduler has wrapped this optimizer's step already; call wrap_optimizer before making the lr_scheduler."
+            f"something has put a step of its own into this {name}; call wrap_optimizer before what does that."
         )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for p in params:
@@ -211,6 +213,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     optimizer.__class__ = type(
         kind.__name__, (LocalStep, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
+    if counted:
+        _torch.count_steps(optimizer)
     prepare(optimizer, kind)
     return optimizer
 
@@ -233,22 +237,37 @@ def clip_grad_norm_(
     engine = engine_of(model)
     if engine is None:
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
-    refuse_in_backward(engine, "clip_grad_norm_")
-    engine.synchronize()
+    return clip_norm_of([engine], model.parameters(), max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_norm_of(
+    engines: Sequence[Engine],
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """`clip_grad_norm_` of some parameters of one or more models; the same ones on all ranks.
+
+    `engines`: at least one, those that may hold some of `parameters`.
+    """
+    wanted = {id(param): param for param in parameters}
+    for engine in engines:
+        refuse_in_backward(engine, "clip_grad_norm_")
+        engine.synchronize()
+    owned = [(one, param) for one in engines for unit in one.units for param in unit.params]
     parts: dict[tuple[int, ...], NormPart] = {}
-    shards = {id(param.sharded) for unit in engine.units for param in unit.params}
-    for unit in engine.units:
-        for param in unit.params:
-            communicators = list(engine.context.cut_communicators) if param.cut.dim is not None else []
-            communicators += [] if param.around is None else param.around.communicators
-            part = parts.setdefault(
-                tuple(id(communicator.group) for communicator in communicators), NormPart(communicators)
-            )
-            if param.sharded.grad is not None:
-                part.tensors.append(_torch.local_of(param.sharded.grad))
-    others = [p.grad for p in model.parameters() if id(p) not in shards and p.grad is not None]
+    for engine, param in owned:
+        communicators = list(engine.context.cut_communicators) if param.cut.dim is not None else []
+        communicators += [] if param.around is None else param.around.communicators
+        part = parts.setdefault(
+            tuple(id(communicator.group) for communicator in communicators), NormPart(communicators)
+        )
+        if wanted.pop(id(param.sharded), None) is not None and param.sharded.grad is not None:
+            part.tensors.append(_torch.local_of(param.sharded.grad))
+    others = [p.grad for p in wanted.values() if p.grad is not None]
     found = [*parts.values(), NormPart([], others)]
-    norm = total_norm(found, float(norm_type), engine.context.device)
+    norm = total_norm(found, float(norm_type), engines[0].context.device)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(
             f"the norm of the gradients is {norm.item()}, so they were not clipped; leave out the step, or error_if_nonfinite to "

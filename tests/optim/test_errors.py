@@ -109,6 +109,33 @@ def test_an_optimizer_around_another_is_looked_through(world, tmp_path):
     world.run(2, looked_through, tmp_path)
 
 
+def scheduled(mesh):
+    """A scheduler of torch that holds the optimizer already goes on counting its steps."""
+    done = []
+    for wrapped in (False, True):
+        model = acc.shard(models.seeded(2), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if wrapped:
+            assert acc.wrap_optimizer(optimizer) is optimizer
+        for seed in range(3):
+            one_loss(model, seed).backward()
+            optimizer.step()
+            schedule.step()  # warns, and so fails here, if it saw no step
+            optimizer.zero_grad()
+        assert ("LocalStep" in {kind.__name__ for kind in type(optimizer).__mro__}) == wrapped
+        done.append(acc.full_state_dict(model, rank0_only=False))
+    assert_equal(*done)
+    other = torch.optim.AdamW(model.parameters())
+    vars(other)["step"] = lambda: None
+    with pytest.raises(acc.UsageError, match="something has put a step of its own into this AdamW"):
+        acc.wrap_optimizer(other)
+
+
+def test_an_optimizer_that_a_scheduler_holds_is_wrapped(world):
+    world.run(2, scheduled)
+
+
 def not_finite(mesh):
     model, _ = stepped(mesh)
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
