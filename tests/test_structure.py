@@ -42,6 +42,7 @@ PUBLIC = {
     "only_blocks",
     "plan",
     "save",
+    "save_pretrained",
     "shard",
     "synchronize",
     "wrap_optimizer",

@@ -23,6 +23,7 @@ from accordion.shard.api import entry_point, shard
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
 from accordion.units import min_params, only_blocks
 from accordion.version import VERSION
+from accordion.weights.export import save_pretrained
 from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import load_pretrained
 
@@ -60,6 +61,7 @@ __all__ = [
     "only_blocks",
     "plan",
     "save",
+    "save_pretrained",
     "shard",
     "synchronize",
     "wrap_optimizer",

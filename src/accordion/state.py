@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -120,13 +121,42 @@ def full_of(param: Param, engine: Engine) -> Tensor:
     return gathered(_torch.local_of(param.sharded), param.cut, engine.context)
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = True, cpu: bool = True) -> dict[str, Tensor]:
+Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | None
+"""Which tensors of a model: "trained", the parameters that require a gradient; a pattern of names, as in a shell,
+"*.lora_*" say; a function (name, tensor) -> bool, the same on all ranks; None for all."""
+
+
+def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
+    """Those of `values` that `only` names. Raises `UsageError` where these are none."""
+    if only is None:
+        return dict(values)
+    if not (isinstance(only, str) or callable(only)):
+        raise UsageError(f'only={only!r} is no choice of tensors; pass "trained", a pattern of names, or a function.')
+    if only == "trained":
+        found = {name: v for name, v in values.items() if isinstance(v, nn.Parameter) and v.requires_grad}
+    elif isinstance(only, str):
+        found = {name: v for name, v in values.items() if fnmatchcase(name, only)}
+    else:
+        found = {name: v for name, v in values.items() if only(name, v)}
+    if not found:
+        raise UsageError(
+            f"only={only!r} chooses none of the model's {len(values)} tensors; its names are those of state_dict()."
+        )
+    return found
+
+
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = True, cpu: bool = True, only: Only = None
+) -> dict[str, Tensor]:
     """The state dict of the unsharded model, gathered one tensor at a time; empty on other ranks with `rank0_only`.
 
-    Collective: call it on every rank. Tied parameters are one tensor under each of their names.
+    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `only`: which tensors are
+    gathered: "trained", the parameters that require a gradient; a pattern of names, as in a shell ("*.lora_*"); or a function
+    (name, tensor) -> bool, the same on all ranks. Raises `UsageError` where it chooses none.
     """
     engine = sharded_engine(model, "full_state_dict")
-    return full_values(engine, model.state_dict(keep_vars=True), rank0_only=rank0_only, cpu=cpu)
+    values = chosen(model.state_dict(keep_vars=True), only)
+    return full_values(engine, values, rank0_only=rank0_only, cpu=cpu)
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from accordion.checkpoint.boxes import Box, DimCut, box_of
 from accordion.checkpoint.json_values import Json, encode
 from accordion.errors import CheckpointError, UsageError
 from accordion.optim import LocalStep, inner_of
+from accordion.state import Only, chosen
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
 
@@ -59,12 +60,19 @@ def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer |
     return inner
 
 
-def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Contents:
-    """Name what is to be saved, or to be filled. Raises `CheckpointError` for what a checkpoint cannot hold."""
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
+    """Name what is to be saved, or to be filled. Raises `CheckpointError` for what a checkpoint cannot hold.
+
+    `only`: which tensors of the model; the optimizer's states are those of its own parameters.
+    """
     tensors, aliases = model_tensors(model)
+    names = {id(tensor): name.removeprefix("model/") for name, tensor in tensors.items()}
+    if only is not None:
+        wanted = chosen({name.removeprefix("model/"): tensor for name, tensor in tensors.items()}, only)
+        tensors = {f"model/{name}": tensor for name, tensor in wanted.items()}
+        aliases = {name: source for name, source in aliases.items() if source in tensors}
     if optimizer is None:
         return Contents(tensors=tensors, aliases=aliases)
-    names = {id(tensor): name.removeprefix("model/") for name, tensor in tensors.items()}
     words, state = optimizer_state(optimizer, names)
     return Contents(tensors={**tensors, **state}, aliases=aliases, optimizer=words)
 

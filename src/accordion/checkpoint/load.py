@@ -40,7 +40,7 @@ from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.engine.hooks import engine_of
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.optim import LocalStep
-from accordion.state import settle
+from accordion.state import Only, settle
 
 SHOWN = 8  # faults of a damaged checkpoint that a message lists
 
@@ -52,6 +52,7 @@ def load(
     *,
     state: Mapping[str, Stateful] | None = None,
     strict: bool = True,
+    only: Only = None,
 ) -> Json:
     """Fill `model` and `optimizer` from a checkpoint of any number of ranks; called by all ranks together.
 
@@ -59,7 +60,8 @@ def load(
     `optimizer`: its state is made where it has none; a parameter group takes the options of the group that its parameters were
     in. `state`: objects whose `load_state_dict` gets what this rank saved, or
     what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
-    rest as it is and says what in one warning. Returns the `extra` that was saved.
+    rest as it is and says what in one warning. `only`: which tensors of the model, as `save` was given it; the others stay as
+    they are. Returns the `extra` that was saved.
 
     Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
     changes, naming every missing, extra or misshapen tensor, every file and tensor that is damaged, an optimizer of another
@@ -78,7 +80,9 @@ def load(
     optimizer = team.agree(partial(only_one, optimizer))
     for _ in range(TURNS):
         with closing(team.agree(lambda: _files(path, state or {}))) as files:
-            plan = _checked(files, path, partial(_planned, files, model, optimizer, state or {}, team, strict), team)
+            plan = _checked(
+                files, path, partial(_planned, files, model, optimizer, state or {}, team, strict, only), team
+            )
             if plan is None:
                 continue
             _fill(files, plan, optimizer, state or {}, team)
@@ -217,9 +221,10 @@ def _planned(
     state: Mapping[str, Stateful],
     team: Team,
     strict: bool,
+    only: Only,
 ) -> _Plan:
     """`_plan` on every rank. Raises `CheckpointError` on all where it fails on one; a collective."""
-    found = team.agree(lambda: contents(model, optimizer))
+    found = team.agree(lambda: contents(model, optimizer, only))
     same_kind_on_all(found, team)
     own = own_states(files, found, team)
     return team.agree(lambda: _plan(files, found, optimizer, own, state, team, strict))

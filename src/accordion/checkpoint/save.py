@@ -42,7 +42,7 @@ from accordion.checkpoint.storage.folders import Folder, Local, folder_at
 from accordion.checkpoint.writing import FileLayout, WritePart, layout, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
-from accordion.state import settle
+from accordion.state import Only, settle
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ def save(
     rank_states: bool = False,
     background: bool = False,
     keep: int = 0,
+    only: Only = None,
 ) -> Saving:
     """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; called by all ranks together.
 
@@ -71,6 +72,9 @@ def save(
     to keep beside the tensors; rank 0's are taken. `state`: objects whose `state_dict()` is kept for each rank by itself: a
     scheduler, a scaler, a data loader, `RandomState()`. `keep`: then remove all but so many of the newest good checkpoints
     beside it whose names differ in the number at their end alone; 0 keeps all.
+
+    `only`: which tensors of the model: "trained", the parameters that require a gradient, so that adapters are saved without
+    their base; a pattern of names; a function (name, tensor) -> bool, the same on all ranks. `load` is given it too.
 
     `background`: returns as soon as everything is copied to host memory, and writes in a thread. A later save waits for it;
     where it failed, the next step of `optimizer`, the next save or `wait()` of what is returned raises.
@@ -94,7 +98,7 @@ def save(
     team = Team.of(model_tensors(model)[0].values())
     optimizer = team.agree(partial(only_one, optimizer))
     target = team.agree(lambda: _target(path, state or {}, keep))
-    found, of_rank = same_on_all(team.agree(lambda: contents(model, optimizer)), optimizer, team, rank_states)
+    found, of_rank = same_on_all(team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
     own = team.agree(lambda: [*_state_parts(state or {}, team), *_optimizer_parts(of_rank)])
     job = team.agree(lambda: _job(target, name, place, found, team, extra, own, keep))

@@ -9,11 +9,24 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.errors import UsageError
 from accordion.safety.weight_reads import read_outside
+
+TAKES_WHOLE = {
+    "save_pretrained": "save_pretrained writes whole parameters, and this model is sharded; call "
+    "accordion.save_pretrained(model, folder) on every rank.",
+    **dict.fromkeys(
+        ("merge_and_unload", "unload"),
+        "this takes the adapters out of the model, and with them parts of a sharded one; merge in place, `with "
+        "accordion.full_params(model, write=True): model.merge_adapter()`, or write the adapters with "
+        "accordion.save_pretrained(model, folder) and merge what from_pretrained gives of that folder.",
+    ),
+}
+"""Methods of transformers, diffusers and PEFT, and what is said of each on a sharded model."""
 
 OWN_FORWARD = "_accordion_own_forward"  # where a guarded model keeps the forward of its own that its instance had
 
@@ -25,6 +38,8 @@ def guard(hooks: Hooks) -> None:
             module.__dict__[name] = method  # the hooks would fail first, obscurely
         if hooks.unit.index == 0:
             _guard_forward(module, hooks.engine)
+            for inner in module.modules():
+                _guard_methods(inner, weakref.ref(hooks.engine))
     for module in hooks.unit.module_params.modules():
         _guard_conversion(weakref.ref(module), weakref.ref(hooks))
 
@@ -34,6 +49,9 @@ def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name in ("__deepcopy__", "__reduce_ex__"):
             module.__dict__.pop(name, None)
+        for inner in module.modules():
+            for name in TAKES_WHOLE:
+                inner.__dict__.pop(name, None)
         forward, own = module.__dict__.pop(OWN_FORWARD, (None, None))
         if forward is not None and module.__dict__.get("forward") is forward:
             del module.__dict__["forward"]
@@ -55,6 +73,27 @@ def _refuse_pickle(protocol: object) -> NoReturn:
         "a sharded model cannot be pickled; use accordion.save for a checkpoint of shards, or full_state_dict(model) "
         "for full tensors."
     )
+
+
+def _guard_methods(module: nn.Module, by: weakref.ref[Engine]) -> None:
+    """Put a sentence before methods of libraries that read or move whole parameters."""
+    for name, why in TAKES_WHOLE.items():
+        method = getattr(type(module), name, None)
+        if callable(method):
+            module.__dict__[name] = _refusing(weakref.ref(module), method, why, by)
+
+
+def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine, given = by(), kwargs.get("state_dict")
+        is_given = given is not None and not any(isinstance(value, DTensor) for value in given.values())
+        saves = method.__name__ == "save_pretrained"
+        if engine is not None and not (saves and (is_given or engine.suspended)):
+            raise UsageError(why)
+        return method(of(), *args, **kwargs)
+
+    return call
 
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:

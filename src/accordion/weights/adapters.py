@@ -24,6 +24,26 @@ def added_by(module: nn.Module) -> Iterator[nn.Module]:
     return (child for key, child in module._modules.items() if key != "base_layer" and child is not None)
 
 
+def added_by_adapters(model: nn.Module) -> set[int]:
+    """Ids of the parameters that adapters and prompts of PEFT have beside the model's own."""
+    found: set[int] = set()
+    for module in model.modules():
+        if is_adapter(module):
+            found |= {id(param) for child in added_by(module) for param in child.parameters()}
+            found |= {id(param) for param in module._parameters.values() if param is not None}
+        prompts = module._modules.get("prompt_encoder") if "peft_config" in vars(module) else None
+        if prompts is not None:
+            found |= {id(param) for param in prompts.parameters()}
+    return found
+
+
+def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The copies of a layer that PEFT trains in its place, with their adapters' names; none of another module."""
+    copies: Any = module._modules.get("modules_to_save")
+    if "original_module" in module._modules and copies is not None:
+        yield from copies.items()
+
+
 @dataclass(frozen=True, slots=True)
 class Resets:
     """How the adapters of one model begin. `configs`: by an adapter's name; without one LoRA's defaults hold."""

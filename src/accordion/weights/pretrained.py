@@ -24,6 +24,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import own_rows
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle, sharded_engine
+from accordion.weights.adapters import added_by_adapters, copied_inside
 from accordion.weights.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
 from accordion.weights.lazy_tensors import Rows, as_rows, stored
 
@@ -34,7 +35,7 @@ PREFIXES = (
     "module.",
     "base_model.model.",
 )  # of models inside models, DistributedDataParallel, PEFT
-INSIDE = (*WRAPPERS, "base_layer.")  # an adapter of PEFT has this beside its own
+INSIDE = (*WRAPPERS, "base_layer.", "original_module.")  # adapters of PEFT have these beside their own
 # Saved by old versions of transformers, recomputed now.
 MOVED_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -52,7 +53,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     transformers never saves. `ignore`: patterns, as in a shell, of names that may be missing on either side; such
     parameters keep what they hold, and those that `shard` found on the meta device and nothing has filled since are
     initialised by the modules' own code, as `initialise` does, with random numbers of the first rank's seed. Layers inside
-    PEFT's adapters are found under the names that they had without.
+    PEFT's adapters are found under the names that they had without; what adapters add may be missing, as if it were ignored,
+    and copies of layers that PEFT trains (`modules_to_save`) begin as these layers.
 
     Raises `CheckpointError` on every rank before any weight changes, naming every missing, extra or misshapen tensor.
     """
@@ -86,7 +88,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
 
 def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> list[int]:
     """Ids of parameters that came from the meta device, are ignored by name, and have no value on any rank. Collective."""
-    ignored = {id(tensor) for name, tensor in names_of(model).items() if _matches(name, ignore)}
+    added = added_by_adapters(model)
+    ignored = {id(t) for name, t in names_of(model).items() if _matches(name, ignore) or id(t) in added}
     params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
     empty = set(blank(params, engine.context))
     return [id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored]
@@ -155,10 +158,13 @@ def _match(model: nn.Module, folder: Path, ignore: list[str], stack: ExitStack) 
     """Raises `CheckpointError` where the folder lacks a tensor, or has one more or another."""
     held, wanted = open_folder(folder, stack), names_of(model)
     named, extra, wrong = _named(model, held, wanted)
+    copies = {copy: original for copy, original in copies_of_layers(model).items() if copy not in named}
+    named |= {copy: named[original] for copy, original in copies.items() if original in named}
+    added = added_by_adapters(model)
     found = {name: f for name, f in named.items() if not _matches(name, ignore)}
     first: dict[int, str] = {}  # of the tied names that are in the folder
     ties = [(known, name) for name in found if (known := first.setdefault(id(wanted[name]), name)) != name]
-    absent = {name: t for name, t in wanted.items() if id(t) not in first and not _matches(name, ignore)}
+    absent = {name: t for name, t in wanted.items() if not (id(t) in first or id(t) in added or _matches(name, ignore))}
     own = {name for name in absent if _searched(name, _class_patterns(model, "missing"))}
     unlike = [
         *_listed(
@@ -207,15 +213,31 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{key} is a {type(tensor).__name__} and no tensor; a folder of tensors cannot fill it."
             )
-        plain = key
-        for wrapper in INSIDE:
-            plain = plain.replace(wrapper, "")
+        plain = _without_wrappers(key)
         if plain in result:
             raise CheckpointError(
                 f"{key} and another tensor of the model are both {plain} without the names of wrappers; rename one of them."
             )
         result[plain] = tensor
     return result
+
+
+def copies_of_layers(model: nn.Module) -> dict[str, str]:
+    """Name of each tensor of a layer that PEFT copied to train the copy, and of what it is a copy of, as `names_of` has them."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for adapter, copy in copied_inside(module):
+            for key in copy.state_dict(keep_vars=True):
+                names = (f"{prefix}.modules_to_save.{adapter}.{key}", f"{prefix}.{key}")
+                plain, original = (_without_wrappers(name) for name in names)
+                found[plain] = original
+    return found
+
+
+def _without_wrappers(name: str) -> str:
+    for wrapper in INSIDE:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _misfits(found: Mapping[str, FoundTensor], wanted: Mapping[str, Tensor]) -> list[str]:

@@ -1,0 +1,150 @@
+"""Folders that others load, written by and read into a sharded model: no rank holds more than one full tensor in memory."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion.checkpoint.collective import Team
+from accordion.engine.engine import Engine
+from accordion.errors import CheckpointError, UsageError
+from accordion.state import full_params, full_values, is_first_rank, settle, sharded_engine
+from accordion.weights.pretrained import load_pretrained
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: Any) -> None:
+    """`model.save_pretrained(folder, **kwargs)` of a sharded model of transformers, PEFT or diffusers; called by all ranks.
+
+    The first rank writes what that method of an unsharded model would, from full tensors that are gathered one at a time into
+    files beside `folder`, which are removed again: host memory holds one full tensor, and what the method itself takes. Of a
+    PEFT model only what its adapters save is gathered. Raises `UsageError` for a model without such a method, and
+    `CheckpointError` on every rank where the first one failed.
+    """
+    method = getattr(type(model), "save_pretrained", None)
+    if method is None:
+        raise UsageError(
+            f"{type(model).__name__} has no save_pretrained; use full_state_dict(model), or accordion.save and "
+            "`accordion checkpoint export`."
+        )
+    engine = sharded_engine(model, "save_pretrained")
+    takes = inspect.signature(method).parameters
+    by_argument = "state_dict" in takes or is_peft(model)
+    with state_on_disk(model, folder) as state:
+
+        def write() -> None:
+            if not is_first_rank(engine):
+                return
+            if by_argument:
+                method(model, folder, state_dict=state, **kwargs)
+                return
+            vars(model)["state_dict"] = lambda *a, **k: state
+            try:
+                method(model, folder, **kwargs)
+            finally:
+                del vars(model)["state_dict"]
+
+        Team.of(model.parameters()).agree(write)
+
+
+@contextmanager
+def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[dict[str, Tensor] | None]:
+    """The full state dict on the first rank, of tensors in files beside `folder` that are removed at the end; empty on others.
+
+    Of a PEFT model what its adapters save, and nothing of the base. None where PEFT computes what it saves, as of prompts: the
+    model then has full parameters inside. Collective. What happens inside must end on all ranks alike.
+    """
+    engine = sharded_engine(model, "state_on_disk")
+    if is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values()):  # type: ignore[operator]
+        with full_params(model):
+            yield None
+        return
+    settle(engine, "exports the model")
+    team = Team.of(model.parameters())
+    values = dict(model.state_dict(keep_vars=True))
+    names = team.agree(lambda: _names_of_adapters(model, values))
+    if names is not None:
+        values = {name: value for name, value in values.items() if name in names}
+    parent = Path(folder).absolute().parent
+    scratch: list[Path] = []
+
+    def begin() -> None:
+        if is_first_rank(engine):
+            parent.mkdir(parents=True, exist_ok=True)
+            scratch.append(Path(tempfile.mkdtemp(prefix=".full-", dir=parent)))
+
+    team.agree(begin)
+    try:
+        yield _gathered(engine, values, scratch[0] if scratch else None, team)
+    finally:
+        for path in scratch:
+            shutil.rmtree(path, ignore_errors=True)
+    team.agree(lambda: None)  # who goes on finds no traces of it
+
+
+def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
+    """One tensor after another, tied ones once; a failure to write is told to all at the end of each."""
+    result: dict[str, Any] = {}
+    done: dict[int, Any] = {}
+    for i, (name, value) in enumerate(values.items()):
+        if id(value) not in done:
+            full = full_values(engine, {name: value}, rank0_only=True, cpu=True).get(name)
+            done[id(value)] = team.agree(lambda i=i, full=full: _in_file(full, scratch, i))  # type: ignore[misc]
+        if scratch is not None:
+            result[name] = done[id(value)]
+    return result
+
+
+def _in_file(value: Any, scratch: Path | None, index: int) -> Any:
+    """`value` itself, or the same tensor over the pages of a file, which the system writes out when it needs the memory."""
+    if scratch is None or not isinstance(value, Tensor) or not value.numel():
+        return value
+    storage = torch.UntypedStorage.from_file(str(scratch / str(index)), True, value.nbytes)
+    in_file = torch.empty(0, dtype=value.dtype, device="cpu").set_(storage, 0, value.shape)  # type: ignore[call-overload]
+    return in_file.copy_(value)
+
+
+# -- PEFT
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether it is a `peft.PeftModel`; PEFT is not imported for this."""
+    library: Any = sys.modules.get("peft.peft_model")
+    return library is not None and isinstance(model, library.PeftModel)
+
+
+def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] | None:
+    """What PEFT would save of a PEFT model, by the model's names; None of another model."""
+    if not is_peft(model):
+        return None
+    from peft import get_peft_model_state_dict
+
+    wanted = {id(value) for value in values.values() if isinstance(value, nn.Parameter) and value.requires_grad}
+    for adapter in model.peft_config:  # type: ignore[union-attr]
+        found = get_peft_model_state_dict(model, state_dict=dict(values), adapter_name=adapter)
+        wanted |= {id(value) for value in found.values()}
+    return {name for name, value in values.items() if id(value) in wanted}
+
+
+def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Fill a sharded model from what `save_pretrained` wrote of it; of a PEFT model its adapters. Called by all ranks."""
+    if not is_peft(model):
+        load_pretrained(model, folder)
+        return
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    for adapter in model.peft_config:  # type: ignore[union-attr]
+        path = Path(folder) if adapter == "default" else Path(folder, adapter)
+        weights = Team.of(()).agree(lambda path=path: load_peft_weights(str(path), device="cpu"))  # type: ignore[misc]
+        if not weights:
+            raise CheckpointError(f"{path} has no weights of the adapter {adapter!r}.")
+        set_peft_model_state_dict(model, weights, adapter_name=adapter)

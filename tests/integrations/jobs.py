@@ -1,0 +1,79 @@
+"""What tests of integrations share: a rank that libraries take for one of torchrun's, a small Llama, its data."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH = 64, 12
+
+
+@contextmanager
+def library_job() -> Iterator[None]:
+    """Inside, this rank is one of a job as torchrun starts it, and the libraries' process-wide state is new."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
+    said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    before = {key: os.environ.get(key) for key in said}
+    os.environ.update(said)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # theirs
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def llama(seed: int = 0, **changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 1, **changes}))
+
+
+def sentences(count: int = 64, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Of lengths that differ: labels of -100 at the end of some."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for i in range(count):
+        tokens = torch.randint(2, VOCABULARY, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[LENGTH - i % 4 :] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all full tensors, on every rank."""
+    import accordion as acc
+    from accordion.engine.hooks import engine_of
+
+    if engine_of(model) is not None:
+        return acc.full_state_dict(model, rank0_only=False)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def bytes_held(model: nn.Module) -> int:
+    """Of this rank's parameters."""
+    from torch.distributed.tensor import DTensor
+
+    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())

@@ -1,0 +1,222 @@
+"""PEFT's models, sharded: each method trains as unsharded, begins around a pretrained base, and is saved without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accordion as acc
+from tests.integrations.jobs import VOCABULARY, full, library_job, llama
+
+pytest.importorskip("peft")
+
+LAYERS = ["q_proj", "down_proj"]
+
+
+def methods() -> dict[str, Any]:
+    import peft
+
+    kind = {"task_type": "CAUSAL_LM"}
+    lora = {"r": 4, "target_modules": LAYERS, **kind}
+    return {
+        "LoRA": peft.LoraConfig(**lora),
+        "DoRA": peft.LoraConfig(**lora, use_dora=True),
+        "rsLoRA, modules_to_save": peft.LoraConfig(**lora, use_rslora=True, modules_to_save=["lm_head"]),
+        "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **kind),
+        "VeRA": peft.VeraConfig(r=4, target_modules=["q_proj"], **kind),
+        "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=3, **kind),
+        "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=3, **kind),
+    }
+
+
+def tuned(name: str, base: Any = None) -> Any:
+    from peft import get_peft_model
+
+    base = llama(tie_word_embeddings=False) if base is None else base
+    torch.manual_seed(5)
+    return get_peft_model(base, methods()[name])
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def learn(model: Any, ranks: list[int], steps: int = 3) -> list[float]:
+    """The mean loss over `ranks` of each step, all of whose batches this process sees or one of them."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for step in range(steps):
+        loss = sum(model(input_ids=(x := batch(rank, step)), labels=x).loss for rank in ranks) / len(ranks)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trains_and_is_saved(mesh: Any, name: str, folder: Path) -> None:
+    from peft import PeftModel
+
+    rank = mesh.get_local_rank()
+    with library_job():
+        plain = tuned(name)
+        expected = learn(plain, [0, 1])
+        model = acc.shard(tuned(name), mesh)
+        found = torch.tensor(learn(model, [rank]))
+        torch.distributed.all_reduce(found)
+        assert (found / 2).tolist() == pytest.approx(expected, rel=1e-4)
+        torch.testing.assert_close(full(model), full(plain), rtol=1e-3, atol=1e-4)
+
+        acc.save_pretrained(model, folder / "adapter")
+        assert not list(folder.glob(".full-*"))
+        again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), folder / "adapter").eval()
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(again(batch(rank, 7)).logits, model(batch(rank, 7)).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3", "VeRA", "prompt tuning", "prefix tuning"]
+)
+def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(ranks, tmp_path, name):
+    ranks(2).run(2, trains_and_is_saved, name, tmp_path)
+
+
+# -- around a base that fits no rank
+
+
+def begins(mesh: Any, name: str, folder: Path) -> None:
+    with library_job():
+        with torch.device("meta"):
+            model = tuned(name, llama(tie_word_embeddings=False))
+        model = acc.shard(model, mesh)
+        torch.manual_seed(9)
+        acc.load_pretrained(model, folder)
+        base, found = llama(3, tie_word_embeddings=False), full(model)
+        for key, tensor in found.items():
+            if "base_layer" in key or "original_module" in key or "modules_to_save" in key:
+                key = (
+                    key.replace("base_layer.", "")
+                    .replace("original_module.", "")
+                    .replace("modules_to_save.default.", "")
+                )
+                torch.testing.assert_close(
+                    tensor, base.state_dict()[key.removeprefix("base_model.model.")], rtol=0, atol=0
+                )
+        assert all(not t.any() for key, t in found.items() if "lora_B" in key)
+        assert all(t.any() for key, t in found.items() if "lora_A" in key)
+        with torch.no_grad(), model.disable_adapter():
+            torch.testing.assert_close(model(batch(0, 0)).logits, base(batch(0, 0)).logits)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch(0, 0)).logits, base(batch(0, 0)).logits)  # adapters begin as nothing
+
+
+@pytest.mark.parametrize("name", ["LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3"])
+def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(ranks, tmp_path, name):
+    llama(3, tie_word_embeddings=False).save_pretrained(tmp_path)
+    ranks(2).run(2, begins, name, tmp_path)
+
+
+# -- a part of the model
+
+
+def parts(mesh: Any, folder: Path) -> None:
+    with library_job():
+        model = acc.shard(tuned("LoRA"), mesh)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert set(acc.full_state_dict(model, rank0_only=False, only="trained")) == trained
+        assert set(acc.full_state_dict(model, rank0_only=False, only="*.lora_A.*")) == {
+            n for n in trained if "lora_A" in n
+        }
+        assert (
+            len(acc.full_state_dict(model, rank0_only=False, only=lambda name, _: name.endswith("embed_tokens.weight")))
+            == 1
+        )
+        with pytest.raises(acc.UsageError, match="chooses none of the model's"):
+            acc.full_state_dict(model, only="*.vera_*")
+        with pytest.raises(acc.UsageError, match="only=7 is no choice"):
+            acc.full_state_dict(model, only=7)  # type: ignore[arg-type]
+
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05))
+        model(input_ids=batch(0, 0), labels=batch(0, 0)).loss.backward()
+        optimizer.step()
+        acc.save(folder / "part", model, optimizer, only="trained")
+        size = sum(p.stat().st_size for p in (folder / "part").glob("*.safetensors"))
+        assert size < 4 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) + 20_000
+        before = full(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().add_(1.0)
+        acc.load(folder / "part", model, optimizer, only="trained")
+        for name, tensor in full(model).items():
+            torch.testing.assert_close(tensor, before[name] + float(name not in trained))
+        with pytest.raises(acc.CheckpointError, match="missing in the checkpoint"):
+            acc.load(folder / "part", model, optimizer)
+
+
+def test_what_is_trained_is_saved_and_gathered_alone(ranks, tmp_path):
+    ranks(2).run(2, parts, tmp_path)
+
+
+# -- whole models
+
+
+def exports(mesh: Any, folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    with library_job():
+        for tied in (True, False):
+            model = acc.shard(llama(2, tie_word_embeddings=tied), mesh)
+            with pytest.raises(acc.UsageError, match=r"call accordion\.save_pretrained"):
+                model.save_pretrained(folder / "no")
+            acc.save_pretrained(model, folder / "small", max_shard_size="20KB")
+            again, expected = LlamaForCausalLM.from_pretrained(folder / "small").state_dict(), full(model)
+            assert (folder / "small" / "model.safetensors.index.json").exists()
+            assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+            with acc.full_params(model):
+                if mesh.get_local_rank() == 0:
+                    model.save_pretrained(folder / "inside")
+        with pytest.raises(acc.UsageError, match="Linear has no save_pretrained"):
+            acc.save_pretrained(acc.shard(torch.nn.Linear(4, 4), mesh), folder)
+        (folder / "file").write_text("")
+        with pytest.raises(acc.CheckpointError):
+            acc.save_pretrained(model, folder / "file" / "below")
+
+
+def test_a_model_is_exported_one_tensor_at_a_time(ranks, tmp_path):
+    ranks(2).run(2, exports, tmp_path)
+
+
+def merges(mesh: Any) -> None:
+    with library_job():
+        plain, model = tuned("LoRA"), acc.shard(tuned("LoRA"), mesh)
+        for one in (plain, model):
+            with torch.no_grad():
+                for name, param in one.named_parameters():
+                    if "lora_B" in name:
+                        (param.to_local() if hasattr(param, "to_local") else param).fill_(0.1)
+        with torch.no_grad():
+            expected = plain(batch(0, 0)).logits
+        calls: list[Callable[[], Any]] = [model.merge_and_unload, model.unload]
+        for call in calls:
+            with acc.full_params(model, write=True), pytest.raises(acc.UsageError, match=r"model\.merge_adapter"):
+                call()
+        with acc.full_params(model, write=True):
+            model.merge_adapter()
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch(0, 0)).logits, expected, rtol=1e-4, atol=1e-5)
+        merged = plain.merge_and_unload().state_dict()
+        found = acc.full_state_dict(model, rank0_only=False, only=lambda name, _: "lora_" not in name)
+        for name, tensor in found.items():
+            key = name.removeprefix("base_model.model.").replace("base_layer.", "")
+            torch.testing.assert_close(tensor, merged[key], rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_are_merged_in_place_and_not_taken_out(ranks):
+    ranks(2).run(2, merges)
