@@ -58,3 +58,18 @@ class Moved(nn.Parameter):
             "this optimizer was made before shard(), so its parameters are not the model's any more; "
             "make the optimizer from model.parameters() after shard()."
         )
+
+
+def follow_moved(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was made before `shard` hold the shards. Raises `UsageError` where it has stepped already."""
+    moved = {
+        id(p): vars(p)["moved_to"] for group in optimizer.param_groups for p in group["params"] if "moved_to" in vars(p)
+    }
+    if any(id(p) in moved for p in optimizer.state):
+        raise UsageError(
+            f"this {type(optimizer).__name__} has stepped parameters that were sharded since, and its states are of whole ones; "
+            "shard before the first step, or make it anew and load its states."
+        )
+    for group in optimizer.param_groups:
+        now = [moved.get(id(p), p) for p in group["params"]]
+        group["params"] = list({id(p): p for p in now}.values())  # tied ones have become one

@@ -1,0 +1,53 @@
+"""Every name with an underscore that the integrations override or read in a library, where it is and what for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """`module`, `owner`, `name`: where it is. `versions`: of the library in which it was read. `use`: ends "so that ..."."""
+
+    module: str
+    owner: str
+    name: str
+    versions: str
+    use: str
+
+
+TRAINER = ("transformers.trainer", "Trainer", "5.0.0, 5.23.0")
+SEAMS = [
+    *(
+        Seam(module=TRAINER[0], owner=TRAINER[1], name=name, versions=TRAINER[2], use=use)
+        for name, use in {
+            "_move_model_to_device": "the whole model never goes to one device",
+            "_save": "a folder has the configuration, tokenizer and arguments that the Trainer writes",
+            "_save_optimizer_and_scheduler": "the optimizer is saved in shards",
+            "_save_rng_state": "the Trainer's state, which is written next, testifies to all ranks' files",
+            "_load_from_checkpoint": "weights are read into shards",
+            "_load_optimizer_and_scheduler": "the optimizer is read into shards",
+            "_load_best_model": "the best weights are read into shards",
+        }.items()
+    ),
+    Seam(
+        module="transformers.modeling_utils",
+        owner="PreTrainedModel",
+        name="_from_config",
+        versions="5.0.0, 5.23.0",
+        use="a class that is no AutoModel begins on meta in the dtype of its files",
+    ),
+]
+
+
+def lost() -> Iterator[str]:
+    """A sentence for each seam that the installed libraries lack."""
+    for seam in SEAMS:
+        owner = getattr(import_module(seam.module), seam.owner, None)
+        if owner is None or not hasattr(owner, seam.name):
+            yield (
+                f"{seam.module}.{seam.owner} has no {seam.name} any more (it had in {seam.versions}), which is needed so that "
+                f"{seam.use}; find where the library does that now, and mend accordion.integrations."
+            )

@@ -1,0 +1,85 @@
+"""How a library's trainer is told to shard: the arguments of `accordion.shard`, and what a library needs of a model after."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accordion.config import FULL_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.errors import UsageError
+from accordion.shard.api import entry_point, shard
+from accordion.units import UnitChoice
+from accordion.weights.meta_start import fill_from_source
+
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what accelerate calls them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """The arguments of `accordion.shard`, each with its default there but for two.
+
+    `precision`: None takes the library's own mixed precision: under "bf16" and "fp16" parameters are gathered in that dtype,
+    and autocast runs as always; `Precision()` gathers them as they are. `sync`: None gives all ranks the first one's values,
+    as DistributedDataParallel does; a model on the meta device has none to give.
+    """
+
+    mesh: DeviceMesh | None = None
+    units: UnitChoice = None
+    strategy: Strategy = FULL_SHARD
+    precision: Precision | None = None
+    prefetch: Prefetch | None = None
+    offload: Offload | None = None
+    checkpoint_activations: str = "none"
+    reduce_op: Literal["mean", "sum"] = "mean"
+    sync: bool | None = None
+    debug: str | Iterable[str] = ()
+
+    @classmethod
+    def of(cls, given: Sharding | Mapping[str, Any] | None) -> Sharding:
+        """What was given as a dict, or not at all. Raises `UsageError` for keys that `accordion.shard` does not take."""
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        if not isinstance(given, Mapping):
+            raise UsageError(
+                f"sharding takes a Sharding, or a dict of the arguments of accordion.shard, not {given!r}."
+            )
+        known = [field.name for field in fields(cls)]
+        unknown = [str(key) for key in given if key not in known]
+        if unknown:
+            raise UsageError(
+                f"sharding has {', '.join(unknown)}, which accordion.shard does not take; it takes {', '.join(known)}."
+            )
+        return cls(**given)
+
+    def applied(self, model: nn.Module, mixed_precision: str = "no") -> nn.Module:
+        """`model`, sharded in place, with the weights of its source where it has one. Called by all ranks together.
+
+        `mixed_precision`: as accelerate calls it. Afterwards `generate` may be called as before.
+        """
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.precision is None and mixed_precision in AMP:
+            arguments["precision"] = Precision(params=AMP[mixed_precision])
+        if self.sync is None:
+            arguments["sync"] = not any(param.is_meta for param in model.parameters())
+        shard(model, **arguments)
+        fill_from_source(model)
+        _let_generate(model)
+        return model
+
+
+def _let_generate(model: nn.Module) -> None:
+    """Let ranks generate together: all go on until the last one has ended, and reach inner parts of the model on the way."""
+    for module in model.modules():
+        if type(module).__module__.partition(".")[0] == "transformers":
+            vars(module)["_is_fsdp_managed_module"] = (
+                True  # asked by `generate`, and by layers that one rank alone might skip
+            )
+    method = getattr(type(model), "generate", None)
+    if callable(method) and not inspect.isgeneratorfunction(method):
+        entry_point(model, "generate")

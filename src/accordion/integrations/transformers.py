@@ -1,0 +1,214 @@
+"""`Trainer` of transformers on this engine, the mixin for trainers that derive from it, and models that begin on meta."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+
+from accordion.checkpoint import load, save
+from accordion.checkpoint.collective import Team
+from accordion.errors import CheckpointError, UsageError
+from accordion.integrations.accelerate import Accelerator
+from accordion.integrations.completeness import why_incomplete
+from accordion.integrations.sharding import Sharding
+from accordion.state import Only
+from accordion.weights.export import is_peft, load_exported, state_on_disk
+from accordion.weights.meta_start import remember_source
+from accordion.weights.pretrained import local_folder
+
+SHARDED = "sharded"  # our checkpoint's name in a folder of the Trainer
+Model = TypeVar("Model", bound=nn.Module)
+
+REFUSED = {
+    "fsdp": "Accordion shards the model itself; leave --fsdp out",
+    "deepspeed": "Accordion shards the model itself; leave --deepspeed out, accordion.compat.deepspeed reads its file",
+    "parallelism_config": "Accordion shards over all ranks of data parallelism; leave parallelism_config out",
+    "bf16_full_eval": "it casts the model, and shards keep their dtype; bf16=True evaluates in bf16 too",
+    "fp16_full_eval": "it casts the model, and shards keep their dtype; fp16=True evaluates in fp16 too",
+    "torch_compile": "it compiles the model as a whole, through its units; compile blocks: `for block in ...: block.compile()`",
+}
+
+
+class ShardedTrainer:
+    """Mixed into a Trainer, `class SFT(ShardedTrainer, trl.SFTTrainer)`, it shards the model in place of wrapping it.
+
+    `sharding`: a `Sharding`, or a dict of the arguments of `accordion.shard`; a class attribute of this name is the default.
+    What TrainingArguments say holds as always; the model is sharded when training or evaluation begins. A checkpoint folder has
+    what `from_pretrained` loads, and beside it the folder `sharded`: parameters, optimizer and scheduler, for any number of
+    ranks. Only a folder that is complete is resumed. Raises `UsageError` for what cannot be meant beside it: --fsdp,
+    --deepspeed, parallelism_config, bf16_full_eval, torch_compile, and `hyperparameter_search`.
+    """
+
+    sharding: Sharding | Mapping[str, Any] | None = None
+    # Of the Trainer that it is mixed into.
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    state: Any
+    is_in_train: bool
+
+    def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._sharding = Sharding.of(sharding if sharding is not None else type(self).sharding)
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        for key, why in REFUSED.items():
+            if getattr(self.args, key, None):
+                raise UsageError(
+                    f"{key}={getattr(self.args, key)!r} of TrainingArguments is not taken with sharding: {why}."
+                )
+        if self.args.n_gpu > 1:
+            raise UsageError(
+                f"this one process has {self.args.n_gpu} GPUs; start one for each of them, as torchrun does."
+            )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        Accelerator.of(self.accelerator, self._sharding)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: each rank's rows go to its device when the model is sharded; the whole model may not fit there."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.shard(self.model)
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "hyperparameter_search is not taken with sharding: its trials begin on one rank alone; start one job for each trial."
+        )
+
+    # -- saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's, called by all ranks together: a folder for `from_pretrained`."""
+        folder = output_dir or self.args.output_dir
+        if _internal_call and self.args.should_save:  # of a checkpoint of that name, which is none from here on
+            Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
+        self.accelerator.shard(self.model)
+        team = Team.of(self.model.parameters())
+        with state_on_disk(self.model, folder) as state:
+            team.agree(lambda: self._save(folder, state_dict=state) if self.args.should_save else None)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        path, state = os.path.join(output_dir, SHARDED), {"scheduler": self.lr_scheduler}
+        save(path, self.model, self.optimizer, state=state, only=_kept_of(self.model))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        self.accelerator.wait_for_everyone()  # the Trainer's state, written next, says that all of it is there
+
+    # -- resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. True takes the newest complete checkpoint; a path to one that is not raises `CheckpointError`."""
+        found: str | bool | None = resume_from_checkpoint
+        if found:
+            found = Team.of(()).agree(lambda: _newest(self.args.output_dir) if found is True else _checked(str(found)))
+            found = Team.of(()).shared(str(found))[0]
+        return super().train(found or None, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.accelerator.shard(self.model)
+        if not (
+            self.is_in_train and Path(resume_from_checkpoint, SHARDED).is_dir()
+        ):  # else it is read with the optimizer
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, SHARDED).is_dir():
+            path, state = os.path.join(checkpoint, SHARDED), {"scheduler": self.lr_scheduler}
+            load(path, self.model, self.optimizer, state=state, only=_kept_of(self.model))
+
+    def _load_best_model(self) -> None:
+        self._load_weights(self.state.best_model_checkpoint)
+
+    def _load_weights(self, folder: str) -> None:
+        """Fill the model from a checkpoint folder: from our own where there is one, else from what the Trainer wrote."""
+        if Path(folder, SHARDED).is_dir():
+            load(os.path.join(folder, SHARDED), self.model, only=_kept_of(self.model))
+        else:
+            load_exported(self.model, folder)
+
+
+class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` with `sharding` besides: see `ShardedTrainer`."""
+
+
+def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """A model on the meta device that knows its weights: whoever shards it, a Trainer here or `Sharding.applied`, fills it.
+
+    `kind`: `AutoModelForCausalLM`, or a class of model. `folder`: as `accordion.load_pretrained` takes it, also "owner/name" of
+    the hub. `kwargs`: of the config, and `dtype`, which is that of the files without it. No rank holds the whole model at any
+    time; PEFT may put adapters around it before. Raises `CheckpointError` where the folder is none.
+    """
+    source = local_folder(folder)
+    dtype = kwargs.pop("dtype", "auto")
+    config = kwargs.pop("config", None)
+    if config is None:
+        config, kwargs = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
+    if kwargs:
+        raise UsageError(
+            f"from_pretrained on meta takes no {', '.join(map(str, kwargs))}; it takes the config's own, and dtype."
+        )
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+    with torch.device("meta"):
+        model = make(config, dtype=dtype)
+    if (source / "generation_config.json").exists() and hasattr(model, "generation_config"):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    model.name_or_path = str(folder)
+    remember_source(model, source)
+    return model
+
+
+def _kept_of(model: nn.Module) -> Only:
+    """What a checkpoint holds: of a PEFT model what is trained, as its base has a folder of its own."""
+    return "trained" if is_peft(model) else None
+
+
+# -- which checkpoints are whole
+
+
+def _newest(folder: str) -> str:
+    """The newest complete checkpoint. Raises `CheckpointError` where there is none."""
+    found = [p for p in Path(folder).glob("checkpoint-*") if p.is_dir() and p.name.rpartition("-")[2].isdigit()]
+    wrong = []
+    for path in sorted(found, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True):
+        why = _why_torn(path)
+        if not why:
+            return str(path)
+        wrong.append(f"{path.name}: {why}")
+    raise CheckpointError(
+        f"{folder} has no complete checkpoint to resume" + (f": {'; '.join(wrong)}." if wrong else ".")
+    )
+
+
+def _checked(folder: str) -> str:
+    why = _why_torn(Path(folder))
+    if why:
+        raise CheckpointError(
+            f"{folder} cannot be resumed: {why}; pass resume_from_checkpoint=True for the newest that can be."
+        )
+    return folder
+
+
+def _why_torn(path: Path) -> str:
+    """What a checkpoint folder lacks, "" where it is whole: the Trainer's state is written last."""
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return f"its {TRAINER_STATE_NAME} is missing or cut short, so its save was"
+    if (path / "optimizer.pt").exists():
+        return "its optimizer.pt was written without sharding; start from its weights instead"
+    return why_incomplete(path / SHARDED) if (path / SHARDED).is_dir() else ""

@@ -1,0 +1,151 @@
+"""What of each library works and the test that says so; `python -m tests.integrations.features` writes the page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
+BEGIN = "<!-- from here by `python -m tests.integrations.features` -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """`state`: "works", "refused" or "not applicable". `test`: "file::function" of this folder; "" for what is none."""
+
+    name: str
+    state: str
+    words: str
+    test: str
+
+
+def works(name: str, test: str, words: str = "") -> Feature:
+    return Feature(name, "works", words, test)
+
+
+def refused(name: str, test: str, words: str) -> Feature:
+    return Feature(name, "refused", words, test)
+
+
+def not_applicable(name: str, words: str) -> Feature:
+    return Feature(name, "not applicable", words, "")
+
+
+LIKE_DDP = "test_trainer::test_it_trains_as_under_ddp"
+REFUSED = "test_trainer::test_what_cannot_be_meant_beside_it_is_refused"
+PEFT = "test_peft::test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere"
+LOOP = "test_accelerate::test_a_loop_learns_as_under_ddp"
+NOT_HERE = "test_accelerate::test_what_cannot_be_meant_is_refused"
+SAVED_STATE = "test_accelerate::test_a_state_is_saved_whole_and_loads_on_any_number_of_ranks"
+LOW = "test_trainer::test_low_precision_gathers_in_it_and_fp16_has_its_scaler"
+
+FEATURES: dict[str, list[Feature]] = {
+    "`accordion.integrations.transformers`: `Trainer`, `ShardedTrainer`": [
+        works("accumulation, clipping, schedules", LIKE_DDP, "losses and norms of DDP to 1e-5 over 12 steps"),
+        works("`max_grad_norm=0`", LIKE_DDP, "the norm is logged, nothing is clipped"),
+        works("`gradient_checkpointing`", LIKE_DDP),
+        works("label smoothing, NEFTune", LIKE_DDP),
+        works("`bf16`", LOW, "parameters are gathered in bf16, autocast as always; `Precision()` gathers float32"),
+        works("`fp16`", LOW, "with the scaler; on CPU ranks too, where the library computes in float32"),
+        works("`optimizers=(optimizer, scheduler)`", "test_trainer::test_an_optimizer_and_a_scheduler_of_the_callers"),
+        works(
+            "`auto_find_batch_size`",
+            "test_trainer::test_auto_find_batch_size",
+            "if all ranks run out of memory together",
+        ),
+        works("`evaluate`, `predict`, `compute_metrics`", "test_trainer::test_it_evaluates_and_predicts_as_under_ddp"),
+        works("`predict_with_generate`", "test_trainer::test_it_predicts_with_generate_token_for_token"),
+        works(
+            "resume",
+            "test_trainer::test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks",
+            "bit for bit; also on another number of ranks",
+        ),
+        works("a save that is cut short", "test_trainer::test_a_torn_checkpoint_is_never_resumed", "is never resumed"),
+        works(
+            "`load_best_model_at_end`, `save_total_limit`, `save_only_model`",
+            "test_trainer::test_the_best_model_is_loaded_and_older_checkpoints_go",
+        ),
+        works(
+            "a model that fits no rank",
+            "test_trainer::test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded",
+            "`from_pretrained(AutoModelForCausalLM, folder)`",
+        ),
+        refused("`--fsdp`, `--deepspeed`, `parallelism_config`", REFUSED, "the model is sharded already"),
+        refused(
+            "`bf16_full_eval`, `fp16_full_eval`", REFUSED, "they cast the model; `bf16=True` evaluates in bf16 too"
+        ),
+        refused("`torch_compile`", REFUSED, "compile blocks: `for block in ...: block.compile()`"),
+        refused("`hyperparameter_search`", REFUSED, "its trials begin on one rank alone"),
+        not_applicable("`ddp_*`", "nothing is wrapped for data parallelism"),
+    ],
+    "TRL: `class SFT(ShardedTrainer, trl.SFTTrainer)`": [
+        works(
+            "SFT, DPO, reward; whole models and LoRA",
+            "test_trl::test_trl_trains_as_under_ddp",
+            "DPO's reference is sharded too",
+        ),
+        works(
+            "checkpoints of adapters", "test_trl::test_adapters_are_saved_alone_and_resume_exactly", "without the base"
+        ),
+    ],
+    "`accordion.integrations.accelerate`: `Accelerator`": [
+        works("`prepare`, in one call or several", LOOP, "optimizers made before follow to the shards"),
+        works("`accumulate`, `backward`, `clip_grad_norm_`, `gather_for_metrics`", LOOP),
+        works("`unwrap_model`, `get_state_dict`", LOOP, "full on the first rank, empty on the others"),
+        works("`mixed_precision` bf16, fp16", "test_accelerate::test_mixed_precision"),
+        works("several models and optimizers", "test_accelerate::test_several_models_and_optimizers"),
+        works(
+            "`save_state`, `load_state`, `save_model`", SAVED_STATE, "on any number of ranks; a torn state is refused"
+        ),
+        refused("`trigger_sync_in_backward`, `join_uneven_inputs`", NOT_HERE, "ranks make each step together"),
+        refused("`dynamo_backend`", NOT_HERE, "compile blocks"),
+        refused("`save_state` of one optimizer over several models", NOT_HERE, "make one for each"),
+    ],
+    "PEFT": [
+        works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT),
+        works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
+        works(
+            "a base that fits no rank",
+            "test_peft::test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts",
+            "meta, `get_peft_model`, `shard`, `load_pretrained(model, base_folder)`",
+        ),
+        works(
+            '`save(only="trained")`, `load(only=)`, `full_state_dict(only=)`',
+            "test_peft::test_what_is_trained_is_saved_and_gathered_alone",
+        ),
+        works(
+            "`accordion.save_pretrained`",
+            "test_peft::test_a_model_is_exported_one_tensor_at_a_time",
+            "one tensor at a time",
+        ),
+        works(
+            "`merge_adapter` inside `full_params(write=True)`",
+            "test_peft::test_adapters_are_merged_in_place_and_not_taken_out",
+        ),
+        refused(
+            "`merge_and_unload`, `unload`",
+            "test_peft::test_adapters_are_merged_in_place_and_not_taken_out",
+            "they take parts of a sharded model out of it; merge in place, or what `from_pretrained` gives",
+        ),
+        refused(
+            "`model.save_pretrained`",
+            "test_peft::test_a_model_is_exported_one_tensor_at_a_time",
+            "`accordion.save_pretrained(model, folder)` on every rank",
+        ),
+    ],
+}
+
+
+def tables() -> str:
+    lines = []
+    for title, features in FEATURES.items():
+        lines += [f"\n## {title}\n", "| feature | | | test |", "|---|---|---|---|"]
+        for one in features:
+            file, _, name = one.test.partition("::")
+            shown = f"`{file}.py` `{name}`" if one.test else ""
+            lines.append(f"| {one.name} | {one.state} | {one.words} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + tables())

@@ -1,0 +1,262 @@
+"""`integrations.accelerate`: a loop of one's own with `Accelerator` learns as with accelerate's under DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.engine.hooks import engine_of
+from tests.integrations.jobs import bytes_held, full, library_job
+
+pytest.importorskip("accelerate")
+
+WIDTH = 16
+
+
+def net(seed: int = 0, depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)]
+    return nn.Sequential(*blocks)
+
+
+def loader(count: int = 104) -> Any:
+    g = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(*(torch.randn(count, WIDTH, generator=g) for _ in range(2)))
+    return torch.utils.data.DataLoader(data, batch_size=2)
+
+
+def accelerator(ours: bool, sharding: Any = None, **changes: Any) -> Any:
+    import accelerate
+
+    from accordion.integrations.accelerate import Accelerator
+
+    options = {"cpu": True, "gradient_accumulation_steps": 2, **changes}
+    return Accelerator(**options, sharding=sharding) if ours else accelerate.Accelerator(**options)
+
+
+def learns(one: Any, order: str, steps: int = 12) -> tuple[Any, list[float], list[float]]:
+    """The model, its losses and the norms of its gradients. `order`: what is prepared together."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    if order == "together":
+        model, optimizer, data, schedule = one.prepare(model, optimizer, loader(), schedule)
+    else:
+        model = one.prepare(model)
+        optimizer = one.prepare(optimizer)
+        data, schedule = one.prepare(loader(), schedule)
+    losses, norms = [], []
+    for x, y in data:
+        with one.accumulate(model):
+            loss = (model(x) - y).pow(2).mean()
+            one.backward(loss)
+            if one.sync_gradients:
+                norms.append(float(one.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(one.gather_for_metrics(loss.detach()).mean()))
+        if len(norms) == steps:
+            break
+    return model, losses, norms
+
+
+def loop(mesh: Any, order: str) -> None:
+    from accordion.optim import LocalStep
+
+    with library_job():
+        one = accelerator(True)
+        model, *found = learns(one, order)
+        assert isinstance(one._optimizers[0].optimizer, LocalStep)
+        assert one.unwrap_model(model) is model
+        assert engine_of(model) is not None
+        assert bytes_held(model) < 0.6 * bytes_held(net())
+        state = one.get_state_dict(model)
+    with library_job():
+        one = accelerator(False)
+        model, *expected = learns(one, order)
+        for a, b in zip(found, expected, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+        if mesh.get_local_rank() == 0:
+            torch.testing.assert_close(state, dict(one.get_state_dict(model)), rtol=1e-4, atol=1e-5)
+        assert len(expected[1]) == 12
+
+
+@pytest.mark.parametrize("order", ["together", "apart"])
+def test_a_loop_learns_as_under_ddp(ranks, order):
+    ranks(2).run(2, loop, order)
+
+
+def low(mesh: Any) -> None:
+    with library_job():
+        _, plain, _ = learns(accelerator(False), "together", 4)
+    for mixed, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        with library_job():
+            model, losses, _ = learns(accelerator(True, mixed_precision=mixed), "together", 4)
+            assert engine_of(model).precision.params == dtype
+            assert losses == pytest.approx(plain, rel=3e-2)
+            assert model(torch.ones(1, WIDTH)).dtype == torch.float32
+    with library_job():
+        one = accelerator(True, mixed_precision="bf16", sharding={"precision": acc.Precision()})
+        model, *found = learns(one, "together", 4)
+        out = one.unwrap_model(model, keep_fp32_wrapper=False)(torch.ones(1, WIDTH))
+        assert out.dtype == torch.float32
+    with library_job():
+        _, *expected = learns(accelerator(False, mixed_precision="bf16"), "together", 4)
+        for a, b in zip(found, expected, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_mixed_precision(ranks):
+    ranks(2).run(2, low)
+
+
+def several(one: Any, folder: Path | None = None) -> list[float]:
+    """A GAN in small, and a frozen teacher."""
+    a, b, teacher = net(0), net(1), net(2, depth=1).requires_grad_(False)
+    first, second = torch.optim.SGD(a.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(b.parameters(), lr=1e-2)
+    a, b, first, second, data = one.prepare(a, b, first, second, loader(24))
+    if hasattr(one, "sharding"):  # DDP takes no model that is frozen
+        teacher = one.prepare(teacher)
+    found = []
+    for i, (x, _) in enumerate(data):
+        one.backward((b(a(x)) - teacher(x)).pow(2).mean())
+        found.append(float(one.clip_grad_norm_([*a.parameters(), *b.parameters()], 1.0)))
+        (first if i % 2 else second).step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        if folder is not None and i == 2:
+            one.save_state(str(folder))
+    return found
+
+
+def several_models(mesh: Any, folder: Path) -> None:
+    with library_job():
+        found = several(accelerator(True, gradient_accumulation_steps=1), folder / "state")
+        assert {p.name for p in (folder / "state").glob("sharded_*")} == {"sharded_0", "sharded_1", "sharded_2"}
+    with library_job():
+        expected = several(accelerator(False, gradient_accumulation_steps=1))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_several_models_and_optimizers(ranks, tmp_path):
+    ranks(2).run(2, several_models, tmp_path)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def prepared(**changes: Any) -> Any:
+    one = accelerator(True, gradient_accumulation_steps=1, step_scheduler_with_optimizer=False, **changes)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    counter = Counter()
+    one.register_for_checkpointing(counter)
+    return one, *one.prepare(model, optimizer, schedule), counter
+
+
+def step(one: Any, model: Any, optimizer: Any, schedule: Any, seed: int) -> None:
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
+    mine = x.chunk(torch.distributed.get_world_size())[
+        torch.distributed.get_rank()
+    ]  # of one batch on any number of ranks
+    one.backward(model(mine).pow(2).mean())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
+def saves(mesh: Any, folder: Path) -> dict[str, torch.Tensor]:
+    with library_job():
+        one, model, optimizer, schedule, counter = prepared(
+            project_config=__import__("accelerate").utils.ProjectConfiguration(
+                project_dir=str(folder), automatic_checkpoint_naming=True
+            )
+        )
+        for seed in range(2):
+            step(one, model, optimizer, schedule, seed)
+            counter.value = seed + 1
+            one.save_state()
+        step(one, model, optimizer, schedule, 5)
+        one.save_model(model, str(folder / "model"))
+        return full(model)
+
+
+def loads(mesh: Any, folder: Path, expected: dict[str, torch.Tensor], exact: bool) -> None:
+    from safetensors.torch import load_file
+
+    with library_job():
+        one, model, optimizer, schedule, counter = prepared()
+        one.load_state(str(folder / "checkpoints" / "checkpoint_1"))
+        assert counter.value == 2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+        step(one, model, optimizer, schedule, 5)
+        limits = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(full(model), expected, **limits)
+        torch.testing.assert_close(load_file(folder / "model" / "model.safetensors"), expected, rtol=0, atol=0)
+
+
+def torn(mesh: Any, folder: Path) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    with library_job():
+        named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+        one, *_, counter = prepared(project_config=named)
+        newest = folder / "checkpoints" / "checkpoint_1"
+        if mesh.get_local_rank() == 0:
+            (newest / "sharded_0" / "manifest.json").unlink()
+        torch.distributed.barrier()
+        with pytest.raises(acc.CheckpointError, match="checkpoint_1 has no sharded_0: it was not saved by this"):
+            one.load_state(str(newest))
+        one.load_state()
+        assert counter.value == 1
+
+
+def test_a_state_is_saved_whole_and_loads_on_any_number_of_ranks(ranks, tmp_path):
+    expected = ranks(2).run(2, saves, tmp_path)[0]
+    ranks(2).run(2, loads, tmp_path, expected, True)
+    ranks(1).run(1, loads, tmp_path, expected, False)
+    ranks(2).run(2, torn, tmp_path)
+
+
+def refuses(mesh: Any) -> None:
+    with library_job():
+        one = accelerator(True)
+        model = one.prepare(net())
+        with (
+            pytest.raises(acc.UsageError, match="trigger_sync_in_backward is not taken"),
+            one.trigger_sync_in_backward(model),
+        ):
+            pass
+        with pytest.raises(acc.UsageError, match="join_uneven_inputs is not taken"):
+            one.join_uneven_inputs([model])
+        both = one.prepare(torch.optim.SGD([*model.parameters(), *one.prepare(net(1)).parameters()], lr=0.1))
+        assert both is not None
+        with pytest.raises(acc.UsageError, match="parameters of several models"):
+            one.save_state("nowhere")
+        late = net(3)
+        optimizer = torch.optim.AdamW(late.parameters())
+        late(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        with pytest.raises(acc.UsageError, match="has stepped parameters that were sharded since"):
+            one.prepare(late, optimizer)
+    with library_job(), pytest.raises(acc.UsageError, match="a dynamo backend compiles the model as a whole"):
+        accelerator(True, dynamo_backend="eager")
+
+
+def test_what_cannot_be_meant_is_refused(ranks):
+    ranks(2).run(2, refuses)

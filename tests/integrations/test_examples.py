@@ -1,0 +1,53 @@
+"""`examples/integrations`: each program before and after differs in at most three lines, and learns the same."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.jobs import library_job
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
+PROGRAMS = {"trainer": "transformers", "accelerate": "accelerate", "trl": "trl"}
+
+
+def program(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_program_is_here():
+    assert {p.stem for p in EXAMPLES.glob("*.py")} == {
+        f"{name}_{kind}" for name in PROGRAMS for kind in ("before", "after")
+    }
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_they_differ_in_at_most_three_lines(name):
+    before, after = ((EXAMPLES / f"{name}_{kind}.py").read_text().splitlines() for kind in ("before", "after"))
+    changed = [line for line in difflib.ndiff(before, after) if line[0] == "+"]
+    assert 0 < len(changed) <= 3
+    assert any("accordion.integrations" in line for line in changed)
+
+
+def learns(mesh: Any, name: str, folder: Path) -> None:
+    found = []
+    for kind in ("before", "after"):
+        with library_job():
+            found.append(program(f"{name}_{kind}").train(str(folder / kind), 6))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert sum(found[1][-3:]) < sum(found[1][:3])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_they_learn_the_same(ranks, tmp_path, name):
+    pytest.importorskip(PROGRAMS[name])
+    ranks(2).run(2, learns, name, tmp_path)

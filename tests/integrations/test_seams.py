@@ -1,0 +1,52 @@
+"""What the integrations need of the libraries is there, and each module is imported when it is asked for alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accordion
+
+FOLDER = Path(accordion.__file__).parent / "integrations"
+
+
+def test_every_seam_is_there():
+    pytest.importorskip("accelerate")
+    from accordion.integrations.seams import lost
+
+    assert not list(lost()), "\n".join(lost())
+
+
+def test_every_underscore_method_that_is_overridden_is_in_the_table():
+    from accordion.integrations.seams import SEAMS
+
+    tree = ast.parse((FOLDER / "transformers.py").read_text())
+    mixin = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ShardedTrainer")
+    own = {"_load_weights"}
+    overridden = {
+        n.name for n in mixin.body if isinstance(n, ast.FunctionDef) and n.name[0] == "_" and n.name[1] != "_"
+    }
+    called = {n.attr for n in ast.walk(mixin) if isinstance(n, ast.Attribute) and n.attr in ("_save",)}
+    named = {seam.name for seam in SEAMS if seam.owner == "Trainer"}
+    assert (overridden - own) | called == named
+
+
+def test_a_lost_seam_is_a_sentence(monkeypatch):
+    pytest.importorskip("accelerate")
+    import transformers
+
+    from accordion.integrations.seams import lost
+
+    monkeypatch.delattr(transformers.Trainer, "_load_best_model")
+    (sentence,) = lost()
+    assert "transformers.trainer.Trainer has no _load_best_model any more (it had in 5.0.0, 5.23.0)" in sentence
+
+
+def test_no_library_is_imported_before_it_is_asked_for():
+    libraries = ["transformers", "accelerate", "peft", "trl", "lightning"]
+    said = f"import sys, accordion, accordion.integrations; print([x for x in {libraries} if x in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "[]"

@@ -1,0 +1,393 @@
+"""`integrations.transformers`: a Trainer that shards trains, evaluates, saves and resumes as the library's own under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accordion as acc
+from accordion.engine.hooks import engine_of
+from tests.integrations.jobs import bytes_held, full, library_job, llama, sentences
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+STEPS = 12
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
+    usual = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+    }
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "use_cpu": True}
+    more = {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 0}
+    return TrainingArguments(output_dir=str(folder), **{**usual, **quiet, **more, **changes})
+
+
+def trainer(
+    ours: bool, folder: Path, model: Any = None, sharding: Any = None, extra: Any = None, **changes: Any
+) -> Any:
+    import transformers
+
+    from accordion.integrations.transformers import Trainer
+
+    given = {"model": model if model is not None else llama(), "args": arguments(folder, **changes)}
+    given |= {"train_dataset": sentences(), "eval_dataset": sentences(20, seed=2), **(extra or {})}
+    return Trainer(**given, sharding=sharding) if ours else transformers.Trainer(**given)
+
+
+def train(one: Any, resume: Any = None) -> Any:
+    """The trainer itself, done. Both begin with the same random numbers."""
+    import transformers
+
+    transformers.set_seed(0)
+    one.train(resume_from_checkpoint=resume)
+    return one
+
+
+def history(done: Any, *keys: str) -> list[list[float]]:
+    return [
+        [float(line[key]) for line in done.state.log_history if key in line] for key in keys or ("loss", "grad_norm")
+    ]
+
+
+def alike(theirs: Any, ours: Any, *keys: str, rel: float = 1e-5) -> None:
+    for a, b in zip(history(theirs, *keys), history(ours, *keys), strict=True):
+        assert a
+        assert b == pytest.approx(a, rel=rel, abs=rel), (a, b)
+
+
+# -- it trains
+
+
+def trains(mesh: Any, folder: Path, changes: dict[str, Any], rel: float, sharding: Any) -> None:
+    with library_job():
+        theirs, ours = (train(trainer(kind, folder, sharding=sharding, **changes)) for kind in (False, True))
+        alike(theirs, ours, rel=rel)
+        assert len(history(ours)[0]) == changes.get("max_steps", STEPS)
+        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
+        inner = ours.optimizer.optimizer
+        assert {p.to_local().shape for p in inner.state} >= {
+            s["exp_avg"].to_local().shape for s in inner.state.values() if s
+        }
+        for (name, a), b in zip(full(theirs.model).items(), full(ours.model).values(), strict=True):
+            torch.testing.assert_close(
+                b.float(), a.float(), rtol=max(rel * 10, 1e-4), atol=max(rel * 10, 1e-4), msg=name
+            )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation and clipping": {},
+    "max_grad_norm 0": {"max_grad_norm": 0.0, "max_steps": 4},
+    "gradient checkpointing": {"gradient_checkpointing": True, "max_steps": 4},
+    "label smoothing, NEFTune": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_steps": 4},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_under_ddp(ranks, tmp_path, case):
+    ranks(2).run(2, trains, tmp_path, CASES[case], 1e-5, None)
+
+
+def test_bf16_is_ddp_with_autocast_where_parameters_are_gathered_as_they_are(ranks, tmp_path):
+    ranks(2).run(2, trains, tmp_path, {"bf16": True, "max_steps": 6}, 1e-5, {"precision": acc.Precision()})
+
+
+def low_precision(mesh: Any, folder: Path) -> None:
+    with library_job():
+        plain = train(trainer(False, folder, max_steps=6))
+        for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            ours = train(trainer(True, folder, max_steps=6, **{kind: True}))
+            alike(plain, ours, "loss", rel=2e-2)
+            assert engine_of(ours.model).precision.params == dtype
+            assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
+        assert ours.accelerator.scaler.get_scale() > 1.0
+        grown = ours.accelerator.scaler
+        ours.accelerator.scaler = ours.optimizer.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**40
+        )  # it overflows
+        before = full(ours.model)
+        ours.args.max_steps = 1
+        train(ours)
+        assert all(torch.equal(t, before[name]) for name, t in full(ours.model).items()), "the step was left out"
+        assert ours.accelerator.scaler.get_scale() < 2.0**40 or grown is ours.accelerator.scaler
+
+
+def test_low_precision_gathers_in_it_and_fp16_has_its_scaler(ranks, tmp_path):
+    ranks(2).run(2, low_precision, tmp_path)
+
+
+def own_optimizer(mesh: Any, folder: Path) -> None:
+    with library_job():
+        done = []
+        for kind in (False, True):
+            model = llama()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            done.append(train(trainer(kind, folder, model, extra={"optimizers": (optimizer, scheduler)}, max_steps=4)))
+        alike(*done)
+        alike(*done, "learning_rate")
+
+
+def test_an_optimizer_and_a_scheduler_of_the_callers(ranks, tmp_path):
+    ranks(2).run(2, own_optimizer, tmp_path)
+
+
+def finds_batch_size(mesh: Any, folder: Path) -> None:
+    from transformers import default_data_collator
+
+    def collate(features: list[Any]) -> Any:
+        if len(features) > 3:
+            raise RuntimeError("CUDA out of memory.")
+        return default_data_collator(features)
+
+    with library_job():
+        changes = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "max_steps": 4}
+        done = [train(trainer(kind, folder, extra={"data_collator": collate}, **changes)) for kind in (False, True)]
+        assert done[1]._train_batch_size == done[0]._train_batch_size == 3
+        alike(*done)
+
+
+def test_auto_find_batch_size(ranks, tmp_path):
+    ranks(2).run(2, finds_batch_size, tmp_path)
+
+
+# -- it evaluates
+
+
+def evaluates(mesh: Any, folder: Path) -> None:
+    def metrics(found: Any) -> dict[str, float]:
+        return {"right": float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
+
+    with library_job():
+        changes = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+        theirs, ours = (trainer(kind, folder, extra={"compute_metrics": metrics}, **changes) for kind in (False, True))
+        first = [one.evaluate() for one in (theirs, ours)]  # before any training
+        assert first[1]["eval_loss"] == pytest.approx(first[0]["eval_loss"], rel=1e-5)
+        assert engine_of(ours.model) is not None, "it was sharded for that"
+        # The library's own, evaluated before, trains without DDP (accelerate 1.15: it takes the model for prepared).
+        theirs = trainer(False, folder, extra={"compute_metrics": metrics}, **changes)
+        for one in (theirs, ours):
+            one.state.log_history.clear()
+            train(one)
+        alike(theirs, ours, "loss", "grad_norm", "eval_loss", "eval_right")
+        a, b = (one.predict(sentences(7, seed=3)) for one in (theirs, ours))
+        assert b.predictions == pytest.approx(a.predictions, rel=1e-3, abs=1e-4)
+        assert b.metrics["test_right"] == a.metrics["test_right"]
+
+
+def test_it_evaluates_and_predicts_as_under_ddp(ranks, tmp_path):
+    ranks(2).run(2, evaluates, tmp_path)
+
+
+def generates(mesh: Any, folder: Path) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from accordion.integrations.transformers import ShardedTrainer
+
+    class Sharded(ShardedTrainer, Seq2SeqTrainer):
+        pass
+
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    data = [{**line, "input_ids": line["input_ids"] % 32, "labels": line["input_ids"] % 31} for line in sentences(16)]
+    with library_job():
+        found = []
+        for kind in (Seq2SeqTrainer, Sharded):
+            torch.manual_seed(0)
+            model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+            quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_steps": 3}
+            args = Seq2SeqTrainingArguments(str(folder), **quiet, predict_with_generate=True, generation_max_length=9)
+            one = train(kind(model=model, args=args, train_dataset=data, eval_dataset=data))
+            found.append(one.predict(data[:6]).predictions)
+        assert (found[0] == found[1]).all()
+        assert found[0].shape[1] > 2
+
+
+def test_it_predicts_with_generate_token_for_token(ranks, tmp_path):
+    ranks(2).run(2, generates, tmp_path)
+
+
+# -- it saves and resumes
+
+SAVING = {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 1}
+
+
+def resumable(folder: Path, global_batch: int = 12, extra: Any = None, **changes: Any) -> Any:
+    """Whatever the number of ranks, a step sees the same sentences."""
+    per_rank = global_batch // torch.distributed.get_world_size()
+    more = {"train_dataset": sentences(72), **(extra or {})}
+    return trainer(True, folder, extra=more, per_device_train_batch_size=per_rank, **{**SAVING, **changes})
+
+
+def saves(mesh: Any, folder: Path) -> list[list[float]]:
+    from transformers import LlamaForCausalLM
+
+    with library_job():
+        done = train(resumable(folder))
+        done.save_model(str(folder / "final"))
+        again = LlamaForCausalLM.from_pretrained(folder / "final").state_dict()
+        for name, tensor in full(done.model).items():
+            torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
+        assert (folder / "checkpoint-8" / "sharded" / "manifest.json").exists()
+        assert (folder / "checkpoint-8" / "config.json").exists()
+        assert not list(folder.glob(".full-*"))
+        return history(done)
+
+
+def resumes(mesh: Any, folder: Path, expected: list[list[float]], rel: float) -> None:
+    with library_job():
+        done = train(resumable(folder), str(folder / "checkpoint-8"))
+        assert done.state.global_step == STEPS
+        for found, wanted in zip(history(done), expected, strict=True):
+            assert found[:8] == wanted[:8]
+            assert found[8:] == (pytest.approx(wanted[8:], rel=rel) if rel else wanted[8:])
+
+
+def test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks(ranks, tmp_path):
+    expected = ranks(2).run(2, saves, tmp_path)[0]
+    ranks(2).run(2, resumes, tmp_path, expected, 0.0)
+    ranks(1).run(1, resumes, tmp_path, expected, 1e-4)
+    ranks(3).run(3, resumes, tmp_path, expected, 1e-4)
+
+
+def best(mesh: Any, folder: Path, only_model: bool) -> None:
+    with library_job():
+        changes = {
+            **SAVING,
+            "max_steps": 8,
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_total_limit": 1,
+        }
+        changes |= {
+            "load_best_model_at_end": True,
+            "save_only_model": only_model,
+            "learning_rate": 0.3,
+        }  # it gets worse
+        theirs, ours = (train(trainer(kind, folder / str(kind), **changes)) for kind in (False, True))
+        alike(theirs, ours, "eval_loss", rel=1e-4)
+        assert ours.state.best_global_step == theirs.state.best_global_step < 8
+        a, b = full(theirs.model), full(ours.model)
+        for name, tensor in a.items():
+            torch.testing.assert_close(b[name], tensor, rtol=1e-4, atol=1e-4)
+        torch.distributed.barrier()
+        left = sorted(p.name for p in (folder / "True").glob("checkpoint-*"))
+        assert left == sorted(p.name for p in (folder / "False").glob("checkpoint-*"))
+        assert (folder / "True" / left[0] / "sharded").exists() != only_model
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_the_best_model_is_loaded_and_older_checkpoints_go(ranks, tmp_path, only_model):
+    ranks(2).run(2, best, tmp_path, only_model)
+
+
+class CutError(Exception):
+    """Stands for a kill."""
+
+
+def cut_short(mesh: Any, folder: Path) -> None:
+    """A save that ends at any point leaves the checkpoint before it to be resumed, and none of its own."""
+    from accordion.integrations import transformers as integration
+
+    places = ["_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state", "store_flos"]
+    with library_job():
+        for place in places:
+            here = folder / place
+            done = resumable(here, max_steps=4, save_steps=2)
+            own: Callable[..., Any] = getattr(done, place)
+
+            def ends(*args: Any, own: Any = own, done: Any = done, place: str = place, **kwargs: Any) -> Any:
+                if done.state.global_step == 4 and place != "store_flos":
+                    own(*args, **kwargs)  # and then
+                    raise CutError
+                return own(*args, **kwargs)
+
+            setattr(done, place, ends)
+            with nullcontext() if place == places[-1] else pytest.raises((CutError, acc.AccordionError)):
+                train(done)
+            torch.distributed.barrier()
+            if place == places[-1]:
+                if mesh.get_local_rank() == 0:  # as if the disk had kept half of it
+                    (here / "checkpoint-4" / "trainer_state.json").write_text('{"global')
+                torch.distributed.barrier()
+            assert (here / "checkpoint-4").is_dir()
+            with pytest.raises(acc.CheckpointError, match=r"checkpoint-4 cannot be resumed.*cut short"):
+                train(resumable(here, max_steps=4, save_steps=2), str(here / "checkpoint-4"))
+            assert integration._newest(str(here)) == str(here / "checkpoint-2")
+        again = train(resumable(here, max_steps=4, save_steps=2), True)
+        assert again.state.global_step == 4
+        assert integration._newest(str(here)) == str(here / "checkpoint-4")
+
+
+def test_a_torn_checkpoint_is_never_resumed(ranks, tmp_path):
+    ranks(2).run(2, cut_short, tmp_path)
+
+
+# -- a model that fits no rank
+
+
+def meta_start(mesh: Any, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from accordion.integrations.transformers import from_pretrained
+
+    with library_job():
+        base = folder / "base"
+        if mesh.get_local_rank() == 0:
+            llama(3).save_pretrained(base)
+        torch.distributed.barrier()
+        theirs = train(trainer(False, folder, AutoModelForCausalLM.from_pretrained(base), max_steps=4))
+        model = from_pretrained(AutoModelForCausalLM, base)
+        assert all(p.is_meta for p in model.parameters())
+        ours = train(trainer(True, folder, model, max_steps=4))
+        alike(theirs, ours)
+        with pytest.raises(acc.CheckpointError, match="no folder"):
+            from_pretrained(AutoModelForCausalLM, folder / "nowhere")
+
+
+def test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded(ranks, tmp_path):
+    ranks(2).run(2, meta_start, tmp_path)
+
+
+# -- what is refused
+
+
+def refuses(mesh: Any, folder: Path) -> None:
+    with library_job():
+        for changes, words in [
+            ({"bf16_full_eval": True}, "bf16_full_eval=True of TrainingArguments is not taken"),
+            ({"torch_compile": True}, "compile blocks"),
+        ]:
+            with pytest.raises(acc.UsageError, match=words):
+                trainer(True, folder, **changes)
+        args = arguments(folder)
+        args.fsdp, args.deepspeed = "full_shard", None
+        with pytest.raises(acc.UsageError, match="leave --fsdp out"):
+            trainer(True, folder, extra={"args": args})
+        args.fsdp, args.deepspeed = None, "ds.json"
+        with pytest.raises(acc.UsageError, match="leave --deepspeed out"):
+            trainer(True, folder, extra={"args": args})
+        args.deepspeed, args.parallelism_config = None, object()
+        with pytest.raises(acc.UsageError, match="leave parallelism_config out"):
+            trainer(True, folder, extra={"args": args})
+        with pytest.raises(acc.UsageError, match=r"sharding has unit, which accordion\.shard does not take"):
+            trainer(True, folder, sharding={"unit": None})
+        with pytest.raises(acc.UsageError, match="hyperparameter_search is not taken"):
+            trainer(True, folder).hyperparameter_search()
+        with pytest.raises(acc.CheckpointError, match="has no complete checkpoint"):
+            train(trainer(True, folder), True)
+
+
+def test_what_cannot_be_meant_beside_it_is_refused(ranks, tmp_path):
+    ranks(2).run(2, refuses, tmp_path)

@@ -1,0 +1,119 @@
+"""TRL's trainers with `ShardedTrainer` before them train as TRL's own under DDP, whole models and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.jobs import VOCABULARY, bytes_held, library_job, llama, sentences
+from tests.integrations.test_trainer import alike, train
+
+pytest.importorskip("trl")
+
+USUAL = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+}
+STEPS = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "seed": 0,
+}
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
+
+
+def text(tokens: Any) -> str:
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def preferences() -> Any:
+    from datasets import Dataset
+
+    lines = [line["input_ids"].tolist() for line in sentences(32)]
+    parts = {"prompt": slice(0, 4), "chosen": slice(4, 9), "rejected": slice(7, 12)}
+    return Dataset.from_dict({name: [text(line[part]) for line in lines] for name, part in parts.items()})
+
+
+def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -> Any:
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import LlamaForSequenceClassification
+
+    from accordion.integrations.transformers import ShardedTrainer
+
+    theirs = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}[kind]
+    config = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig}[kind]
+    own = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind == "sft" else {}
+    args = config(output_dir=str(folder), **{**USUAL, **STEPS, **own, **changes})
+    model = llama(hidden_size=16)
+    if kind == "reward":
+        model = LlamaForSequenceClassification(type(model.config)(**{**model.config.to_dict(), "num_labels": 1}))
+        with torch.no_grad():
+            for name, tensor in llama(hidden_size=16).model.state_dict().items():
+                model.model.state_dict()[name].copy_(tensor)
+            model.score.weight.fill_(0.1)
+    data = preferences()
+    if kind == "sft":
+        data = Dataset.from_dict({"input_ids": [line["input_ids"].tolist() for line in sentences(32)]})
+    task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task) if adapters else None
+    trainer = type("Sharded", (ShardedTrainer, theirs), {}) if ours else theirs
+    given = {"model": model, "args": args, "train_dataset": data, "processing_class": tokenizer(), "peft_config": lora}
+    if kind == "dpo" and not adapters:
+        given["ref_model"] = llama(hidden_size=16)
+    return trainer(**given)
+
+
+def trains(mesh: Any, kind: str, adapters: bool, folder: Path) -> None:
+    with library_job():
+        theirs, ours = (train(built(kind, one, adapters, folder)) for one in (False, True))
+        alike(theirs, ours)
+        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
+        if kind == "dpo" and not adapters:
+            assert bytes_held(ours.ref_model) < 0.6 * bytes_held(theirs.ref_model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters"), [("sft", False), ("sft", True), ("dpo", False), ("dpo", True), ("reward", False)]
+)
+def test_trl_trains_as_under_ddp(ranks, tmp_path, kind, adapters):
+    ranks(2).run(2, trains, kind, adapters, tmp_path)
+
+
+def resumes(mesh: Any, folder: Path) -> None:
+    from peft import PeftModel
+
+    with library_job():
+        whole = train(built("sft", True, True, folder, save_strategy="steps", save_steps=2))
+        assert (folder / "checkpoint-2" / "adapter_model.safetensors").exists()
+        assert not (folder / "checkpoint-2" / "model.safetensors").exists()
+        size = sum(path.stat().st_size for path in (folder / "checkpoint-2").rglob("*.safetensors"))
+        assert size < sum(p.numel() for p in whole.model.parameters()) * 4, "the base is in no file"
+        again = train(built("sft", True, True, folder, save_strategy="steps", save_steps=2), True)
+        assert again.state.global_step == 4
+        again = train(built("sft", True, True, folder), str(folder / "checkpoint-2"))
+        alike(whole, again, rel=0.0)
+        loaded = PeftModel.from_pretrained(llama(hidden_size=16), folder / "checkpoint-4")
+        assert any("lora_B" in name and p.any() for name, p in loaded.named_parameters())
+
+
+def test_adapters_are_saved_alone_and_resume_exactly(ranks, tmp_path):
+    ranks(2).run(2, resumes, tmp_path)
