@@ -37,7 +37,7 @@ class Waiter(Protocol):
         """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,). `text`: says what differs, given the rows."""
 
     def tell(self, text: str) -> None:
-        """Let those who wait for this rank know that it will not come, and why."""
+        """Let those who wait for this rank know that it will not come, and why: `text` follows its number."""
 
 
 class SideStream:
