@@ -235,6 +235,8 @@ def clip_grad_norm_(
         raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
     refuse_in_backward(engine, "clip_grad_norm_")
     engine.synchronize()
+    for tell in engine.observers.gradients_are_clipped:
+        tell(float(max_norm), float(norm_type))
     parts: dict[tuple[int, ...], NormPart] = {}
     shards = {id(param.sharded) for unit in engine.units for param in unit.params}
     for unit in engine.units:

@@ -22,7 +22,7 @@ from accordion.engine.group import ShardingContext
 from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError
 from accordion.safety.causes import ADVICE, advice
-from accordion.safety.party_line import ECHO_S, PartyLine, told
+from accordion.safety.party_line import PartyLine, echo_s, told
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -82,6 +82,9 @@ class DivergenceMonitor(Observer):
         self._has_told = False
         self._facts: dict[str, Any] = {}  # of this rank's last passes, for `advice`
         self._awaits_backward = self._has_caught = False
+        # Of `StepWatch`: what it tells of this rank's steps, and what differs between those of ranks.
+        self.history: Callable[[], dict[str, Any]] = dict
+        self.compare: Callable[[Mapping[int, Mapping[str, Any]]], str] = lambda posts: ""
 
     def listen(self, noticed: Noticed) -> None:
         """Have the method `noticed`, of an object that others keep, called when this rank waits and others ask where it is."""
@@ -129,7 +132,7 @@ class DivergenceMonitor(Observer):
     def _enters(self, where: str) -> None:
         line = self._line()
         if line is not None:
-            line.phase = self._phase(where)
+            line.phase, line.doing = self._phase(where), None
 
     def _phase(self, where: str) -> str:
         return f"{where} of step {self.num_steps + 1}"
@@ -153,12 +156,12 @@ class DivergenceMonitor(Observer):
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
         num_apart, next_s, deadline = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s
         while not self._is_there(go, next_s, said["what"]):
-            self._busy(said["what"])
+            self.busy(said["what"])
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
                 self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
-        self._busy(None)
+        self.busy(None)
         found = None
         if self._store.get(go) != same.encode():
             found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
@@ -201,7 +204,7 @@ class DivergenceMonitor(Observer):
         gone = None if line is None else line.gone(ranks)
         return gone and line and (line.cause(0.0, self._prefix) or gone)
 
-    def _busy(self, what: str | None) -> None:
+    def busy(self, what: str | None) -> None:
         """What this rank does with others, for those who ask."""
         line = self._line()
         if line is not None:
@@ -220,7 +223,7 @@ class DivergenceMonitor(Observer):
     def _echo(self, what: str, error: BaseException) -> NoReturn:
         """A backend or the store has failed under this rank: mostly because of another one, who is named."""
         line = self._line()
-        cause = None if line is None else line.cause(ECHO_S, self._prefix)
+        cause = None if line is None else line.cause(echo_s(error), self._prefix)
         if cause is not None:
             self._break(f"while this rank {self._doing(what)}, rank {cause[0]} {cause[1]}", error, of_rank=cause[0])
         said = str(error).splitlines()[0]
@@ -243,7 +246,7 @@ class DivergenceMonitor(Observer):
             while not self._done(work, next_s, what):
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)
-                self._busy(what)
+                self.busy(what)
                 if (gone := self._gone(pending.communicator.ranks)) is not None and gone_s is None:
                     gone_s = waited_s
                 if gone is not None and waited_s - (gone_s or 0.0) >= POLL_S and not work.is_completed():
@@ -262,7 +265,7 @@ class DivergenceMonitor(Observer):
             self._done(work, None, what)
         if self._posted:
             self.forget()
-            self._busy(None)
+            self.busy(None)
 
     def _done(self, work: Any, timeout_s: float | None, what: str) -> bool:
         try:
@@ -366,16 +369,40 @@ class DivergenceMonitor(Observer):
         """Whether tags are compared now: those of ranks that go on as in the last pass are the last pass's."""
         return self.listens and (self.num_calm <= CALM_PASSES or device.type == "cpu")
 
-    def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
-        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there."""
+    def same_everywhere(self, rows: Tensor, mine: Tensor, what: str) -> None:
+        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there. `what` this rank does."""
         if self._store is None:
             return
         if rows.device.type != "cpu":
-            _torch.assert_on_device((rows == mine).all(), f"{text([])}; {ADVICE}")
+            apart = f"ranks are in different units: this rank {what}, another rank another one; {ADVICE}"
+            _torch.assert_on_device((rows == mine).all(), apart)
         elif not torch.equal(rows, mine.expand_as(rows)):
-            found = text(rows.tolist())
-            self.tell(f"failed: {found}")
-            self._break(f"{found}; {advice(self._heard())}")
+            self._fail_apart(what)
+
+    def _fail_apart(self, what: str) -> NoReturn:
+        """What ranks have sent does not go together: say what each one does, or in what their steps differ."""
+        self._has_told = True
+        with suppress(RuntimeError):
+            self._post(
+                {
+                    "failed": f"failed: ranks are apart, and this one {what}",
+                    "what": what,
+                    **self._facts,
+                    **self.history(),
+                }
+            )
+        posts = self._heard()
+        text = self.compare(posts)
+        if not text and all("what" in post for post in posts.values()) and len(posts) == len(self._ranks):
+            text = f"ranks are in different units: {_each(posts)}; {advice(posts)}"
+        elif not text:
+            others = ", ".join(
+                f"rank {rank} {post['what']}" for rank, post in posts.items() if rank != self._rank and "what" in post
+            )
+            text = f"ranks are in different units: this rank {what}, {others or 'another rank another one'}; {advice(posts)}"
+        if (line := self._line()) is not None:
+            line.say_failed(self._prefix, f"failed: {text}")
+        self._break(text)
 
 
 def monitor_of(context: ShardingContext) -> DivergenceMonitor:

@@ -242,7 +242,7 @@ class _Ends:
             else "has left its process group"
         )
         self.closed = True
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)  # wakes who listens there, and what was said still arrives
 
@@ -427,16 +427,21 @@ def explain(line: PartyLine, error: BaseException) -> str:
     said = ""
     if is_echo(error) and not isinstance(error, DivergenceError):
         line.doing = told(error)
-        said = why_in_vain(line, told(error, line.phase))
+        said = why_in_vain(line, told(error, line.phase), echo_s(error))
         print(f"accordion: {said}", file=sys.stderr, flush=True)
     line.say_ended(told(error, line.phase), echo=is_echo(error))
     return said
 
 
-def why_in_vain(line: PartyLine, this: str, model: str | None = None) -> str:
+def echo_s(error: BaseException) -> float:
+    """For how long to wait for the cause of an echo: where only time has run out nobody has ended."""
+    return 0.0 if "imed out" in str(error) else ECHO_S
+
+
+def why_in_vain(line: PartyLine, this: str, wait_s: float) -> str:
     """One sentence on why this rank, which waited in vain, ends: who ended first, or where the others are."""
-    if (cause := line.cause(ECHO_S, model)) is not None:
-        return f"this rank {this}, and rank {cause[0]} {cause[1]}."
+    if (cause := line.cause(wait_s)) is not None:
+        return f"this rank {this}, and rank {cause[0]} {cause[1].rstrip('.')}."
     others = "; ".join(f"rank {rank} {text}" for rank, text in line.where(line.ranks).items())
     return f"this rank {this}, and {others or 'nothing is heard of the others'}: all ranks must do the same."
 
