@@ -201,8 +201,9 @@ class DivergenceMonitor(Observer):
     def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
         """Who of `ranks` has ended, or because of whom, and how."""
         line = self._line()
-        gone = None if line is None else line.gone(ranks)
-        return gone and line and (line.cause(0.0, self._prefix) or gone)
+        if line is None or (gone := line.gone(ranks)) is None:
+            return None
+        return line.cause(0.0, self._prefix) or gone
 
     def busy(self, what: str | None) -> None:
         """What this rank does with others, for those who ask."""

@@ -18,8 +18,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ LINE_LETTERS = 120  # of a line of a program
 ECHO_S = 2.0  # in which the cause of what looks like an echo is heard, if anybody tells
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
-    "has ended without a word: it was killed (is memory full?), has crashed or called os._exit, or its machine is gone"
+    "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
+    "ended it, as gloo does where collectives of ranks do not match"
 )
 BACKEND_WORDS = (
     *(
@@ -444,6 +445,20 @@ def why_in_vain(line: PartyLine, this: str, wait_s: float) -> str:
         return f"this rank {this}, and rank {cause[0]} {cause[1].rstrip('.')}."
     others = "; ".join(f"rank {rank} {text}" for rank, text in line.where(line.ranks).items())
     return f"this rank {this}, and {others or 'nothing is heard of the others'}: all ranks must do the same."
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """What ranks do together before there is a line: where a backend fails, the words say what this rank did."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_echo(error):
+            raise
+        raise DivergenceError(
+            f"this rank {what}, and another rank has ended, cannot be reached, or does something else, as its own words tell; "
+            "all ranks must do it together."
+        ) from error
 
 
 def lines_of_job() -> list[PartyLine]:

@@ -18,6 +18,7 @@ from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError
 from accordion.safety.divergence import DivergenceMonitor
+from accordion.safety.party_line import together
 from accordion.shard.keep_freed_memory import keep_what_is_freed
 from accordion.shard.same_mesh import same_mesh
 
@@ -66,6 +67,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+@together("shards a model")
 def wire(mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool) -> ShardingContext:
     """Streams, communicators and rules for a mesh of as many axes as the strategy asks for. Collective.
 
