@@ -431,6 +431,17 @@ def keep_companion(group: Any, companion: Any) -> None:
     torch.distributed.distributed_c10d._world.tags_to_pg[f"accordion/{group.group_name}"] = [companion]
 
 
+def keep_with_job(name: str, thing: Any) -> None:
+    """Keep a thing as long as the job has process groups, where `keep_companion` keeps groups."""
+    torch.distributed.distributed_c10d._world.tags_to_pg[name] = [thing]
+
+
+def kept_with_job(name: str) -> list[Any]:
+    """What `keep_with_job` was given under names that begin so, since the job's groups were made."""
+    tags = torch.distributed.distributed_c10d._world.tags_to_pg
+    return [thing for tag, things in list(tags.items()) if tag.startswith(name) for thing in things]
+
+
 def backend_of(group: Any, device: torch.device) -> str:
     """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...)."""
     return str(group._get_backend(device).name()).lower()

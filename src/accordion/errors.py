@@ -10,7 +10,12 @@ class CheckpointError(AccordionError):
 
 
 class DivergenceError(AccordionError):
-    """Ranks disagree on what must be equal on all of them; raised on every rank, naming both values."""
+    """Ranks disagree on what must be equal on all of them; raised on every rank, naming both values.
+
+    `of_rank`: the rank that failed or ended by itself, where this error only follows from that; else None.
+    """
+
+    of_rank: int | None = None
 
 
 class OffloadError(AccordionError):

@@ -192,10 +192,10 @@ def moments_of_a_step(mesh: DeviceMesh) -> list[str]:
 def test_observers_hear_the_moments_of_a_step_in_order(world: Any) -> None:
     for told in world.run(2, moments_of_a_step):
         ends = ["unit_leaves", "outputs_are_ready"]
-        layer = ["unit_enters", "unit_is_full", *ends]
-        assert told[:11] == ["forward_begins", "unit_enters", "unit_is_full", *layer, *layer]
-        assert told[11:14] == [*ends, "forward_ends"]
-        assert told[14:16] == ["backward_begins", "unit_returns"]
+        layer = ["unit_is_called", "unit_enters", "unit_is_full", *ends]
+        assert told[:14] == ["unit_is_called", "forward_begins", "unit_enters", "unit_is_full", *layer, *layer]
+        assert told[14:17] == [*ends, "forward_ends"]
+        assert told[17:19] == ["backward_begins", "unit_returns"]
         assert told.count("unit_returns") == 3
         assert told.count("full_gradients") == 3
         assert told.count("gradients_arrive") == 2

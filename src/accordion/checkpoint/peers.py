@@ -6,12 +6,9 @@ import secrets
 import selectors
 import socket
 from contextlib import suppress
-from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from accordion import _torch
 from accordion.checkpoint.collective import Team
+from accordion.safety.party_line import own_address
 
 DONE = b"."  # said by who ends because all is done, or because all know of the failure
 CONNECT_S = 5.0
@@ -48,7 +45,7 @@ class Peers:
         return peers
 
     def _listen(self, num_ranks: int) -> str:
-        family, host = _own_address()
+        family, host = own_address()
         self._server = socket.create_server((host, 0), family=family, backlog=num_ranks)
         self._server.setblocking(False)
         return f"{self._server.getsockname()[1]} {host}"
@@ -95,15 +92,3 @@ class Peers:
         self._selector.close()
         if self._server is not None:
             self._server.close()
-
-
-def _own_address() -> tuple[Any, str]:
-    """Under which the others reach this machine: from where it would speak to the job's store. Raises `OSError`."""
-    store = _torch.default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host, port = (store.host, store.port) if isinstance(store, TCPStore) else (socket.gethostname(), 1)
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # which sends nothing
-        probe.connect(address)
-        return family, str(probe.getsockname()[0])

@@ -6,13 +6,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.engine.communicator import CARRIED, Communicator, carried, gathered_rows
+from accordion.engine.communicator import Communicator, carried, gathered_rows
 from accordion.engine.gather import Axis, AxisGather, FullBuffer, FullMemory
 from accordion.engine.gloo import SendingGather
 from accordion.engine.late_gradients import runs
@@ -185,7 +185,8 @@ class Group(ABC):
         self.index, self.name = place  # of the unit
         self.context = context
         self.params, self.dtype, self.reduce_dtype = planned
-        self.tag = self.index % NUM_TAGS + 1
+        self.tag = self.index % NUM_TAGS + 1  # of its gathers, and of its reduces until `remark`
+        self._mark = 0
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'})"
@@ -197,11 +198,27 @@ class Group(ABC):
 
     def rescale(self, scale: float) -> None:
         """What sums of gradients over all ranks are multiplied by."""
-        self.scale, dtype = scale, self.reduce_dtype
-        # What the tags of a reduce add up to, exactly: scaled by the same operator as the sums.
-        self.tag_sum = torch.full((1,), self.tag * self.context.num_ranks, dtype=dtype, device=self.context.device)
+        self.scale = scale
+        self._expect()
+
+    def remark(self, mark: int) -> None:
+        """Have its next reduces tell whether all ranks have the same `mark`, with the tag that they send anyway."""
+        if mark % NUM_TAGS != self._mark:
+            self._mark = mark % NUM_TAGS
+            for ones in self._ones.values():
+                ones[:, -1] = self._reduce_tag
+            self._expect()
+
+    @property
+    def _reduce_tag(self) -> int:
+        return (self.index + self._mark) % NUM_TAGS + 1
+
+    def _expect(self) -> None:
+        """What the tags of a reduce add up to, exactly: scaled by the same operator as the sums."""
+        dtype, expected = self.reduce_dtype, self._reduce_tag * self.context.num_ranks
+        self.tag_sum = torch.full((1,), expected, dtype=dtype, device=self.context.device)
         if dtype.is_floating_point:
-            self.tag_sum.mul_(scale)
+            self.tag_sum.mul_(self.scale)
 
     @property
     def full_bytes(self) -> int:
@@ -255,7 +272,7 @@ class Group(ABC):
         if not absent and key in self._ones:
             return self._ones[key]
         flags = torch.ones(rows, count + 1, dtype=dtype, device=self.context.device)
-        flags[:, count] = self.tag
+        flags[:, count] = self._reduce_tag
         if absent:
             for some in runs(absent):  # slices: an index of several would be copied to the device, and waited for
                 flags[:, some] = 0
@@ -364,11 +381,4 @@ class CutGroup(Group):
         """Ranks that gather different units at the same time would take each other's numbers."""
         if not self.context.waiter.looks(self.context.device):
             return
-
-        def text(tags: list[Any]) -> str:
-            said = tags if self.dtype in CARRIED else []
-            others = {r: int(tag[0]) - 1 for r, tag in enumerate(said) if int(tag[0]) - 1 != self.index % NUM_TAGS}
-            where = ", ".join(f"rank {r} unit {i}" for r, i in others.items()) or "another rank another one"
-            return f"ranks are in different units: this rank gathers {self.place}, {where}"
-
-        self.context.waiter.same_everywhere(tags, self._tag, text)
+        self.context.waiter.same_everywhere(tags, self._tag, self._gathers)

@@ -118,12 +118,18 @@ class Hooks:
         if engine.suspended:
             self._calls.append(None)
             return None
+        try:
+            for tell in engine.observers.unit_is_called:
+                tell()
+        except BaseException:
+            self._calls.append(None)  # torch runs `after` now, which must not take another thread's call for this one
+            raise
         self._stay_last(module)
         engine.enter()
         differentiable = torch.is_grad_enabled() and self._is_differentiable(args, kwargs)
         if _torch.current_graph_task() == -1:
-            for tell in engine.observers.unit_enters:
-                tell(unit, differentiable, by_read)
+            for enters in engine.observers.unit_enters:
+                enters(unit, differentiable, by_read)
         elif not unit.leases:  # else it stands, and is not gathered
             for returns in engine.observers.unit_returns:
                 returns(unit, None)

@@ -56,6 +56,9 @@ class Observer:
     model's own does. `unit_enters` and `unit_returns` alone may wait for other ranks.
     """
 
+    def unit_is_called(self) -> None:
+        """A unit is called, and nothing has been done for it; what is raised here refuses the call."""
+
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
         """The outermost call outside of a backward begins. `reduces`: gradients of its backward are reduced."""
 
@@ -93,6 +96,9 @@ class Observer:
     def backward_ended(self, reduced: bool) -> None:
         """All gradients of a backward are there. `reduced`: they were reduced, and not only added up."""
 
+    def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
+        """`clip_grad_norm_` is about to reduce the norm of all gradients."""
+
     def memory_is_for(self, purpose: Purpose | None) -> None:
         """What memory is taken for from now on; None: for nothing that has a name."""
 
@@ -106,6 +112,7 @@ MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 class Observers:
     """Owns who watches one model. A moment that nobody watches costs a look at an empty tuple."""
 
+    unit_is_called: tuple[Callable[[], None], ...]
     forward_begins: tuple[Callable[[bool, bool], None], ...]
     unit_enters: tuple[Callable[[Unit, bool, bool], None], ...]
     unit_is_full: tuple[Callable[[CallInForward, Sequence[Tensor]], None], ...]
@@ -118,6 +125,7 @@ class Observers:
     gradients_arrive: tuple[Callable[[Unit], None], ...]
     backward_ends: tuple[Callable[[], None], ...]
     backward_ended: tuple[Callable[[bool], None], ...]
+    gradients_are_clipped: tuple[Callable[[float, float], None], ...]
     memory_is_for: tuple[Callable[[Purpose | None], None], ...]
     interrupted: tuple[Callable[[], None], ...]
 

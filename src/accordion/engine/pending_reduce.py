@@ -111,8 +111,7 @@ class PendingReduce:
         """Ranks in different units would add up each other's gradients. Two bytes do not count as far as all tags add up to."""
         group, watch = self._group, self._group.context.waiter
         if watch.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
-            text = f"ranks reduce different units: this rank {group.place}"
-            watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, lambda _: text)
+            watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, group.reduces)
 
     def bring_home(
         self, adding: Sequence[bool], decide: bool = True

@@ -33,11 +33,11 @@ class Waiter(Protocol):
     def looks(self, device: torch.device) -> bool:
         """Whether tags of messages are compared now."""
 
-    def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
-        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,). `text`: says what differs, given the rows."""
+    def same_everywhere(self, rows: Tensor, mine: Tensor, what: str) -> None:
+        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,). `what` this rank does, for messages."""
 
     def tell(self, text: str) -> None:
-        """Let those who wait for this rank know that it will not come, and why."""
+        """Let those who wait for this rank know that it will not come, and why: `text` follows its number."""
 
 
 class SideStream:

@@ -20,7 +20,8 @@ from accordion.engine.hooks import ATTACHED, Hooks
 from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.order import Phase
 from accordion.engine.unit import Unit
-from accordion.safety.divergence import ADVICE, DivergenceMonitor
+from accordion.safety.causes import ADVICE
+from accordion.safety.divergence import DivergenceMonitor
 from accordion.safety.pass_history import PassHistory
 
 logger = logging.getLogger("accordion")

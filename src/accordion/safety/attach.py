@@ -9,11 +9,13 @@ from torch import nn
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.safety.agreement import OrderAgreement
+from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
 from accordion.safety.finite import FiniteCheck
 from accordion.safety.hidden_losses import HiddenLosses
 from accordion.safety.overflow import OverflowSpread
 from accordion.safety.refusals import guard
+from accordion.safety.steps import StepWatch
 from accordion.safety.weight_reads import WeightReads
 
 
@@ -23,6 +25,9 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], *, agree_always: bool 
     Agreement comes before whatever looks at a unit, for it alone waits for other ranks; calls that a read began end before it.
     """
     monitor, reads = monitor_of(engine.context), WeightReads(engine)
+    engine.observers.attach(OneCaller(alone=not monitor.listens))
+    if monitor.listens:
+        engine.observers.attach(StepWatch(engine, monitor))
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always=agree_always), HiddenLosses()):
         engine.observers.attach(observer)
     if finite:

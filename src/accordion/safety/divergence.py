@@ -8,6 +8,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -18,14 +19,19 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine.communicator import Communicator, Pending, common_name
 from accordion.engine.group import ShardingContext
-from accordion.engine.observer import Observer
+from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError
+from accordion.safety.causes import ADVICE, advice
+from accordion.safety.party_line import PartyLine, echo_s, told
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
-MARGIN_S = 5.0  # beyond the time-out of the job's process group, if that is shorter
+MARGIN_S = (
+    2.0  # beyond the time-out of the job's process group, if that is shorter: in a collective ranks wait no longer
+)
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
+HEARD_S = 2.0  # in which ranks that part have said where they are
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
 CALM_PASSES = (
@@ -36,7 +42,6 @@ UNHEARD = (
     'Here ranks that wait in a collective cannot be asked, and end by the backend\'s time-out; debug="order" has all ranks '
     "agree on each unit."
 )
-ADVICE = "ranks may call different units only in a forward that all of them begin alike; put what they do apart inside one unit."
 
 
 Noticed = Callable[[str], dict[int, dict[str, Any]]]
@@ -68,6 +73,18 @@ class DivergenceMonitor(Observer):
         self.num_calm = 0  # forwards of the whole model since ranks met
         self._passed: tuple[str, ...] = ()  # this rank's keys of the last meeting
         self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
+        # Weakly: it ends with the job's process groups, which a model may outlive.
+        self._line: Callable[[], PartyLine | None] = lambda: None
+        if self._store is not None:
+            self._line = weakref.ref(PartyLine.of_job(self._ranks, self._rank, self._store, self._prefix))
+        self.num_steps = 0  # of optimizers, on parameters of this model
+        self._failed_in = ""  # the unit in whose forward an error came up
+        self._has_told = False
+        self._facts: dict[str, Any] = {}  # of this rank's last passes, for `advice`
+        self._awaits_backward = self._has_caught = False
+        # Of `StepWatch`: what it tells of this rank's steps, and what differs between those of ranks.
+        self.history: Callable[[], dict[str, Any]] = dict
+        self.compare: Callable[[Mapping[int, Mapping[str, Any]]], str] = lambda posts: ""
 
     def listen(self, noticed: Noticed) -> None:
         """Have the method `noticed`, of an object that others keep, called when this rank waits and others ask where it is."""
@@ -77,13 +94,48 @@ class DivergenceMonitor(Observer):
         if self.broken is not None:
             raise DivergenceError(f"ranks of this model have drifted apart before, start the job anew: {self.broken}")
 
+    # -- the moments of a step
+
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
         self.num_calm += 1
         self.forget()
+        self._facts = {
+            "evaluates": not differentiable,
+            "left_out": self._awaits_backward,
+            "adds_up": not reduces,
+            "caught": self._facts.get("caught", "") if self._awaits_backward or self._has_caught else "",
+        }
+        self._awaits_backward = self._awaits_backward or differentiable
+        self._has_caught = False
+        self._enters("in the forward" if differentiable else "in a forward without gradients")
+
+    def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
+        if error is not None and not self._failed_in:
+            self._failed_in = f", in unit {call.unit.index} ({call.unit.name or 'root'})"
+        return out
 
     def forward_ends(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, DivergenceError):  # of that every rank knows
-            self.tell(f"{type(error).__name__}: {error}")
+            failed = f"{told(error, self._phase('in the forward'))}{self._failed_in}"
+            self.tell(failed)
+            self._has_caught, self._facts["caught"] = True, failed
+        self._failed_in = ""
+        self._enters("after the forward")
+
+    def backward_begins(self) -> None:
+        self._awaits_backward = False
+        self._enters("in the backward")
+
+    def backward_ended(self, reduced: bool) -> None:
+        self._enters("after the backward")
+
+    def _enters(self, where: str) -> None:
+        line = self._line()
+        if line is not None:
+            line.phase, line.doing = self._phase(where), None
+
+    def _phase(self, where: str) -> str:
+        return f"{where} of step {self.num_steps + 1}"
 
     # -- before a step that needs a word
 
@@ -97,17 +149,19 @@ class DivergenceMonitor(Observer):
             return None
         here, text = f"{self._prefix}/met/{self._num_met}", json.dumps(said)
         same, go, everyone = f"{here}/{zlib.crc32(text.encode()):x}", f"{here}/go", len(self._ranks)
-        self._store.set(f"{here}/{self._rank}", text)
+        self._store.set(f"{here}/{self._rank}", json.dumps({**said, **self._facts}))
         self._store.add(same, 1)
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
         num_apart, next_s, deadline = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s
-        while not self._is_there(go, next_s):
+        while not self._is_there(go, next_s, said["what"]):
+            self.busy(said["what"])
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
                 self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
+        self.busy(None)
         found = None
         if self._store.get(go) != same.encode():
             found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
@@ -121,28 +175,86 @@ class DivergenceMonitor(Observer):
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """What all ranks have said does not go together."""
-        self.fail(f"ranks are not at the same place: {_each(said)}; {ADVICE}")
+        self.fail(f"ranks are not at the same place: {_each(said)}; {advice(said)}")
 
-    def _is_there(self, key: str, timeout_s: float) -> bool:
+    def _is_there(self, key: str, timeout_s: float, what: str) -> bool:
         """Whether a key appears in time. Asked again and again: a wait in the store warns of its time-out on stderr."""
         deadline, pause_s = time.monotonic() + timeout_s, 5e-5
-        while not self._store.check([key]):
+        while not self._asked(self._store.check, [key], what=what):
+            if (gone := self._gone(self._ranks)) is not None and not self._asked(self._store.check, [key], what=what):
+                self._break(f"while this rank {self._doing(what)}, rank {gone[0]} {gone[1]}", of_rank=gone[0])
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
         return True
 
+    def _asked(self, ask: Callable[..., Any], *args: Any, what: str) -> Any:
+        """What the store answers, which ends with the rank that keeps it."""
+        try:
+            return ask(*args)
+        except RuntimeError as error:
+            self._echo(what, error)
+
+    # -- other ranks that are gone
+
+    def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """Who of `ranks` has ended, or because of whom, and how."""
+        line = self._line()
+        if line is None or (gone := line.gone(ranks)) is None:
+            return None
+        return line.cause(0.0, self._prefix) or gone
+
+    def busy(self, what: str | None) -> None:
+        """What this rank does with others, for those who ask."""
+        line = self._line()
+        if line is not None:
+            line.doing = what
+
+    def _doing(self, what: str) -> str:
+        line = self._line()
+        if line is None or not line.phase:
+            return what
+        return f"{what} (step {self.num_steps + 1})" if "ward" in what else f"{what} {line.phase}"
+
+    def _where(self, ranks: Sequence[int]) -> dict[int, str]:
+        line = self._line()
+        return {} if line is None else line.where(ranks)
+
+    def _echo(self, what: str, error: BaseException) -> NoReturn:
+        """A backend or the store has failed under this rank: mostly because of another one, who is named."""
+        line = self._line()
+        cause = None if line is None else line.cause(echo_s(error), self._prefix)
+        if cause is not None:
+            self._break(f"while this rank {self._doing(what)}, rank {cause[0]} {cause[1]}", error, of_rank=cause[0])
+        said = str(error).splitlines()[0]
+        where = self._where(self._ranks)
+        if where:
+            others = "; ".join(f"rank {rank} {text}" for rank, text in where.items())
+            timeout_s = _torch.timeout_s_of_job()
+            text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {others}"
+            self.fail(f"{text}; all ranks must do the same with the model.", error)
+        # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
+        text = f"a collective failed while this rank {what}: {said}; another rank has failed, "
+        self.fail(f"{text}cannot be reached, or is elsewhere: {ADVICE}", error)
+
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
         for work in pending.works:
-            num_apart, waited_s, asked_s, next_s = 0, 0.0, None, NOTICE_S
+            num_apart, waited_s, asked_s, gone_s, next_s = 0, 0.0, None, None, NOTICE_S
             while not self._done(work, next_s, what):
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)
-                if self._store is not None and self._store.check([f"{self._prefix}/met/{self._num_met}/all"]):
+                self.busy(what)
+                if (gone := self._gone(pending.communicator.ranks)) is not None and gone_s is None:
+                    gone_s = waited_s
+                if gone is not None and waited_s - (gone_s or 0.0) >= POLL_S and not work.is_completed():
+                    self._break(f"while this rank {self._doing(what)}, rank {gone[0]} {gone[1]}", of_rank=gone[0])
+                if self._store is not None and self._asked(
+                    self._store.check, [f"{self._prefix}/met/{self._num_met}/all"], what=what
+                ):
                     noticed = self._noticed()
                     assert noticed is not None, "who meets others can be asked by them"
                     said, asked_s = noticed(what), waited_s if asked_s is None else asked_s
@@ -154,6 +266,7 @@ class DivergenceMonitor(Observer):
             self._done(work, None, what)
         if self._posted:
             self.forget()
+            self.busy(None)
 
     def _done(self, work: Any, timeout_s: float | None, what: str) -> bool:
         try:
@@ -162,11 +275,7 @@ class DivergenceMonitor(Observer):
             if timeout_s is not None and "Operation timed out" in str(error):
                 # It may have ended since; whether well, a wait that cannot time out says.
                 return work.is_completed() and self._done(work, None, what)
-            # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
-            text = (
-                f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, "
-            )
-            self.fail(f"{text}cannot be reached, or is elsewhere: {ADVICE}", error)
+            self._echo(what, error)
         return True
 
     def _look(self, ranks: list[int], what: str, num_apart: int) -> int:
@@ -174,27 +283,35 @@ class DivergenceMonitor(Observer):
 
         `num_apart`: in how many polls up to now, one after the other, that was so; returns it with this one.
         """
-        self._post({"ranks": ranks, "what": what})
-        posts = self._posts()
+        posts = self._asked(self._post_and_look, {"ranks": ranks, "what": self._doing(what), **self._facts}, what=what)
         for rank, post in posts.items():
             if "failed" in post:
-                self._break(f"while this rank {what}, rank {rank} failed: {post['failed']}")
+                self._break(f"while this rank {self._doing(what)}, rank {rank} {post['failed']}", of_rank=rank)
         # Where all whom a rank waits for are there, it is slow, but it goes on.
         self._num_looks += 1
         silent = self._unheard(posts, "")
         hint = f" {UNHEARD}" if self.asks_in_vain else ""
         if silent and self._num_looks == SILENT_POLLS:
             log.warning("rank %d %s, %s: all must call the model.%s", self._rank, what, silent, hint)
-        complete = any(all(posts.get(r, {}) == post for r in post["ranks"]) for post in posts.values())
+        complete = any(all(_place(posts.get(r, {})) == _place(post) for r in post["ranks"]) for post in posts.values())
         if complete or len(posts) < len(self._ranks):
             return 0
         if num_apart + 1 == POLLS:
-            self.fail(f"ranks wait for each other in different places: {_each(posts)}; {ADVICE}")
+            self.fail(f"ranks wait for each other in different places: {_each(posts)}; {advice(posts)}")
         return num_apart + 1
 
     def _unheard(self, posts: Mapping[int, Any], before: str) -> str:
-        silent = ", ".join(str(rank) for rank in self._ranks if rank not in posts)
-        return f"{before}nothing is heard of rank {silent}" if silent else ""
+        ranks = [rank for rank in self._ranks if rank not in posts]
+        if not ranks:
+            return ""
+        where = self._where(ranks)
+        if set(where) >= set(ranks):
+            return before + ", ".join(f"rank {rank} {text}" for rank, text in where.items())
+        return f"{before}nothing is heard of rank {', '.join(map(str, ranks))}"
+
+    def _post_and_look(self, what: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        self._post(what)
+        return self._posts()
 
     def _post(self, what: dict[str, Any]) -> None:
         self._store.set(self._key(self._rank), json.dumps(what))
@@ -214,42 +331,89 @@ class DivergenceMonitor(Observer):
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Tell the others, who may wait for this rank, and raise."""
-        self.tell(text)
+        self.tell(f"failed: {text}")
         self._break(text, cause)
 
-    def _break(self, text: str, cause: BaseException | None = None) -> NoReturn:
+    def _break(self, text: str, cause: BaseException | None = None, of_rank: int | None = None) -> NoReturn:
         self.broken = text
-        raise DivergenceError(text) from cause
+        error = DivergenceError(text)
+        error.of_rank = of_rank
+        raise error from cause
 
     def tell(self, text: str) -> None:
-        """Let those who wait for this rank know that it will not come."""
+        """Let those who wait for this rank know that it will not come; `text` follows its number."""
+        if (line := self._line()) is not None:
+            line.say_failed(self._prefix, text)
+            self._has_told = True
         if self._store is not None:
-            self._post({"failed": text})
+            with suppress(RuntimeError):  # the store has ended with the rank that kept it
+                self._post({"failed": text, **self._facts})
 
     def forget(self) -> None:
         """What was told holds no longer."""
+        if self._has_told and (line := self._line()) is not None:
+            line.say_well(self._prefix)
+        self._has_told = False
         if self._posted:
             self._store.delete_key(self._key(self._rank))
             self._posted, self._num_looks = False, 0
+
+    def _heard(self) -> dict[int, dict[str, Any]]:
+        """What each rank says, once all have said something or enough time is gone: those that part find it at one time."""
+        deadline, posts = time.monotonic() + HEARD_S, {}
+        with suppress(RuntimeError):
+            while len(posts := self._posts()) < len(self._ranks) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        return posts
 
     def looks(self, device: torch.device) -> bool:
         """Whether tags are compared now: those of ranks that go on as in the last pass are the last pass's."""
         return self.listens and (self.num_calm <= CALM_PASSES or device.type == "cpu")
 
-    def same_everywhere(self, rows: Tensor, mine: Tensor, text: Callable[[list[Any]], str]) -> None:
-        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there."""
+    def same_everywhere(self, rows: Tensor, mine: Tensor, what: str) -> None:
+        """Fail unless each row of `rows` (num_ranks, n) is `mine` (n,); on a device, assert there. `what` this rank does."""
         if self._store is None:
             return
         if rows.device.type != "cpu":
-            _torch.assert_on_device((rows == mine).all(), f"{text([])}; {ADVICE}")
+            apart = f"ranks are in different units: this rank {what}, another rank another one; {ADVICE}"
+            _torch.assert_on_device((rows == mine).all(), apart)
         elif not torch.equal(rows, mine.expand_as(rows)):
-            self.fail(f"{text(rows.tolist())}; {ADVICE}")
+            self._fail_apart(what)
+
+    def _fail_apart(self, what: str) -> NoReturn:
+        """What ranks have sent does not go together: say what each one does, or in what their steps differ."""
+        self._has_told = True
+        with suppress(RuntimeError):
+            self._post(
+                {
+                    "failed": f"failed: ranks are apart, and this one {what}",
+                    "what": what,
+                    **self._facts,
+                    **self.history(),
+                }
+            )
+        posts = self._heard()
+        text = self.compare(posts)
+        if not text and all("what" in post for post in posts.values()) and len(posts) == len(self._ranks):
+            text = f"ranks are in different units: {_each(posts)}; {advice(posts)}"
+        elif not text:
+            others = ", ".join(
+                f"rank {rank} {post['what']}" for rank, post in posts.items() if rank != self._rank and "what" in post
+            )
+            text = f"ranks are in different units: this rank {what}, {others or 'another rank another one'}; {advice(posts)}"
+        if (line := self._line()) is not None:
+            line.say_failed(self._prefix, f"failed: {text}")
+        self._break(text)
 
 
 def monitor_of(context: ShardingContext) -> DivergenceMonitor:
     """The one with which a context was made."""
     assert isinstance(context.waiter, DivergenceMonitor), "who makes contexts gives them one"
     return context.waiter
+
+
+def _place(post: Mapping[str, Any]) -> tuple[Any, Any]:
+    return post.get("ranks"), post.get("what")
 
 
 def _each(posts: Mapping[int, Mapping[str, Any]]) -> str:

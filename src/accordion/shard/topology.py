@@ -21,6 +21,7 @@ from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError
 from accordion.safety.divergence import DivergenceMonitor
+from accordion.safety.party_line import together
 from accordion.shard.keep_freed_memory import keep_what_is_freed
 from accordion.shard.same_mesh import same_mesh
 
@@ -78,6 +79,7 @@ def communicator_over(group: Any, device: torch.device) -> Communicator:
     return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
 
 
+@together("shards a model")
 def wire(
     mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool, make: CommunicatorMaker = communicator_over
 ) -> ShardingContext:

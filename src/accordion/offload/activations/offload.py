@@ -83,7 +83,7 @@ class ActivationOffload:
 
     def tell(self, error: OffloadError) -> None:
         """Let other ranks, who may wait for this one in the backward, hear of an error."""
-        self._side_streams[0].waiter.tell(f"{type(error).__name__}: {error}")
+        self._side_streams[0].waiter.tell(f"failed: {type(error).__name__}: {error}")
 
 
 class OffloadedInput:

@@ -222,7 +222,7 @@ def telling(engine: Engine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        engine.context.waiter.tell(f"{type(error).__name__}: {error}")
+        engine.context.waiter.tell(f"failed: {type(error).__name__}: {error}")
         raise
 
 

@@ -1,0 +1,485 @@
+"""The party line: one connection of each rank to the first, on which all hear who has failed or ended, and where each one is.
+
+It is used by nobody in the common case: a thread sleeps until somebody speaks or hangs up. It needs no collective, no device and
+not the job's store, which ends with the rank that keeps it. The end of a process closes its connection, however it came.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import linecache
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from accordion import _torch
+from accordion.errors import DivergenceError
+
+KEPT = "accordion/line/"  # before the ranks of a line, in the name under which it is kept
+CONNECT_S = 5.0
+MEETING_S = 60.0  # after which nobody can join: the socket that listens is open while ranks meet, and not during the job
+GREETING_BYTES = 40  # the word of this line, 32 letters, and the rank, 8 digits: a stranger does not count
+READ_BYTES = 1 << 16
+TOLD_LETTERS = 400  # of an error
+LINE_LETTERS = 120  # of a line of a program
+ECHO_S = 2.0  # in which the cause of what looks like an echo is heard, if anybody tells
+ANSWER_S = 1.0  # in which a thread that listens has answered
+SILENT_END = (
+    "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
+    "ended it, as gloo does where collectives of ranks do not match"
+)
+BACKEND_WORDS = (
+    *(
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out waiting",
+        "Socket Timeout",
+        "gloo",
+    ),
+    *(
+        "NCCL",
+        "timeout in",
+        "Connection refused",
+        "recvValue",
+        "sendBytes",
+        "unbound_buffer",
+        "Failed to recv",
+        "simccl",
+    ),
+)
+OWN_FOLDERS = tuple(
+    f"{Path(file).resolve().parent}{os.sep}" for file in (inspect.getfile(torch), Path(__file__).parent)
+)
+STANDARD = f"{Path(threading.__file__).resolve().parent}{os.sep}"
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone or does not come: its cause lies there."""
+    if isinstance(error, DivergenceError):
+        return error.of_rank is not None
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in BACKEND_WORDS)
+
+
+def told(error: BaseException, phase: str = "") -> str:
+    """How others are told that this rank fails with an error, as the end of a sentence that begins with its number."""
+    place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+    when = f" {phase}" if phase else ""
+    if isinstance(error, KeyboardInterrupt):
+        return f"was interrupted (Ctrl-C or SIGINT){when}"
+    if is_echo(error) and not isinstance(error, DivergenceError):
+        return f"waited for others in vain {place or 'in a collective'}{when}"
+    lines = str(error).splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"failed{when}: {text[:TOLD_LETTERS]}{f' ({place})' if place and not isinstance(error, DivergenceError) else ''}"
+
+
+class PartyLine:
+    """Owns this rank's end of the line over `ranks`; the thread that listens and the sockets go with it.
+
+    `ended`: by rank, how its program has ended, for good. `failed`: by rank, of which model, what it says of a step that failed,
+    until it goes on. `doing`: what this rank does with others now, in words; None where that is nothing.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, store: Any, name: str) -> None:
+        """A collective of `ranks`, who meet in `store` under `name`."""
+        self.doing: str | None = None
+        self.phase = ""  # of the step under way, in words that follow a verb
+        self._ends = _Ends(sorted(ranks), rank, weakref.ref(self))
+        self.ended, self.failed = self._ends.ended, self._ends.failed
+        word = secrets.token_hex(16)
+        if self._ends.leads:
+            own = ""
+            with suppress(OSError):
+                own = f"{word} {self._ends.open(word)}"
+            store.set(f"{name}/line", own)
+        elif said := store.get(f"{name}/line").decode():
+            word, port, host = said.split(" ", 2)
+            with suppress(OSError):
+                self._ends.connect(host, int(port), f"{word}{rank:08d}".encode())
+        self._ends.start()
+        self._before = sys.excepthook
+        self._hook = _told_first(weakref.ref(self), self._before)
+        sys.excepthook = self._hook
+        self._hang_up = weakref.finalize(self, _hang_up, self._ends, self._hook, self._before)
+
+    @classmethod
+    def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> PartyLine:
+        """The line of these ranks, made at the first call; it goes with the job's process groups. A collective."""
+        kept = f"{KEPT}{sorted(ranks)}"
+        found: list[PartyLine] = _torch.kept_with_job(kept)
+        if found and not found[0].is_closed:
+            return found[0]
+        made = cls(ranks, rank, store, name)
+        _torch.keep_with_job(kept, made)
+        return made
+
+    @property
+    def is_closed(self) -> bool:
+        return self._ends.closed or self._ends.pid != os.getpid()
+
+    def close(self) -> None:
+        """Hang up, telling the others that this rank has left."""
+        self._hang_up()
+
+    @property
+    def ranks(self) -> list[int]:
+        return self._ends.ranks
+
+    # -- what this rank says
+
+    def say_failed(self, model: str, text: str) -> None:
+        """A step of a model has failed here, so that others wait for it in vain; `text` follows the rank's number."""
+        self._ends.say({"failed": text, "model": model})
+
+    def say_well(self, model: str) -> None:
+        """What was said of that model holds no longer."""
+        self._ends.say({"well": model})
+
+    def say_ended(self, text: str, *, echo: bool = False) -> None:
+        """This rank's program ends, and why; said once. `echo`: because of what another rank did."""
+        self._ends.say_ended(text, echo)
+
+    # -- what it hears
+
+    def gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
+        """The first of `ranks` that has ended, and how; None while all are there."""
+        return next(((rank, self.ended[rank]) for rank in list(self.ended) if rank in ranks), None)
+
+    def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
+        """The rank that failed or ended first, of itself, and what it says; waits a little for it, since echoes are fast.
+
+        `model`: steps of others that failed do not count.
+        """
+        return self._ends.cause(wait_s, model)
+
+    def where(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where each of `ranks` is that can be asked, in words."""
+        return self._ends.where([rank for rank in ranks if rank not in self.ended])
+
+
+class _Ends:
+    """Owns the sockets of one rank and what was heard on them; shared by the line and its thread, and keeps no line alive."""
+
+    def __init__(self, ranks: list[int], rank: int, line: weakref.ref[PartyLine]) -> None:
+        self.ranks, self.rank, self._line, self.pid = ranks, rank, line, os.getpid()
+        self.leads = rank == ranks[0]
+        self.ended: dict[int, str] = {}
+        self.failed: dict[int, dict[str, str]] = {}
+        self.closed = False
+        # In the order in which they were heard: rank, model or "" for the whole program, and what was said.
+        self._causes: list[tuple[int, str, str]] = []
+        self._echoes: list[tuple[int, str, str]] = []
+        self._answers: dict[int, dict[int, str]] = {}
+        self._num_asked = 0
+        self._heard, self._sending = threading.Condition(), threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._server: socket.socket | None = None
+        self._word = b""
+        self._peers: dict[int, socket.socket] = {}
+        self._parts: dict[int, bytes] = {}
+        self._has_said_end = False
+        self._main = threading.main_thread().ident
+
+    # -- connections
+
+    def open(self, word: str) -> str:
+        """Of the first rank: take connections; gives port and address."""
+        family, host = own_address()
+        self._word = word.encode()
+        self._server = socket.create_server((host, 0), family=family, backlog=len(self.ranks))
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        return f"{self._server.getsockname()[1]} {host}"
+
+    def connect(self, host: str, port: int, greeting: bytes) -> None:
+        first = socket.create_connection((host, port), CONNECT_S)
+        first.sendall(greeting)
+        self._take(self.ranks[0], first)
+
+    def _take(self, rank: int, peer: socket.socket) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.settimeout(CONNECT_S)  # of what is sent: a few hundred bytes
+        self._peers[rank] = peer
+        self._parts[rank] = b""
+        self._selector.register(peer, selectors.EVENT_READ, rank)
+
+    def start(self) -> None:
+        if self._server is None and not self._peers:
+            return
+        os.register_at_fork(after_in_child=_weakly(weakref.WeakMethod(self._forked)))
+        threading.Thread(target=self._listen, name="accordion-party-line", daemon=True).start()
+
+    def _forked(self) -> None:
+        """In a child that holds the sockets too: its life must not pass for the rank's."""
+        self.closed = True
+        self._close()
+
+    def _close(self) -> None:
+        for each in [*self._peers.values(), *([] if self._server is None else [self._server])]:
+            with suppress(OSError):
+                each.close()
+
+    def hang_up(self) -> None:
+        """Say that this rank leaves, if nothing was said, and close."""
+        if self.closed or self.pid != os.getpid():
+            return
+        self.say_ended(
+            "has ended its program, while others train"
+            if sys.is_finalizing() or not _main_runs()
+            else "has left its process group"
+        )
+        self.closed = True
+        for peer in list(self._peers.values()):
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_WR)  # wakes who listens there, and what was said still arrives
+
+    # -- the thread
+
+    def _listen(self) -> None:
+        deadline = time.monotonic() + MEETING_S
+        while not self.closed:
+            left = None if self._server is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data, key.fileobj)
+            if self._server is not None and (len(self._peers) == len(self.ranks) - 1 or time.monotonic() > deadline):
+                self._selector.unregister(self._server)
+                self._server.close()
+                self._server = None
+
+    def _accept(self) -> None:
+        assert self._server is not None, "who accepts listens"
+        try:
+            peer, _ = self._server.accept()
+            peer.settimeout(CONNECT_S)
+            greeting = b""
+            while len(greeting) < GREETING_BYTES and (part := peer.recv(GREETING_BYTES - len(greeting))):
+                greeting += part
+        except OSError:
+            return
+        if greeting[:32] == self._word and len(greeting) == GREETING_BYTES:
+            self._take(int(greeting[32:]), peer)
+            for told in self._history():
+                self._send(peer, told)
+        else:
+            peer.close()
+
+    def _history(self) -> list[dict[str, Any]]:
+        """What one who comes late has not heard."""
+        return [{"rank": rank, "ended": text} for rank, text in self.ended.items()]
+
+    def _read(self, rank: int, peer: Any) -> None:
+        try:
+            data = peer.recv(READ_BYTES)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(peer)
+            self._peers.pop(rank, None)
+            peer.close()
+            if rank not in self.ended and not self.closed:
+                self._hear({"rank": rank, "ended": SILENT_END}, None)
+            return
+        *lines, self._parts[rank] = (self._parts[rank] + data).split(b"\n")
+        for line in lines:
+            self._hear(json.loads(line), rank)
+
+    def _hear(self, said: dict[str, Any], through: int | None) -> None:
+        """Note what a rank says, and pass it on where this rank is the first."""
+        with self._heard:
+            self._note(said)
+            self._heard.notify_all()
+        if self.leads and said["rank"] != self.rank:
+            self._send_all(said, but=said["rank"])
+        if "ask" in said:
+            self._send_all({"rank": self.rank, "answers": said["ask"], "to": said["rank"], "where": self._here()})
+
+    def _note(self, said: dict[str, Any]) -> None:
+        rank = said["rank"]
+        if "ended" in said:
+            self.ended.setdefault(rank, said["ended"])
+            (self._echoes if said.get("echo") else self._causes).append((rank, "", said["ended"]))
+        elif "failed" in said:
+            self.failed.setdefault(rank, {})[said["model"]] = said["failed"]
+            self._causes.append((rank, said["model"], said["failed"]))
+        elif "well" in said:
+            self.failed.get(rank, {}).pop(said["well"], None)
+            self._causes = [each for each in self._causes if each[:2] != (rank, said["well"])]
+        elif "answers" in said and said["to"] == self.rank and said["answers"] in self._answers:
+            self._answers[said["answers"]][rank] = said["where"]
+
+    def _here(self) -> str:
+        """Where this rank is: what it does with others, and the line of the user's program at which its main thread is."""
+        line = self._line()
+        if line is None:
+            return "is outside of the model"
+        doing = line.doing or ("is in the model" if line.phase.startswith("in ") else "is outside of the model")
+        place = place_of(traceback.walk_stack(frame) if (frame := sys._current_frames().get(self._main or 0)) else ())
+        parts = (doing, line.phase, "" if " at " in doing else place)
+        return " ".join(part for part in parts if part)
+
+    # -- sending
+
+    def _send(self, peer: socket.socket, said: Mapping[str, Any]) -> None:
+        with self._sending, suppress(OSError):
+            peer.sendall(json.dumps(said).encode() + b"\n")
+
+    def _send_all(self, said: Mapping[str, Any], but: int | None = None) -> None:
+        for rank, peer in list(self._peers.items()):
+            if rank != but:
+                self._send(peer, said)
+
+    def say(self, said: Mapping[str, Any]) -> None:
+        if not self.closed:
+            self._send_all({"rank": self.rank, **said})
+
+    def say_ended(self, text: str, echo: bool = False) -> None:
+        if not self._has_said_end:
+            self._has_said_end = True
+            self.say({"ended": text, "echo": echo})
+
+    def cause(self, wait_s: float, model: str | None) -> tuple[int, str] | None:
+        deadline = time.monotonic() + wait_s
+
+        def found() -> list[tuple[int, str, str]]:
+            return [each for each in self._causes if model is None or each[1] in ("", model)]
+
+        with self._heard:
+            while not found() and (left := deadline - time.monotonic()) > 0:
+                self._heard.wait(left)
+            return next(((rank, text) for rank, _, text in [*found(), *self._echoes]), None)
+
+    def where(self, ranks: Sequence[int]) -> dict[int, str]:
+        with self._heard:
+            self._num_asked += 1
+            number, wanted = self._num_asked, set(ranks) - {self.rank}
+            self._answers = {number: {}}
+        if not self._peers:
+            return {}
+        self.say({"ask": number})
+        deadline = time.monotonic() + ANSWER_S
+        with self._heard:
+            while not wanted <= set(self._answers[number]) and (left := deadline - time.monotonic()) > 0:
+                self._heard.wait(left)
+            return dict(sorted(self._answers[number].items()))
+
+
+def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    return call
+
+
+def _main_runs() -> bool:
+    """Whether the program has not come to its end."""
+    return threading.main_thread().is_alive() and not sys.is_finalizing()
+
+
+def place_of(stack: Iterable[tuple[Any, int]]) -> str:
+    """The innermost line of a stack that is neither torch's nor ours: "at" a file, its line, and what stands there."""
+    for frame, number in stack:
+        file = frame.f_code.co_filename
+        if file.startswith(("<", *OWN_FOLDERS)) or (file.startswith(STANDARD) and "-packages" not in file):
+            continue
+        text = linecache.getline(file, number).strip()[:LINE_LETTERS]
+        return f"at {os.path.basename(file)}:{number}{f' `{text}`' if text else ''}"
+    return ""
+
+
+def _hang_up(ends: _Ends, hook: Callable[..., None], before: Callable[..., None]) -> None:
+    ends.hang_up()
+    if sys.excepthook is hook:
+        sys.excepthook = before
+
+
+def _told_first(reference: weakref.ref[PartyLine], before: Callable[..., Any]) -> Callable[..., None]:
+    """The hook for what ends a program: the others are told, and of an echo its cause is said before anything else."""
+
+    def hook(kind: type[BaseException], error: BaseException, tb: Any) -> None:
+        line = reference()
+        if line is not None and not line.is_closed:
+            with suppress(Exception):  # what is said here is a help, and never in the way of the error itself
+                explain(line, error)
+        before(kind, error, tb)
+
+    return hook
+
+
+def explain(line: PartyLine, error: BaseException) -> str:
+    """This rank ends with `error`: tell the others, and print the cause where the error itself is only an echo of it.
+
+    Gives what was printed.
+    """
+    said = ""
+    if is_echo(error) and not isinstance(error, DivergenceError):
+        line.doing = told(error)
+        said = why_in_vain(line, told(error, line.phase), echo_s(error))
+        print(f"accordion: {said}", file=sys.stderr, flush=True)
+    line.say_ended(told(error, line.phase), echo=is_echo(error))
+    return said
+
+
+def echo_s(error: BaseException) -> float:
+    """For how long to wait for the cause of an echo: where only time has run out nobody has ended."""
+    return 0.0 if "imed out" in str(error) else ECHO_S
+
+
+def why_in_vain(line: PartyLine, this: str, wait_s: float) -> str:
+    """One sentence on why this rank, which waited in vain, ends: who ended first, or where the others are."""
+    if (cause := line.cause(wait_s)) is not None:
+        return f"this rank {this}, and rank {cause[0]} {cause[1].rstrip('.')}."
+    others = "; ".join(f"rank {rank} {text}" for rank, text in line.where(line.ranks).items())
+    return f"this rank {this}, and {others or 'nothing is heard of the others'}: all ranks must do the same."
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """What ranks do together before there is a line: where a backend fails, the words say what this rank did."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_echo(error):
+            raise
+        raise DivergenceError(
+            f"this rank {what}, and another rank has ended, cannot be reached, or does something else, as its own words tell; "
+            "all ranks must do it together."
+        ) from error
+
+
+def lines_of_job() -> list[PartyLine]:
+    """All of this process that are open."""
+    return [line for line in _torch.kept_with_job(KEPT) if not line.is_closed]
+
+
+def own_address() -> tuple[Any, str]:
+    """Under which the others reach this machine: from where it would speak to the job's store. Raises `OSError`."""
+    store = _torch.default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = (store.host, store.port) if isinstance(store, TCPStore) else (socket.gethostname(), 1)
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # which sends nothing
+        probe.connect(address)
+        return family, str(probe.getsockname()[0])

@@ -1,0 +1,164 @@
+"""Whether all ranks step alike: what optimizers are given and do goes into a digest that travels with gradients.
+
+Each backward has a record: how many steps came before it, with which options, whether gradients were cleared and weights left
+alone since, and at which norm gradients were clipped. A chain of the records' digests is the mark that the reduce of one unit
+sends in place of its plain tag: no byte more. Where marks differ, ranks lay their records side by side.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from accordion import _torch
+from accordion.engine.engine import Engine
+from accordion.engine.observer import Observer
+from accordion.offload.tiers import Tiers
+from accordion.optim import LocalStep
+from accordion.safety.divergence import DivergenceMonitor
+
+KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
+SHOWN = 3  # differences of a rank in a message
+Record = dict[str, str]
+"""What is compared of one backward, by the name that messages show."""
+
+
+class StepWatch(Observer):
+    """Owns the records of a model's last backwards, and what has come for the next one.
+
+    A hook on the steps of all optimizers goes with the model. Offloaded parameters step on threads and unit by unit, and are
+    not watched; nor is anything on a device, which is not asked to compare what it reduces.
+    """
+
+    def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
+        self._engine, self._monitor = engine, monitor
+        self._params = [param.sharded for unit in engine.units for param in unit.params]
+        # Both, since a wrapped optimizer steps on local tensors.
+        self._ids = {id(p) for p in self._params} | {id(_torch.local_of(p)) for p in self._params}
+        self._ours: MutableMapping[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._compares = engine.context.device.type == "cpu" and not isinstance(engine.context.shard_buffers, Tiers)
+        self._sees_writes = self._compares and all_have_rows(engine)
+        self._record: Record = {}
+        self._num_steps = 0  # since the last backward
+        self._versions: int | None = None  # of all shards, as the last step left them
+        self._chain, self._num = 0, 0
+        self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # number, step, what
+        if self._compares:
+            monitor.history, monitor.compare = self.history, self.compare
+        reference = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            watch = reference()
+            if watch is not None:
+                watch.stepped(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    # -- what is seen
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, of this model or another."""
+        ours = self._ours.get(optimizer)
+        if ours is None:
+            ours = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+            self._ours[optimizer] = ours
+        if not ours:
+            return
+        self._monitor.num_steps += 1
+        if not self._compares:
+            return
+        self._num_steps += 1
+        self._record["optimizer"] = type(optimizer).__name__
+        for i, group in enumerate(optimizer.param_groups):
+            of = f" of group {i}" if i else ""
+            self._record.update({f"{key}{of}": told(value) for key, value in group.items() if key != "params"})
+        if self._sees_writes:
+            # A wrapped step counts one more write of each parameter when it is over.
+            later = sum(len(group["params"]) for group in optimizer.param_groups) * isinstance(optimizer, LocalStep)
+            self._versions = _torch.versions_of(self._params) + later
+
+    def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
+        self._monitor.busy("clips gradients")
+        if self._compares:
+            self._record["clip_grad_norm_"] = f"to {max_norm:g} by norm {norm_type:g}"
+
+    def forward_begins(self, differentiable: bool, reduces: bool) -> None:
+        if self._versions is not None and _torch.versions_of(self._params) != self._versions:
+            self._record["weights"] = "written after the optimizer's step"
+            self._versions = None
+
+    def backward_begins(self) -> None:
+        """What came since the last one becomes a record, and the mark of this one's reduces."""
+        if not self._compares:
+            return
+        first = next((unit for unit in self._engine.units if unit.trained.indices), None)
+        if first is None:
+            return
+        now = {"steps before it": str(self._num_steps), **self._record}
+        if first.trained.params[0].grad is not None:
+            now["gradients"] = "not cleared before it (zero_grad)"
+        self._chain = zlib.crc32(repr(now).encode(), self._chain)
+        self._num += 1
+        self._records.append((self._num, self._monitor.num_steps + (0 if self._num_steps else 1), now))
+        self._record, self._num_steps = {}, 0
+        for group in first.groups:
+            group.remark(self._chain)
+
+    # -- what differs
+
+    def history(self) -> dict[str, Any]:
+        """What this rank tells of its last backwards."""
+        return {"records": list(self._records)}
+
+    def compare(self, said: Mapping[int, Mapping[str, Any]]) -> str:
+        """Which ranks step otherwise than the first, since when, and in what; empty where none does."""
+        ranks = [rank for rank in sorted(said) if said[rank].get("records")]
+        if len(ranks) < 2:
+            return ""
+        first = {num: (step, record) for num, step, record in said[ranks[0]]["records"]}
+        begun, unlike = 0, []
+        for rank in ranks[1:]:
+            for num, step, record in said[rank]["records"]:
+                if num not in first or first[num][1] == record:
+                    continue
+                theirs = first[num][1]
+                keys = [key for key in {**theirs, **record} if theirs.get(key) != record.get(key)]
+                keys = [
+                    key for key in keys if (key in theirs) == (key in record)
+                ] or keys  # options of no step say nothing
+                each = [
+                    f"{key} {record.get(key, NONE)} (rank {ranks[0]}: {theirs.get(key, NONE)})" for key in keys[:SHOWN]
+                ]
+                unlike.append(f"rank {rank} has {'; '.join(each)}")
+                begun = min(begun or step, step)
+                break
+        if not unlike:
+            return ""
+        return (
+            f"ranks step differently since step {begun}: {' / '.join(unlike)}; give every rank the same optimizer, options and "
+            "number of steps, and let all write weights alike."
+        )
+
+
+NONE = "none"
+
+
+def told(value: Any) -> str:
+    """An option of an optimizer as messages show it; no device is read."""
+    if isinstance(value, Tensor):
+        return str(value.tolist()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def all_have_rows(engine: Engine) -> bool:
+    """Whether each rank has some row of some parameter: one that has none is written by nobody."""
+    num = engine.context.shard.num_ranks
+    cuts = [param.cut for unit in engine.units for param in unit.params]
+    return not engine.context.relay and all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))

@@ -1,0 +1,81 @@
+"""Ranks that step differently are named in the next backward, with what differs and since which step; others pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.support import models
+from tests.support.checks import mesh_of, one_loss
+
+pytestmark = pytest.mark.cpu("a device is not asked to compare what it reduces")
+
+
+def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool) -> str:
+    """What this rank says where the last one does something else in step 3."""
+    is_other = dist.get_rank() == mesh.size() - 1
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block})
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    if wrapped:
+        optimizer = acc.wrap_optimizer(optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    try:
+        for step in range(1, 6):
+            differs = is_other and step == 3
+            if differs and how == "lr":
+                optimizer.param_groups[0]["lr"] = 0.5
+            one_loss(model, step).backward()
+            acc.clip_grad_norm_(model, 0.5 if differs and how == "clip" else 1.0)
+            if not (differs and how == "step"):
+                optimizer.step()
+            if not (differs and how == "zero_grad"):
+                optimizer.zero_grad()
+            if differs and how == "weights":
+                with torch.no_grad():
+                    next(model.parameters()).add_(1.0)
+            schedule.step()
+    except acc.DivergenceError as error:
+        return str(error)
+    return ""
+
+
+SAID = {
+    "lr": "lr 0.5 (rank 0: 0.000333333)",
+    "clip": "clip_grad_norm_ to 0.5 by norm 2 (rank 0: to 1 by norm 2)",
+    "step": "steps before it 0 (rank 0: 1)",
+    "zero_grad": "gradients not cleared before it (zero_grad) (rank 0: none)",
+    "weights": "weights written after the optimizer's step (rank 0: none)",
+}
+
+
+@pytest.fixture
+def alone(world):
+    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_ranks_that_step_differently_are_named(alone, how):
+    last = 1
+    texts = alone.run(2, trains, acc.FULL_SHARD, how, True)
+    for text in texts:
+        assert text.startswith("ranks step differently since step 3: "), text
+        assert f"rank {last} has {SAID[how]}" in text
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "full_shard"])
+def test_under_every_strategy(alone, strategy):
+    texts = alone.run_mesh(*mesh_of(STRATEGIES[strategy]), trains, STRATEGIES[strategy], "lr", False)
+    assert all(f"has {SAID['lr']}" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_who_step_alike_pass(world, wrapped):
+    for strategy in STRATEGIES.values():
+        assert set(world.run_mesh(*mesh_of(strategy), trains, strategy, "alike", wrapped)) == {""}

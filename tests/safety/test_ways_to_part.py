@@ -1,0 +1,74 @@
+"""Scripts in which one rank parts from the others: every other rank says why, first and truly, and ends in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accordion.safety.causes import ADVICE, advice
+from tests.support.ways_to_part import MARGIN_S, TIMEOUT_S, WAYS
+
+SAMPLE = [
+    "raises in its backward",
+    "is interrupted in the loader",
+    "exits with 0 in the loader",
+    "is killed at the optimizer",
+    "rank 0 is killed in its forward",
+    "evaluates",
+    "skips its backward",
+    "rank 0 saves at the end",
+]
+MOST_UNTRUE = 0.05
+
+
+def what_becomes_of(names: list[str]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.support.ways_to_part", "--json", "--only", ",".join(f"={n}" for n in names)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_a_sample_of_ways_is_told_truly_and_in_time() -> None:
+    found = what_becomes_of(SAMPLE)
+    assert [one["way"] for one in found if not one["true"]] == [], found
+
+
+@pytest.mark.slow
+def test_ways_to_part() -> None:
+    """95 of 100 are told truly, none ends in silence, none later than the time-out allows."""
+    found = what_becomes_of(list(WAYS))
+    assert len(found) >= 100
+    assert not [one["way"] for one in found if one["late"] or one["seconds"] > TIMEOUT_S + MARGIN_S]
+    silent = [one["way"] for one in found if not all(one["said"][str(r)] for r in WAYS[one["way"]].speakers)]
+    assert not silent
+    untrue = [one["way"] for one in found if not one["true"]]
+    assert len(untrue) <= MOST_UNTRUE * len(found), untrue
+
+
+TRAINS = {"what": "gathers unit 0 (root)"}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({0: TRAINS, 1: TRAINS}, ADVICE),
+        ({0: TRAINS, 1: {**TRAINS, "evaluates": True}}, "rank 1 runs a forward without gradients"),
+        ({0: {**TRAINS, "left_out": True}, 1: TRAINS, 2: {**TRAINS, "left_out": True}}, "rank 0, 2 has left out the backward"),
+        ({0: {**TRAINS, "left_out": True}, 1: {**TRAINS, "left_out": True}}, ADVICE),
+        ({0: {**TRAINS, "left_out": True, "caught": "failed: OutOfMemoryError"}, 1: TRAINS}, "rank 0 has caught an error"),
+        ({0: {"what": "saves a checkpoint"}, 1: TRAINS}, "rank 0 saves a checkpoint alone; all ranks must"),
+        ({0: {"what": "saves a checkpoint"}, 1: {"what": "saves a checkpoint"}}, ADVICE),
+    ],
+)  # fmt: skip
+def test_what_people_usually_did(said: dict[int, dict[str, Any]], expected: str) -> None:
+    assert advice(said).startswith(expected)

@@ -1,0 +1,740 @@
+"""All ways in which ranks part, each as a program of a user's own: how long the others wait, and what they print.
+
+`python -m tests.support.ways_to_part > docs/ways-to-part.md` runs every way and writes the table; `--only a,b` runs
+some, `--json` prints what was found. A way is a training script in which one rank does something else, once. Processes are
+forked from this one, which has imported what they need; a rank then ends as a script of Python's own does, hooks and exit
+code included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import faulthandler
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import accordion as acc
+from tests.support import models
+
+TIMEOUT_S = 20.0  # of the process group
+MARGIN_S = 5.0  # beyond it every rank has ended
+STEPS = 6
+AT = 3  # the step in which ranks part, unless the way says another
+NUM_AT_A_TIME = 6
+ONE = 1  # the rank that parts, unless the way says another
+
+
+class Script:
+    """One rank's training; a way overrides what the one rank does elsewhere, by the name of the moment.
+
+    `model`, `optimizer`: as a user makes them. `here`: whether this is the rank that parts, in the step in which it does.
+    """
+
+    strategy = acc.FULL_SHARD
+
+    def __init__(self, way: Way, rank: int, num_ranks: int, folder: str, at: Callable[[], None]) -> None:
+        self.way, self.rank, self.num_ranks, self.folder, self._at = way, rank, num_ranks, folder, at
+        self.step = 0
+
+    @property
+    def is_one(self) -> bool:
+        return self.rank == self.way.one
+
+    @property
+    def here(self) -> bool:
+        return self.is_one and self.step == self.way.step
+
+    def moment(self, name: str) -> None:
+        """The way's own deed, at the moment that it names."""
+        if self.here and name in self.way.deeds:
+            self._at()
+            self.way.deeds[name](self)
+
+    def train(self) -> None:
+        way = self.way
+        self.moment("before_group")
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        self.step = 0
+        self.moment("before_shard")
+        options = dict(way.options)
+        if self.is_one:
+            if way.others_options:
+                self._at()
+            options |= way.others_options
+        mesh = None
+        if options.get("strategy", acc.FULL_SHARD).hybrid:
+            mesh = init_device_mesh("cpu", (2, self.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+        plain = models.Tiny(**(way.others_model if self.is_one and way.others_model else way.model))
+        self.model = acc.shard(plain, mesh, units={models.Block}, **options)
+        self.optimizer = self.make_optimizer()
+        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
+        self.model.head.register_forward_hook(self._watch)
+        self.moment("before_training")
+        for self.step in range(1, STEPS + 1):
+            self.moment("loader")
+            tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
+            self.one_step(tokens, targets)
+        self.moment("end")
+        if "leaves_group" in way.deeds:
+            dist.destroy_process_group()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        kind, options = torch.optim.AdamW, {"lr": 1e-3}
+        if self.is_one and self.way.others_optimizer:
+            self._at()
+            kind, options = self.way.others_optimizer
+        made = kind(self.model.parameters(), **options)
+        return acc.wrap_optimizer(made) if self.way.wrapped else made
+
+    def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        if self.here and "backward" in self.way.deeds and out.requires_grad:
+            out.register_hook(lambda grad: self.moment("backward"))
+
+    def one_step(self, tokens: Tensor, targets: Tensor) -> None:
+        try:
+            with self._no_sync():
+                loss = self.loss(tokens, targets)
+                if self.here and "skips_backward" in self.way.deeds:
+                    self._at()
+                else:
+                    loss.backward()
+        except torch.OutOfMemoryError:
+            if not self.way.swallows:
+                raise
+        self.moment("after_backward")
+        if not (self.here and "skips_clip" in self.way.deeds):
+            if self.way.clips:
+                acc.clip_grad_norm_(self.model, 1.0)
+        else:
+            self._at()
+        self.moment("before_step")
+        if not (self.here and "skips_step" in self.way.deeds):
+            self.optimizer.step()
+        else:
+            self._at()
+        self.moment("after_step")
+        if not (self.here and "skips_zero_grad" in self.way.deeds):
+            self.optimizer.zero_grad()
+        else:
+            self._at()
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        if self.here and "no_sync" in self.way.deeds:
+            self._at()
+            with acc.no_sync(self.model):
+                yield
+        else:
+            yield
+
+
+Deed = Callable[[Script], Any]
+
+
+def nothing(script: Script) -> None:
+    """The deed of ways that leave something out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to part. `says`: patterns, all of which the first sentence of every other rank has, in any order.
+
+    `deeds`: by moment, of the rank `one` in step `step`. `others_...`: what that rank is given in place of the rest. `all_say`:
+    that rank says it too. `one_says`: it alone does.
+    """
+
+    name: str
+    kind: str
+    says: Sequence[str]
+    deeds: dict[str, Deed] = field(default_factory=dict)
+    one: int = ONE
+    step: int = AT
+    num_ranks: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    others_options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    others_model: dict[str, Any] = field(default_factory=dict)
+    others_optimizer: Any = None
+    wrapped: bool = True
+    clips: bool = False
+    swallows: bool = False
+    all_say: bool = False
+    one_says: bool = False  # and the others nothing
+
+    @property
+    def speakers(self) -> list[int]:
+        if self.one_says:
+            return [self.one]
+        return [rank for rank in range(self.num_ranks) if self.all_say or rank != self.one]
+
+
+# -- how a rank ends
+
+
+def fails(script: Script) -> None:
+    raise ValueError("bad sample")
+
+
+def runs_out(script: Script) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def is_interrupted(script: Script) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+
+def exits(code: int) -> Deed:
+    return lambda script: sys.exit(code)
+
+
+def vanishes(code: int) -> Deed:
+    return lambda script: os._exit(code)
+
+
+def is_killed(number: signal.Signals) -> Deed:
+    return lambda script: os.kill(os.getpid(), number)
+
+
+ENDS: dict[str, tuple[Deed, str]] = {
+    "raises": (fails, "ValueError: bad sample"),
+    "is out of memory": (runs_out, "OutOfMemoryError"),
+    "is interrupted": (is_interrupted, "interrupted"),
+    "exits with 0": (exits(0), "has ended"),
+    "exits with 3": (exits(3), "has ended"),
+    "calls os._exit(0)": (vanishes(0), "without a word"),
+    "calls os._exit(7)": (vanishes(7), "without a word"),
+    "is killed": (is_killed(signal.SIGKILL), "without a word"),
+    "is terminated": (is_killed(signal.SIGTERM), "without a word"),
+    "aborts": (is_killed(signal.SIGABRT), "without a word"),
+}
+MOMENTS = {
+    "before_training": ("before the first forward", 0),
+    "loader": ("in the loader", AT),
+    "forward": ("in its forward", AT),
+    "backward": ("in its backward", AT),
+    "before_step": ("at the optimizer", AT),
+}
+
+
+def ends() -> Iterator[Way]:
+    for how, (deed, said) in ENDS.items():
+        for moment, (where, step) in MOMENTS.items():
+            if moment == "backward" and how in ("exits with 0", "exits with 3"):
+                continue  # autograd turns it into an error of its own
+            says = ["rank 1", said]
+            yield Way(name=f"{how} {where}", kind="a rank ends", says=says, deeds={moment: deed}, step=step)
+    for moment in ("forward", "backward", "before_step"):
+        where = MOMENTS[moment][0]
+        deed = {moment: fails}
+        yield Way(
+            name=f"raises {where}, first step", kind="a rank ends", says=["rank 1", "bad sample"], deeds=deed, step=1
+        )
+        yield Way(
+            name=f"rank 0 raises {where}",
+            kind="a rank ends",
+            says=["rank 0", "bad sample"],
+            deeds=deed,
+            one=0,
+            num_ranks=3,
+        )
+        yield Way(
+            name=f"rank 2 of 3 raises {where}",
+            kind="a rank ends",
+            says=["rank 2", "bad sample"],
+            deeds=deed,
+            one=2,
+            num_ranks=3,
+        )
+    for moment in ("before_training", "forward", "before_step"):
+        where, step = MOMENTS[moment]
+        yield Way(
+            name=f"rank 0 is killed {where}", kind="a rank ends", says=["rank 0", "without a word"],
+            deeds={moment: is_killed(signal.SIGKILL)}, one=0, num_ranks=3, step=step,
+        )  # fmt: skip
+
+
+# -- what one rank does alone
+
+
+def evaluates(script: Script) -> None:
+    with torch.no_grad():
+        script.model(models.batch(9, 0, 0, vocab=48)[0])
+
+
+def forwards_again(script: Script) -> None:
+    script.model(models.batch(9, 0, 0, vocab=48)[0])
+
+
+def skips_a_batch(script: Script) -> None:
+    script.step += 1
+
+
+def calls_a_block(script: Script) -> None:
+    script.model.blocks[1](torch.ones(2, 3, 32, requires_grad=True)).sum().backward()
+
+
+def clips(script: Script) -> None:
+    acc.clip_grad_norm_(script.model, 1.0)
+
+
+def norm_of_dtensor(script: Script) -> None:
+    float(next(script.model.parameters()).grad.norm())  # type: ignore[union-attr, arg-type]
+
+
+def full_tensor(script: Script) -> None:
+    next(script.model.parameters()).full_tensor()  # type: ignore[attr-defined]
+
+
+def takes_full_state(script: Script) -> None:
+    acc.full_state_dict(script.model)
+
+
+def saves(script: Script) -> None:
+    acc.save(f"{script.folder}/step", script.model, script.optimizer)
+
+
+def saves_behind(script: Script) -> None:
+    acc.save(f"{script.folder}/step", script.model, script.optimizer, background=True)
+
+
+def shows_full(script: Script) -> None:
+    with acc.full_params(script.model):
+        pass
+
+
+def waits_at_barrier(script: Script) -> None:
+    dist.barrier()
+
+
+def reduces(script: Script) -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def loads_full(script: Script) -> None:
+    script.model.load_state_dict(models.Tiny().state_dict())
+
+
+def trains_less(script: Script) -> None:
+    script.model.blocks[1].requires_grad_(False)
+
+
+def sleeps(script: Script) -> None:
+    time.sleep(TIMEOUT_S + 4)
+
+
+def leaves_group(script: Script) -> None:
+    dist.destroy_process_group()
+    time.sleep(TIMEOUT_S)
+
+
+def alone() -> Iterator[Way]:
+    kind = "a rank does alone"
+    loner: list[tuple[str, str, Deed, Sequence[str]]] = [
+        ("evaluates", "loader", evaluates, ["rank 1", "evaluat"]),
+        ("calls the model again", "after_backward", forwards_again, ["rank 1", "forward"]),
+        ("calls a block", "loader", calls_a_block, ["rank 1", r"blocks\.1"]),
+        ("clips", "after_backward", clips, ["rank 1", "clip"]),
+        ("takes the norm of a DTensor", "after_backward", norm_of_dtensor, ["rank 1", r"norm\(\)"]),
+        ("takes a full tensor", "after_backward", full_tensor, ["rank 1", "do not match"]),  # gloo aborts
+        ("takes the full state dict", "loader", takes_full_state, ["rank 1", "full state dict"]),
+        ("saves", "loader", saves, ["rank 1", "saves"]),
+        ("saves in the background", "loader", saves_behind, ["rank 1", "saves"]),
+        ("shows full parameters", "loader", shows_full, ["rank 1", "full parameters"]),
+        ("waits at a barrier", "loader", waits_at_barrier, ["rank 1", "barrier"]),
+        ("reduces a tensor of its own", "loader", reduces, ["rank 1", "all_reduce"]),
+        ("loads a state dict", "loader", loads_full, ["rank 1", "load_state_dict|loads|state dict"]),
+        ("freezes a block", "loader", trains_less, ["rank 1", r"training 0 of|train"]),
+        ("leaves the process group", "loader", leaves_group, ["rank 1", "process group"]),
+        ("sleeps in the loader", "loader", sleeps, ["rank 1", r"sleep"]),
+        ("sleeps in its forward", "forward", sleeps, ["rank 1", r"sleep"]),
+        ("sleeps before the first forward", "before_training", sleeps, ["rank 1", r"sleep"]),
+    ]
+    for name, moment, deed, says in loner:
+        yield Way(name=name, kind=kind, says=says, deeds={moment: deed}, step=0 if moment == "before_training" else AT)
+    for name, deed in [
+        ("saves", saves),
+        ("takes the full state dict", takes_full_state),
+        ("takes a full tensor", full_tensor),
+        ("evaluates", evaluates),
+    ]:
+        yield Way(
+            name=f"rank 0 {name} at the end", kind=kind, says=["rank 1 has ended its program"], deeds={"end": deed}, one=0,
+            step=STEPS, one_says=True,
+        )  # fmt: skip
+    for name, key, says in [
+        ("skips its backward", "skips_backward", ["rank 1", "backward"]),
+        ("leaves a clip out", "skips_clip", ["rank 1|rank 0", "clip"]),
+        ("backs under no_sync", "no_sync", ["rank 1", "no_sync|backward"]),
+    ]:
+        yield Way(name=name, kind=kind, says=says, deeds={key: nothing}, clips=key == "skips_clip")
+    for moment in ("forward", "backward"):
+        said = "OutOfMemoryError" if moment == "forward" else "do not match"  # gloo aborts
+        yield Way(
+            name=f"swallows an out-of-memory error in its {moment}", kind=kind, says=["rank 1", said],
+            deeds={moment: runs_out}, swallows=True,
+        )  # fmt: skip
+
+
+# -- what differs in silence
+
+
+def changes_weights(script: Script) -> None:
+    with torch.no_grad():
+        next(script.model.blocks[0].parameters()).add_(1e-3)
+
+
+def drifts(script: Script) -> None:
+    with torch.no_grad():
+        for p in script.model.blocks[0].parameters():
+            p.to_local().view(-1)[:1].add_(1e-3)  # type: ignore[attr-defined]
+
+
+def lowers_lr(script: Script) -> None:
+    script.optimizer.param_groups[0]["lr"] = 5e-4
+
+
+def steps_twice(script: Script) -> None:
+    script.optimizer.step()
+
+
+def differs() -> Iterator[Way]:
+    kind = "a rank steps alone"
+    adam = torch.optim.AdamW
+    for name, other, said in [
+        ("another learning rate", (adam, {"lr": 2e-3}), r"lr"),
+        ("other betas", (adam, {"lr": 1e-3, "betas": (0.8, 0.99)}), "betas"),
+        ("another weight decay", (adam, {"lr": 1e-3, "weight_decay": 0.2}), "weight_decay"),
+        ("another eps", (adam, {"lr": 1e-3, "eps": 1e-6}), "eps"),
+        ("amsgrad", (adam, {"lr": 1e-3, "amsgrad": True}), "amsgrad"),
+        ("another kind of optimizer", (torch.optim.SGD, {"lr": 1e-3}), "SGD"),
+    ]:
+        for wrapped in (True, False):
+            yield Way(
+                name=f"{name}{'' if wrapped else ', not wrapped'}", kind=kind, says=["rank 1", said, "step 1"],
+                others_optimizer=other, wrapped=wrapped, all_say=True,
+            )  # fmt: skip
+    silent: list[tuple[str, dict[str, Deed], Sequence[str]]] = [
+        ("lowers its learning rate", {"before_step": lowers_lr}, ["rank 1", "lr", "step 3"]),
+        ("leaves a step out", {"skips_step": nothing}, ["rank 1", "step"]),
+        ("steps twice", {"before_step": steps_twice}, ["rank 1", "step"]),
+        ("leaves zero_grad out", {"skips_zero_grad": nothing}, ["rank 1", "zero_grad"]),
+        ("changes weights", {"after_step": changes_weights}, ["rank 1", "weights|written"]),
+    ]
+    for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM, acc.NO_SHARD, acc.HYBRID_SHARD):
+        num_ranks = 4 if strategy.hybrid else 2
+        for name, deeds, says in silent:
+            yield Way(
+                name=f"{name}, {strategy.name}", kind=kind, says=says, deeds=deeds, options={"strategy": strategy}, all_say=True,
+                num_ranks=num_ranks,
+            )  # fmt: skip
+    for strategy, num_ranks in ((acc.NO_SHARD, 2), (acc.HYBRID_SHARD, 4)):
+        yield Way(
+            name=f"its replica drifts, {strategy.name}", kind=kind, says=["rank 1|replica"], deeds={"after_step": drifts},
+            options={"strategy": strategy}, all_say=True, num_ranks=num_ranks,
+        )  # fmt: skip
+
+
+# -- what `shard` is given, forks and threads
+
+
+def forks(script: Script) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            evaluates(script)
+        except BaseException as error:
+            os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
+            os._exit(4)
+        os._exit(0)
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            raise ValueError("the child has ended")
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise ValueError("the child waits")
+
+
+def threads(script: Script) -> None:
+    """A second thread calls the model while this one is inside."""
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            evaluates(script)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    raise found[0] if found else ValueError("the second thread waits")
+
+
+def given() -> Iterator[Way]:
+    kind = "shard is given something else"
+    for name, options, said in [
+        ("another strategy", {"strategy": acc.SHARD_GRAD_OP}, "strategy"),
+        ("another precision", {"precision": acc.Precision(params=torch.bfloat16)}, "precision"),
+        ("another reduce_op", {"reduce_op": "sum"}, "reduce_op"),
+        ("another debug mode", {"debug": "order"}, "debug"),
+        ("an offload", {"offload": acc.Offload(optimizer="host")}, "offload"),
+        ("checkpointed activations", {"checkpoint_activations": "full"}, "checkpoint_activations"),
+        ("another prefetch", {"prefetch": acc.Prefetch(budget_bytes=1 << 20)}, "prefetch"),
+    ]:
+        yield Way(name=name, kind=kind, says=["rank 1", said], others_options=options, all_say=True)
+    for name, model, said in [
+        ("a wider model", {"width": 40}, "parameter"),
+        ("a block more", {"num_blocks": 4}, "unit"),
+        ("a tied head", {"tied": True}, "parameter|named"),
+    ]:
+        yield Way(name=name, kind=kind, says=["rank 1", said], others_model=model, all_say=True)
+    yield Way(
+        name="calls the model in a forked child",
+        kind="forks and threads",
+        says=["fork"],
+        deeds={"loader": forks},
+        one_says=True,
+    )
+    yield Way(
+        name="calls the model from two threads",
+        kind="forks and threads",
+        says=["thread"],
+        deeds={"forward": threads},
+        one_says=True,
+    )
+    for name, deed in (("raises", fails), ("exits with 0", exits(0)), ("is killed", is_killed(signal.SIGKILL))):
+        yield Way(
+            name=f"{name} before shard",
+            kind="a rank ends",
+            says=["rank 1|another rank"],
+            deeds={"before_shard": deed},
+            step=0,
+        )
+
+
+def later(deed: Deed) -> Deed:
+    """Once the others have their process groups, whose beginnings are torch's alone."""
+    return lambda script: (time.sleep(1), deed(script))
+
+
+WAYS: dict[str, Way] = {way.name: way for make in (ends, alone, differs, given) for way in make()}
+
+
+# -- running them
+
+
+@dataclass
+class Found:
+    """What became of one way. `said`: by rank, the first sentence that says why it ends. `seconds`: until all had ended."""
+
+    way: str
+    seconds: float
+    said: dict[int, str]
+    codes: dict[int, int]
+    late: list[int]
+
+    @property
+    def is_true(self) -> bool:
+        way = WAYS[self.way]
+        told = [self.said.get(r, "") for r in way.speakers]
+        return not self.late and all(is_ours(text) and all(re.search(p, text) for p in way.says) for text in told)
+
+
+def is_ours(text: str) -> bool:
+    return text.startswith(("accordion", "child: "))
+
+
+def sentence_of(text: str) -> str:
+    """The first line that tells why a process ends: ours, or the last line of a traceback."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]  # torch puts it before each
+    for line in lines:
+        if re.match(r"(accordion: |accordion\.errors\.\w+Error: |child: )", line):
+            return line
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Interrupt|Exception)\b", line)]
+    return errors[-1] if errors else ""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Run:
+    """Owns the processes of one way."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.folder = tempfile.mkdtemp(prefix="ways-")  # removed by this process alone, not by the ranks that it forks
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.late: list[int] = []
+        self.begun = time.monotonic()
+        self.ended = self.begun
+
+    def path(self, name: str) -> Path:
+        return Path(self.folder, name)
+
+    def start(self) -> Callable[[], None] | None:
+        """Fork the ranks. In a rank gives what it has to do, else None."""
+        port = free_port()
+        for rank in range(self.way.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(self.way.num_ranks)
+                )
+                out = os.open(self.path(f"rank{rank}"), os.O_WRONLY | os.O_CREAT)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                faulthandler.register(signal.SIGUSR1, all_threads=True)
+                moment = self.path("moment")
+                torch.manual_seed(0)
+                return Script(self.way, rank, self.way.num_ranks, self.folder, moment.touch).train
+            self.pids[rank] = pid
+        return None
+
+    def poll(self) -> bool:
+        """Whether all ranks have ended; those that stay too long are ended."""
+        for rank, pid in self.pids.items():
+            if rank not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+                    self.ended = time.monotonic()
+        if len(self.codes) == len(self.pids):
+            return True
+        moment = self.path("moment")
+        since = time.time() - moment.stat().st_mtime if moment.exists() else 0.0
+        if since > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
+            self.late = [rank for rank in self.pids if rank not in self.codes]
+            for rank in self.late:
+                os.kill(self.pids[rank], signal.SIGUSR1)  # it says where it is
+            time.sleep(0.5)
+            for rank in self.late:
+                os.kill(self.pids[rank], signal.SIGKILL)
+        return False
+
+    def found(self) -> Found:
+        moment = self.path("moment")
+        begun = moment.stat().st_mtime - time.time() + time.monotonic() if moment.exists() else self.begun
+        texts = {rank: self.path(f"rank{rank}").read_text(errors="replace") for rank in self.pids}
+        if os.environ.get("WAYS_VERBOSE"):
+            for rank, text in texts.items():
+                print(f"--- {self.way.name}: rank {rank} ({self.codes[rank]})\n{text}", file=sys.stderr)
+        said = {rank: sentence_of(text) for rank, text in texts.items()}
+        shutil.rmtree(self.folder, ignore_errors=True)
+        seconds = self.ended - begun
+        late = self.late or (list(self.pids) if seconds > TIMEOUT_S + MARGIN_S else [])
+        return Found(self.way.name, seconds, said, self.codes, late)
+
+
+def run(ways: Sequence[Way], note: Callable[[Found], None] = lambda found: None) -> list[Found] | Callable[[], None]:
+    """All of them, several at a time; in a forked rank, what that rank has to do."""
+    waiting, under_way, done = list(ways), list[Run](), list[Found]()
+    while waiting or under_way:
+        while waiting and len(under_way) < NUM_AT_A_TIME:
+            one = Run(waiting.pop(0))
+            under_way.append(one)
+            if (job := one.start()) is not None:
+                return job
+        time.sleep(0.05)
+        for one in [one for one in under_way if one.poll()]:
+            under_way.remove(one)
+            done.append(one.found())
+            note(done[-1])
+    order = {way.name: i for i, way in enumerate(ways)}
+    return sorted(done, key=lambda found: order[found.way])
+
+
+def table(found: Sequence[Found]) -> str:
+    """The page."""
+    true, late = sum(f.is_true for f in found), sum(bool(f.late) for f in found)
+    silent = sum(not all(f.said.get(r) for r in WAYS[f.way].speakers) for f in found)
+    lines = [
+        "# Ways to part",
+        "",
+        "What becomes of a job in which one rank does something else than the others: each row is a script of two to four gloo",
+        "ranks, without a launcher, in which one of them parts from the rest once. The seconds are from that moment until every",
+        f"rank has ended; the process group's time-out is {TIMEOUT_S:g} s. What is printed is the first sentence of the others.",
+        "`python -m tests.support.ways_to_part > docs/ways-to-part.md` runs them and writes this page.",
+        "",
+        f"{len(found)} ways: {true} are told truly, {silent} are silent, {late} take longer than the time-out plus "
+        f"{MARGIN_S:g} s.",
+        "",
+        "| way | seconds | what the others print | true |",
+        "|---|---|---|---|",
+    ]
+    for f in found:
+        way = WAYS[f.way]
+        said = (
+            f.said.get(way.speakers[0], "")
+            .removeprefix("accordion: ")
+            .removeprefix("accordion.errors.")
+            .replace("|", "\\|")
+            or "(nothing)"
+        )
+        said = re.sub(r"/\S*/(?=[\w.]+\.py)", "", said)
+        lines.append(f"| {way.kind}: {f.way} | {f.seconds:.0f} | {said} | {'yes' if f.is_true else 'no'} |")
+    return "\n".join(lines)
+
+
+def main() -> Callable[[], None] | None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--only", default="", help="names of ways, or parts of them, separated by commas; after = the whole name"
+    )
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through at the end of each rank
+    parts = re.split(r",(?==)", given.only) if given.only.startswith("=") else [p for p in given.only.split(",") if p]
+    ways = [
+        way for way in WAYS.values() if not parts or any(part == f"={way.name}" or part in way.name for part in parts)
+    ]
+
+    def note(found: Found) -> None:
+        print(
+            f"{'true' if found.is_true else 'FALSE'} {found.seconds:5.1f} s  {found.way}", file=sys.stderr, flush=True
+        )
+
+    out = run(ways, note)
+    if callable(out):
+        return out
+    if given.json:
+        print(json.dumps([{**vars(f), "true": f.is_true} for f in out]))
+    else:
+        print(table(out))
+    return None
+
+
+if __name__ == "__main__":
+    job = main()
+    if job is not None:
+        job()
