@@ -14,11 +14,13 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
+import accordion as acc
 from accordion.devices import num_cores
-from accordion.errors import UsageError
+from accordion.errors import DivergenceError, UsageError
 from accordion.train import launch
 from accordion.train.launch import RankPlace
 
@@ -42,8 +44,26 @@ def fails(place: RankPlace, store: Store, kind: str, mark: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "refuses":
             raise UsageError("planted,\nin rank 1")
+        if kind == "parts":
+            raise DivergenceError("planted in rank 1")
+        if kind == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
     dist.all_reduce(torch.ones(1))
     time.sleep(600)
+
+
+def trains(place: RankPlace, store: Store, number: int, mark: str) -> None:
+    """A signal comes to rank 1 in its third step."""
+    join(place, store)
+    torch.manual_seed(0)
+    model = acc.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    for step in range(6):
+        if place.rank == 1 and step == 3:
+            with open(mark, "w") as file:
+                file.write(str(time.time()))
+            os.kill(os.getpid(), number)
+        model(torch.ones(2, 4)).sum().backward()
 
 
 def hangs(place: RankPlace, store: Store, mark: str) -> None:
@@ -63,7 +83,9 @@ def ended_within(mark: str) -> bool:
 
 EXPECTED = {
     "raises": (1, "ZeroDivisionError: planted in rank 1"),
-    "dies": (1, "accordion: rank 1 was ended by SIGKILL; the others were stopped.\n"),
+    "parts": (3, "accordion: planted in rank 1\n"),
+    "interrupted": (130, "accordion: rank 1 was interrupted; the others were stopped.\n"),
+    "dies": (137, "accordion: rank 1 was ended by SIGKILL; the others were stopped.\n"),
     "refuses": (2, "accordion: planted, in rank 1\n"),
 }
 
@@ -84,6 +106,17 @@ def test_a_failing_rank_ends_the_others(
         assert "raise ZeroDivisionError" in told
     else:
         assert told == message
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_echo_comes_before_the_cause(
+    number: int, tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    mark = os.path.join(tmp_path, "mark")
+    assert launch.start(trains, (number, mark), 2) == 128 + number
+    assert ended_within(mark)
+    how = "interrupted" if number == signal.SIGINT else "ended by SIGKILL"
+    assert capfd.readouterr().err == f"accordion: rank 1 was {how}; the others were stopped.\n"
 
 
 def test_a_rank_that_does_not_communicate_is_ended_too(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.safety import divergence
+from accordion.safety import divergence, party_line
 from tests.devices import device
 from tests.support.checks import logged
 
@@ -31,21 +32,32 @@ class Skips(nn.Module):
         return x
 
 
-def leaves_late(mesh) -> None:
+def leaves_late(mesh, log: str) -> None:
     model, x = acc.shard(Skips(), mesh, units={nn.Sequential}), torch.randn(2, 16, device=device())
     for _ in range(6):
         model(x).square().mean().backward()
         model.zero_grad()
     torch.accelerator.synchronize()
     model.leaves_out = mesh.get_local_rank() == 0
-    with mock.patch.multiple(divergence, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0), logged() as said:
+    logging.getLogger("accordion").addHandler(logging.FileHandler(f"{log}/{mesh.get_local_rank()}"))
+    with (
+        mock.patch.multiple(divergence, PATIENCE_S=0.1, POLL_S=0.05, LOST_S=6.0),
+        mock.patch.object(party_line, "NAMED_S", 1.0),
+        logged() as said,
+    ):
         try:
             model(x).square().mean().backward()
         except acc.DivergenceError as error:
             raise AssertionError("; ".join([*said, str(error)])) from None
+        torch.accelerator.synchronize()  # for good
 
 
-def test_the_rank_that_waits_says_what_it_does_and_that_the_others_cannot_be_asked(world):
-    with pytest.raises(AssertionError, match=r"nothing is heard of rank 1: .* ranks have come to nothing new") as found:
-        world.run(2, leaves_late)
+def test_who_waits_says_what_each_does_and_who_waits_on_its_device_is_told_by_a_thread(world, tmp_path):
+    with pytest.raises(
+        AssertionError, match=r"rank 1 .* at test_late_order.py:\d+ .* ranks have come to nothing new"
+    ) as found:
+        world.run(2, leaves_late, str(tmp_path))
     assert divergence.UNHEARD in str(found.value)
+    said = (tmp_path / "1").read_text()
+    assert "rank 0 enters unit 3 (blocks.2) in its forward" in said
+    assert "`torch.accelerator.synchronize()  # for good` and may wait for it on its device" in said

@@ -344,7 +344,7 @@ def trains_less(script: Script) -> None:
 
 
 def sleeps(script: Script) -> None:
-    time.sleep(TIMEOUT_S + 4)
+    time.sleep(TIMEOUT_S + 3)
 
 
 def leaves_group(script: Script) -> None:

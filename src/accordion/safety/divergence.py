@@ -76,7 +76,9 @@ class DivergenceMonitor(Observer):
         # Weakly: it ends with the job's process groups, which a model may outlive.
         self._line: Callable[[], PartyLine | None] = lambda: None
         if self._store is not None:
-            self._line = weakref.ref(PartyLine.of_job(self._ranks, self._rank, self._store, self._prefix))
+            line = PartyLine.of_job(self._ranks, self._rank, self._store, self._prefix)
+            line.names_waits = line.names_waits or self.asks_in_vain
+            self._line = weakref.ref(line)
         self.num_steps = 0  # of optimizers, on parameters of this model
         self._failed_in = ""  # the unit in whose forward an error came up
         self._has_told = False
@@ -154,14 +156,18 @@ class DivergenceMonitor(Observer):
         if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
             self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        num_apart, next_s, deadline = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s
+        num_apart, next_s, deadline, waits = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s, False
         while not self._is_there(go, next_s, said["what"]):
             self.busy(said["what"])
+            if self.asks_in_vain and not waits:
+                waits = self._say_waits(self._doing(said["what"]))
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
                 self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
         self.busy(None)
+        if waits:
+            self._say_waits("")
         found = None
         if self._store.get(go) != same.encode():
             found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
@@ -210,6 +216,12 @@ class DivergenceMonitor(Observer):
         line = self._line()
         if line is not None:
             line.doing = what
+
+    def _say_waits(self, what: str) -> bool:
+        line = self._line()
+        if line is not None:
+            line.say_waits(what)
+        return bool(what)
 
     def _doing(self, what: str) -> str:
         line = self._line()
@@ -400,7 +412,10 @@ class DivergenceMonitor(Observer):
             others = ", ".join(
                 f"rank {rank} {post['what']}" for rank, post in posts.items() if rank != self._rank and "what" in post
             )
-            text = f"ranks are in different units: this rank {what}, {others or 'another rank another one'}; {advice(posts)}"
+            gone = self._gone(self._ranks)
+            ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
+            each = f"this rank {what}, {others or 'another rank another one'}{ended}"
+            text = f"ranks are in different units: {each}; {advice(posts)}"
         if (line := self._line()) is not None:
             line.say_failed(self._prefix, f"failed: {text}")
         self._break(text)

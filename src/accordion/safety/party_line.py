@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import linecache
+import logging
 import os
 import secrets
 import selectors
@@ -29,6 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accordion import _torch
 from accordion.errors import DivergenceError
 
+log = logging.getLogger("accordion")
 KEPT = "accordion/line/"  # before the ranks of a line, in the name under which it is kept
 CONNECT_S = 5.0
 MEETING_S = 60.0  # after which nobody can join: the socket that listens is open while ranks meet, and not during the job
@@ -37,6 +39,7 @@ READ_BYTES = 1 << 16
 TOLD_LETTERS = 400  # of an error
 LINE_LETTERS = 120  # of a line of a program
 ECHO_S = 2.0  # in which the cause of what looks like an echo is heard, if anybody tells
+NAMED_S = 3.0  # after which a rank whose device may wait for another one says so
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
     "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
@@ -98,6 +101,7 @@ class PartyLine:
     def __init__(self, ranks: Sequence[int], rank: int, store: Any, name: str) -> None:
         """A collective of `ranks`, who meet in `store` under `name`."""
         self.doing: str | None = None
+        self.names_waits = False  # whether this rank may wait on its device, where only the thread can say for whom
         self.phase = ""  # of the step under way, in words that follow a verb
         self._ends = _Ends(sorted(ranks), rank, weakref.ref(self))
         self.ended, self.failed = self._ends.ended, self._ends.failed
@@ -146,6 +150,10 @@ class PartyLine:
         """A step of a model has failed here, so that others wait for it in vain; `text` follows the rank's number."""
         self._ends.say({"failed": text, "model": model})
 
+    def say_waits(self, what: str) -> None:
+        """This rank waits long where others may not notice; empty: no more."""
+        self._ends.say({"waits": what})
+
     def say_well(self, model: str) -> None:
         """What was said of that model holds no longer."""
         self._ends.say({"well": model})
@@ -184,6 +192,7 @@ class _Ends:
         # In the order in which they were heard: rank, model or "" for the whole program, and what was said.
         self._causes: list[tuple[int, str, str]] = []
         self._echoes: list[tuple[int, str, str]] = []
+        self._waits: dict[int, str] = {}  # by rank, of those that wait long
         self._answers: dict[int, dict[int, str]] = {}
         self._num_asked = 0
         self._heard, self._sending = threading.Condition(), threading.Lock()
@@ -310,11 +319,31 @@ class _Ends:
             self._heard.notify_all()
         if self.leads and said["rank"] != self.rank:
             self._send_all(said, but=said["rank"])
+        line = self._line()
+        if line is not None and line.names_waits and said["rank"] != self.rank and self._names(said["rank"]):
+            timer = threading.Timer(NAMED_S, self._name, (said["rank"], self._names(said["rank"]), self._here()))
+            timer.daemon = True
+            timer.start()
         if "ask" in said:
             self._send_all({"rank": self.rank, "answers": said["ask"], "to": said["rank"], "where": self._here()})
 
+    def _names(self, rank: int) -> str:
+        """Why it is of no use to wait for a rank on a device; empty where nothing is known."""
+        failed = [text for r, _, text in self._causes if r == rank]
+        return failed[0] if failed else self._waits.get(rank, "")
+
+    def _name(self, rank: int, text: str, place: str) -> None:
+        """Some time has passed since `rank` said so: name it, if this rank is where it was then."""
+        if not self.closed and self._names(rank) == text and self._here() == place:
+            log.error(
+                "rank %d %s, and this rank %s and may wait for it on its device, where no wait ends by itself; all ranks must "
+                "take the same way through the model.", rank, text.rstrip("."), place,
+            )  # fmt: skip
+
     def _note(self, said: dict[str, Any]) -> None:
         rank = said["rank"]
+        if "waits" in said:
+            self._waits[rank] = said["waits"]
         if "ended" in said:
             self.ended.setdefault(rank, said["ended"])
             (self._echoes if said.get("echo") else self._causes).append((rank, "", said["ended"]))

@@ -27,7 +27,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from accordion.devices import Devices, devices_named, num_cores
-from accordion.errors import AccordionError, UsageError
+from accordion.errors import AccordionError, DivergenceError, UsageError
+from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.owner import job_of
 
@@ -38,6 +39,8 @@ ECHO_S = 1.0
 START_S = 600  # in which all ranks of a start must have come to the store
 LAST_PORT = 65535
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # where torchrun's variables say that the store is
+# Exit codes: ranks did different things; Ctrl-C; what is added to a signal's number.
+PARTED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
 Entry = Callable[..., None]
 """What a rank runs, called with (place, store, *args); a module's own function, so that other processes can import it."""
@@ -172,12 +175,11 @@ def _failed(error: ChildFailedError) -> int:
     if sys.stderr.isatty():
         print("\033[?25h", end="", file=sys.stderr)  # the progress bar of a rank that was ended had hidden the cursor
     for rank, failure in error.failures.items():
-        if failure.exitcode < 0:
-            print(
-                f"accordion: rank {rank} was ended by {failure.signal_name()}; the others were stopped.",
-                file=sys.stderr,
-            )
-    return max(1, *(failure.exitcode for failure in error.failures.values()))
+        how = "interrupted" if failure.exitcode == INTERRUPTED else f"ended by {failure.signal_name()}"
+        if failure.exitcode < 0 or failure.exitcode == INTERRUPTED:
+            print(f"accordion: rank {rank} was {how}; the others were stopped.", file=sys.stderr)
+    first = error.get_first_failure()[1].exitcode
+    return first if first > 0 else BY_SIGNAL - first
 
 
 def guarded(entry: Entry, *args: Any) -> None:
@@ -190,14 +192,22 @@ def guarded(entry: Entry, *args: Any) -> None:
     store = of_this_start(_reached(place, os.environ), place.rank, place.world)
     try:
         entry(place, store, *args)
-    except KeyboardInterrupt:
-        os._exit(130)
+    except KeyboardInterrupt as error:
+        _say_ended(error)
+        os._exit(INTERRUPTED)
     except Exception as error:
+        _say_ended(error)
         code = _tell(error, place.rank, store)
         get_error_handler().record_exception(error)  # torchrun shows it in its summary
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not sys.exit: that waits for collectives in flight
+
+
+def _say_ended(error: BaseException) -> None:
+    """Let the ranks that share a model with this one know why it ends: it does so without what Python does at the end."""
+    for line in lines_of_job():
+        line.say_ended(told(error, line.phase), echo=is_echo(error))
 
 
 def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
@@ -255,8 +265,9 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
 
 def _tell(error: Exception, rank: int, store: Store) -> int:
     """Print why this rank ends, if it is the first one to fail. The exit code of the first, for all of them."""
-    code = 2 if isinstance(error, UsageError) else 1
-    if isinstance(error, RuntimeError):
+    code = 2 if isinstance(error, UsageError) else PARTED if isinstance(error, DivergenceError) else 1
+    if isinstance(error, RuntimeError) or is_echo(error):
+        code = 1 if is_echo(error) else code
         time.sleep(ECHO_S)
     try:
         first = store.compare_set(FAILED, "", f"{rank} {code}").decode()
