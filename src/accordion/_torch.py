@@ -725,3 +725,12 @@ def count_steps(optimizer: torch.optim.Optimizer) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     vars(optimizer)["step"] = step
+
+
+def homes_of_fully_shard() -> list[Any]:
+    """The modules of torch from which programs import it; the second is older than the first and still in use (all versions)."""
+    import torch.distributed._composable.fsdp as older
+    import torch.distributed.fsdp as public
+    import torch.distributed.fsdp._fully_shard as inner
+
+    return [public, older, inner]

@@ -18,12 +18,14 @@ COMMANDS = {
     "checkpoint": "inspect, verify, compare, export, convert and prune checkpoints",
     "plan": "say before launch what fits, how fast it runs, and which configuration to take",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
+    "run": "torchrun of a program for torch's fully_shard, unedited, on this engine",
 }
 NEEDED = {
     "checkpoint": (),
     "train": ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
     "plan": ("rich", "plotly", "transformers"),
     "bench": ("rich", "plotly"),
+    "run": (),
 }
 EXTRA = {"train": "train", "plan": "plan", "bench": "plan"}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
@@ -96,6 +98,10 @@ def _run(words: list[str]) -> int:
         from accordion.bench import command as bench
 
         return bench.run(words[1:])
+    if command == "run":
+        from accordion.compat.fsdp2 import launching
+
+        return launching.run(words[1:])
     from accordion.train import command as train  # imports the extras, seconds of them
 
     return train.run(words[1:], os.environ)

@@ -25,6 +25,7 @@ from accordion.compat.fsdp2.asked import (
     spmd_of,
 )
 from accordion.compat.fsdp2.cutting import cut_parameters
+from accordion.compat.fsdp2.installing import Installed, put
 from accordion.compat.fsdp2.lazy import Part
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
 from accordion.compat.fsdp2.module import FSDPModule, UnshardHandle, fsdp_part, sharded_class
@@ -33,6 +34,7 @@ from accordion.errors import UsageError
 
 DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()
 
+INSTALLED = ("FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -41,6 +43,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -126,3 +129,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if part.tree is not None:
             part.tree.dissolve()
         part.shares = weakref.ref(parts[0])
+
+
+def install() -> Installed:
+    """Let `torch.distributed.fsdp.fully_shard` and its companions be these, in this process, for programs that nobody edits.
+
+    Call it before models are sharded. Modules that have imported torch's names already get these, except torch's own. What it
+    returns undoes it, by `remove()` or as a context. If they are there already, nothing changes.
+    """
+    return put({name: globals()[name] for name in INSTALLED})

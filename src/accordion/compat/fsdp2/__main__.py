@@ -1,0 +1,28 @@
+"""`python -m accordion.compat.fsdp2 [-m] program ...`: a program of torch's `fully_shard`, unedited, on this engine."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from accordion.compat.fsdp2 import install
+
+
+def main(words: list[str]) -> None:
+    """Run a file, or behind `-m` a module, as Python would, with ours under torch's names."""
+    as_module = words[:1] == ["-m"]
+    words = words[as_module:]
+    if not words:
+        raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
+    sys.argv = words
+    with install():
+        if as_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(words[0]).absolute().parent)
+            runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,117 @@
+"""`compat.fsdp2.install`: programs of torch's `fully_shard`, unedited, run on this engine until the handle is removed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+
+import accordion as acc
+from accordion.compat import fsdp2
+from accordion.compat.fsdp2.launching import split
+from accordion.engine.hooks import engine_of
+from tests.compat.test_migrate import EXAMPLES, program, where
+
+
+def unedited(mesh: Any) -> None:
+    theirs = torch.distributed.fsdp.fully_shard
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = program("fsdp2_before").train(4, device=where())
+    early = types.ModuleType("imported_before")
+    early.fully_shard = theirs  # type: ignore[attr-defined]
+    sys.modules["imported_before"] = early
+    installed = fsdp2.install()
+    try:
+        assert torch.distributed.fsdp.fully_shard is early.fully_shard is fsdp2.fully_shard  # type: ignore[attr-defined]
+        module = program("fsdp2_before")
+        assert module.fully_shard is fsdp2.fully_shard
+        assert module.train(4, device=where()) == pytest.approx(expected, rel=1e-5 if where() == "cpu" else 1e-2)
+        model = torch.distributed.fsdp.fully_shard(nn.Linear(4, 4), mesh=mesh)
+        assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+        fsdp2.install().remove()  # another one changes nothing
+        assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
+    finally:
+        installed.remove()
+        del sys.modules["imported_before"]
+    assert torch.distributed.fsdp.fully_shard is early.fully_shard is theirs  # type: ignore[attr-defined]
+    installed.remove()
+    with fsdp2.install():
+        assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
+    assert torch.distributed.fsdp.fully_shard is theirs
+
+
+def test_a_program_that_nobody_edited_learns_the_same(world):
+    world.run(4, unedited)
+
+
+def prepared_by_accelerate(mesh: Any) -> None:
+    """What accelerate does for `fsdp_version: 2`; its Accelerator does without on CPU ranks, so a stand-in has the plugin."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    from tests.integrations.jobs import full, llama
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+            reshard_after_forward=True,
+        )
+        accelerator = types.SimpleNamespace(
+            state=types.SimpleNamespace(fsdp_plugin=plugin),
+            mixed_precision="no",
+            device=torch.device("cpu"),
+            is_main_process=False,
+            parallelism_config=None,
+        )
+        with fsdp2.install():
+            model = fsdp2_prepare_model(accelerator, llama(tie_word_embeddings=False))
+    plain = llama(tie_word_embeddings=False)
+    tokens = torch.arange(2, 12)[None]
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        one(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    assert engine_of(model) is not None
+    torch.testing.assert_close(full(model), full(plain))
+
+
+@pytest.mark.cpu("accelerate's plugin asks for the CPU's absence elsewhere")
+def test_accelerates_preparation_of_a_model(world):
+    pytest.importorskip("accelerate")
+    world.run(4, prepared_by_accelerate)
+
+
+def test_options_are_torchruns_and_the_rest_is_the_programs():
+    assert split(["--nproc", "2", "p.py", "--nproc", "9"]) == (["--nproc-per-node", "2"], ["p.py", "--nproc", "9"])
+    assert split(["--standalone", "--nproc=2", "p.py"]) == (["--standalone", "--nproc-per-node=2"], ["p.py"])
+    assert split(["--nnodes", "2", "-m", "a.b", "-m"]) == (["--nnodes", "2"], ["-m", "a.b", "-m"])
+    with pytest.raises(acc.UsageError, match="names no program"):
+        split(["--nproc", "2"])
+
+
+@pytest.mark.slow
+def test_accordion_run(tmp_path):
+    said = Path(tmp_path, "said.py")
+    said.write_text(
+        "import sys\nfrom torch.distributed.fsdp import fully_shard\nprint(fully_shard.__module__, sys.argv[1:], __name__)\n"
+    )
+    command = [sys.executable, "-m", "accordion", "run", "--nproc", "2"]
+    out = subprocess.run([*command, str(said), "--nproc", "3"], text=True, capture_output=True, timeout=120)
+    assert out.stdout.count("accordion.compat.fsdp2 ['--nproc', '3'] __main__") == 2, out.stderr
+    out = subprocess.run([*command, str(EXAMPLES / "fsdp2_before.py")], text=True, capture_output=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    said.write_text("raise SystemExit(3)")
+    assert subprocess.run([*command, str(said)], capture_output=True, timeout=120).returncode == 1
