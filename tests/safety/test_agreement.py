@@ -435,4 +435,5 @@ def test_a_load_on_the_first_rank_alone_is_named_where_the_others_train(alone, n
 def test_a_load_on_the_first_rank_alone_names_who_never_comes(alone):
     text, _ = alone.run(2, loads_alone, 2, False)
     assert "this rank loads full tensors (load_state_dict)" in text
-    assert "nothing is heard of rank 1" in text, text
+    assert "rank 1 is outside of the model" in text, text
+    assert "time.sleep" in text, "the line of its program"

@@ -42,7 +42,12 @@ from accordion.checkpoint.storage.folders import Folder, Local, folder_at
 from accordion.checkpoint.writing import FileLayout, WritePart, layout, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
+<<<<<<< HEAD
 from accordion.state import Only, settle
+=======
+from accordion.safety.replicas import compare_replicas
+from accordion.state import settle
+>>>>>>> h22
 
 T = TypeVar("T")
 
@@ -93,6 +98,7 @@ def save(
                 "save does not work inside full_params, where the parameters are no shards; leave it first."
             )
         settle(engine, "saves a checkpoint")
+        compare_replicas(engine)
     saver = saver_of(model)
     saver.wait()
     team = Team.of(model_tensors(model)[0].values())

@@ -8,6 +8,7 @@ from torch import nn
 
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
+from accordion.offload.tiers import Tiers
 from accordion.safety.agreement import OrderAgreement
 from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
@@ -15,6 +16,7 @@ from accordion.safety.finite import FiniteCheck
 from accordion.safety.hidden_losses import HiddenLosses
 from accordion.safety.overflow import OverflowSpread
 from accordion.safety.refusals import guard
+from accordion.safety.replicas import ReplicaCheck, has_replicas
 from accordion.safety.steps import StepWatch
 from accordion.safety.weight_reads import WeightReads
 
@@ -30,6 +32,8 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], *, agree_always: bool 
         engine.observers.attach(StepWatch(engine, monitor))
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always=agree_always), HiddenLosses()):
         engine.observers.attach(observer)
+    if monitor.listens and has_replicas(engine) and not isinstance(engine.context.shard_buffers, Tiers):
+        engine.observers.attach(ReplicaCheck(engine, monitor))
     if finite:
         engine.observers.attach(FiniteCheck(engine))
     engine.observers.attach(OverflowSpread(engine))

@@ -25,6 +25,7 @@ from accordion.optim import LocalStep
 from accordion.safety.divergence import DivergenceMonitor
 
 KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
+STEPS = "steps before it"
 SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
 """What is compared of one backward, by the name that messages show."""
@@ -101,7 +102,7 @@ class StepWatch(Observer):
         first = next((unit for unit in self._engine.units if unit.trained.indices), None)
         if first is None:
             return
-        now = {"steps before it": str(self._num_steps), **self._record}
+        now = {STEPS: str(self._num_steps), **self._record}
         if first.trained.params[0].grad is not None:
             now["gradients"] = "not cleared before it (zero_grad)"
         self._chain = zlib.crc32(repr(now).encode(), self._chain)
@@ -114,8 +115,9 @@ class StepWatch(Observer):
     # -- what differs
 
     def history(self) -> dict[str, Any]:
-        """What this rank tells of its last backwards."""
-        return {"records": list(self._records)}
+        """What this rank tells of its last backwards, and of what has come since."""
+        now = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
+        return {"records": [*self._records, now]}
 
     def compare(self, said: Mapping[int, Mapping[str, Any]]) -> str:
         """Which ranks step otherwise than the first, since when, and in what; empty where none does."""

@@ -1,0 +1,66 @@
+"""Replicas that drift without a write that anybody counts: named while they train, and before they are saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.safety.replicas import different
+from tests.support import models
+from tests.support.checks import mesh_of, one_loss
+
+REPLICATED = [name for name in STRATEGIES if name in ("no_shard", "hybrid_shard")]
+
+
+def drifts(mesh, strategy: acc.Strategy, when: str, folder: str) -> str:
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block})
+    try:
+        for step in range(5):
+            if when == "in training" and step == 2 and dist.get_rank() == 0:
+                for p in model.parameters():
+                    p.to_local().data.zero_()  # type: ignore[attr-defined]
+            one_loss(model, step).backward()
+            model.zero_grad()
+        if when == "before a save" and dist.get_rank() == 0:
+            weight = model.head.weight
+            weight.to_local().data.view(-1)[-1:].add_(1.0)  # type: ignore[operator, union-attr]
+        if when:
+            acc.save(folder, model)
+    except acc.DivergenceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def alone(world):
+    """The pool, started anew afterwards: what ranks that drifted apart have left in their groups would meet the next test."""
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("strategy", REPLICATED)
+@pytest.mark.parametrize("when", ["in training", "before a save"])
+def test_replicas_that_drift_are_named(alone, tmp_path, strategy, when):
+    strategy = STRATEGIES[strategy]
+    other = 2 if strategy.hybrid else 1  # it holds the rows of rank 0
+    for text in alone.run_mesh(*mesh_of(strategy), drifts, strategy, when, str(tmp_path / "save")):
+        assert text.startswith(f"replicas differ: rank {other} has other numbers than rank 0 in "), text
+        assert when == "in training" or "in head.weight;" in text
+    assert not (tmp_path / "save").exists()
+
+
+def test_replicas_that_are_alike_pass(world, tmp_path):
+    for name, strategy in STRATEGIES.items():
+        assert set(world.run_mesh(*mesh_of(strategy), drifts, strategy, "", str(tmp_path / name))) == {""}
+
+
+def test_ranks_are_held_against_the_first_that_has_their_rows():
+    heard = {
+        0: {"shard": 0, "digests": {"a": 1, "b": 2}},
+        1: {"shard": 1, "digests": {"a": 3, "b": 4}},
+        2: {"shard": 0, "digests": {"a": 1, "b": 2}},
+        3: {"shard": 1, "digests": {"a": 3, "b": 5}},
+    }
+    assert different(heard) == "rank 3 has other numbers than rank 1 in b"
