@@ -42,12 +42,8 @@ from accordion.checkpoint.storage.folders import Folder, Local, folder_at
 from accordion.checkpoint.writing import FileLayout, WritePart, layout, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
-<<<<<<< HEAD
-from accordion.state import Only, settle
-=======
 from accordion.safety.replicas import compare_replicas
-from accordion.state import settle
->>>>>>> h22
+from accordion.state import Only, settle
 
 T = TypeVar("T")
 
