@@ -33,7 +33,9 @@ from accordion.errors import DivergenceError
 log = logging.getLogger("accordion")
 KEPT = "accordion/line/"  # before the ranks of a line, in the name under which it is kept
 CONNECT_S = 5.0
-MEETING_S = 60.0  # after which nobody can join: the socket that listens is open while ranks meet, and not during the job
+MEETING_S = (
+    60.0  # after which nobody can join: the socket that listens is open while ranks meet, and not during the job
+)
 GREETING_BYTES = 40  # the word of this line, 32 letters, and the rank, 8 digits: a stranger does not count
 READ_BYTES = 1 << 16
 TOLD_LETTERS = 400  # of an error
