@@ -19,6 +19,7 @@ from accordion.compat import fsdp2
 from accordion.compat.fsdp2.launching import split
 from accordion.engine.hooks import engine_of
 from tests.compat.test_migrate import EXAMPLES, program, where
+from tests.integrations.jobs import needs
 
 
 def unedited(mesh: Any) -> None:
@@ -88,9 +89,9 @@ def prepared_by_accelerate(mesh: Any) -> None:
     torch.testing.assert_close(full(model), full(plain))
 
 
+@needs("accelerate")
 @pytest.mark.cpu("accelerate's plugin asks for the CPU's absence elsewhere")
 def test_accelerates_preparation_of_a_model(world):
-    pytest.importorskip("accelerate")
     world.run(4, prepared_by_accelerate)
 
 

@@ -44,7 +44,7 @@ FEATURES: dict[str, list[Feature]] = {
         works("accumulation, clipping, schedules", LIKE_DDP, "losses and norms of DDP to 1e-5 over 12 steps"),
         works("`max_grad_norm=0`", LIKE_DDP, "the norm is logged, nothing is clipped"),
         works("`gradient_checkpointing`", LIKE_DDP),
-        works("label smoothing, NEFTune", LIKE_DDP),
+        works("label smoothing, NEFTune, `group_by_length`", LIKE_DDP),
         works("`bf16`", LOW, "parameters are gathered in bf16, autocast as always; `Precision()` gathers float32"),
         works("`fp16`", LOW, "with the scaler; on CPU ranks too, where the library computes in float32"),
         works("`optimizers=(optimizer, scheduler)`", "test_trainer::test_an_optimizer_and_a_scheduler_of_the_callers"),
@@ -62,7 +62,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         works("a save that is cut short", "test_trainer::test_a_torn_checkpoint_is_never_resumed", "is never resumed"),
         works(
-            "`load_best_model_at_end`, `save_total_limit`, `save_only_model`",
+            "`load_best_model_at_end`, `save_total_limit`, `save_only_model`, early stopping",
             "test_trainer::test_the_best_model_is_loaded_and_older_checkpoints_go",
         ),
         works(

@@ -6,13 +6,21 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 VOCABULARY, LENGTH = 64, 12
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    """Skips tests where one of them is not installed; imports none, which takes seconds."""
+    missing = [name for name in libraries if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from torch import nn
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import bytes_held, full, library_job
+from tests.integrations.jobs import bytes_held, full, library_job, needs
 
-pytest.importorskip("accelerate")
+pytestmark = needs("accelerate")
 
 WIDTH = 16
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.jobs import library_job
+from tests.integrations.jobs import library_job, needs
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
-PROGRAMS = {"trainer": "transformers", "accelerate": "accelerate", "trl": "trl"}
+PROGRAMS = ["trainer", "accelerate", "trl"]
 
 
 def program(name: str) -> Any:
@@ -47,7 +47,7 @@ def learns(mesh: Any, name: str, folder: Path) -> None:
     assert sum(found[1][-3:]) < sum(found[1][:3])
 
 
+@needs("transformers", "accelerate", "trl", "peft")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_they_learn_the_same(ranks, tmp_path, name):
-    pytest.importorskip(PROGRAMS[name])
     ranks(2).run(2, learns, name, tmp_path)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import accordion as acc
-from tests.integrations.jobs import VOCABULARY, full, library_job, llama
+from tests.integrations.jobs import VOCABULARY, full, library_job, llama, needs
 
-pytest.importorskip("peft")
+pytestmark = needs("peft", "transformers")
 
 LAYERS = ["q_proj", "down_proj"]
 

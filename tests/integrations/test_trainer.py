@@ -12,10 +12,9 @@ import torch
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import bytes_held, full, library_job, llama, sentences
+from tests.integrations.jobs import bytes_held, full, library_job, llama, needs, sentences
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytestmark = needs("transformers", "accelerate")
 
 STEPS = 12
 
@@ -90,6 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation and clipping": {},
     "max_grad_norm 0": {"max_grad_norm": 0.0, "max_steps": 4},
     "gradient checkpointing": {"gradient_checkpointing": True, "max_steps": 4},
+    "grouped by length": {"train_sampling_strategy": "group_by_length", "max_steps": 4},
     "label smoothing, NEFTune": {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_steps": 4},
 }
 
@@ -261,6 +261,8 @@ def test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks(ranks, tmp
 
 
 def best(mesh: Any, folder: Path, only_model: bool) -> None:
+    from transformers import EarlyStoppingCallback
+
     with library_job():
         changes = {
             **SAVING,
@@ -275,8 +277,10 @@ def best(mesh: Any, folder: Path, only_model: bool) -> None:
             "save_only_model": only_model,
             "learning_rate": 0.3,
         }  # it gets worse
-        theirs, ours = (train(trainer(kind, folder / str(kind), **changes)) for kind in (False, True))
+        stops = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=2)]}
+        theirs, ours = (train(trainer(kind, folder / str(kind), extra=stops, **changes)) for kind in (False, True))
         alike(theirs, ours, "eval_loss", rel=1e-4)
+        assert ours.state.global_step == theirs.state.global_step
         assert ours.state.best_global_step == theirs.state.best_global_step < 8
         a, b = full(theirs.model), full(ours.model)
         for name, tensor in a.items():

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.jobs import VOCABULARY, bytes_held, library_job, llama, sentences
+from tests.integrations.jobs import VOCABULARY, bytes_held, library_job, llama, needs, sentences
 from tests.integrations.test_trainer import alike, train
 
-pytest.importorskip("trl")
+pytestmark = needs("trl", "peft")
 
 USUAL = {
     "use_cpu": True,
