@@ -60,7 +60,11 @@ FEATURES: dict[str, list[Feature]] = {
             "test_trainer::test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks",
             "bit for bit; also on another number of ranks",
         ),
-        works("a save that is cut short", "test_trainer::test_a_torn_checkpoint_is_never_resumed", "is never resumed"),
+        works(
+            "a save that is cut short",
+            "test_trainer::test_a_torn_checkpoint_is_never_resumed",
+            "is never resumed; SIGKILL is a slow test",
+        ),
         works(
             "`load_best_model_at_end`, `save_total_limit`, `save_only_model`, early stopping",
             "test_trainer::test_the_best_model_is_loaded_and_older_checkpoints_go",
