@@ -450,7 +450,8 @@ def _told_first(reference: weakref.ref[PartyLine], before: Callable[..., Any]) -
 
     def hook(kind: type[BaseException], error: BaseException, tb: Any) -> None:
         line = reference()
-        if line is not None and not line.is_closed:
+        # torch has a warning that became an error printed so, while another error is on its way, and the program goes on.
+        if line is not None and not line.is_closed and not isinstance(error, Warning):
             with suppress(Exception):  # what is said here is a help, and never in the way of the error itself
                 explain(line, error)
         before(kind, error, tb)
