@@ -139,7 +139,7 @@ def changed_unseen(mesh, path: Path) -> None:
         if offload is not None:
             one_loss(model).backward()
             unit = units_of(model)[-1]
-            slot = unit.groups[0].shard_buffer.grads._slots[0]
+            slot = unit.groups[0].shard_buffer.grads.slots[0]
             file, page = slot.file_range.file, aligned_buffer(4096).fill_(7)
             # tmpfs takes direct access and has but the cache: what is written there is what a caller wrote.
             kind = subprocess.run(["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True)

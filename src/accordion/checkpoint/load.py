@@ -33,7 +33,7 @@ from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.manifest_of_files import OF_RANKS
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.rank_states import OwnStates, own_states
-from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, mark_of, opened, steady
+from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
 from accordion.checkpoint.shared_states import same_kind_on_all
 from accordion.checkpoint.storage.folders import checkpoint_at
@@ -101,7 +101,8 @@ def _checked(files: Files, path: str | os.PathLike[str], plan: Callable[[], _Pla
         made = plan()
         _check_all(files, made, team)
     except CheckpointError:
-        if any(team.gathered(int(mark_of(lambda: checkpoint_at(path)) != files.mark))):
+        now = place_of(lambda: checkpoint_at(path))
+        if any(team.gathered(int(now != (str(files.folder), files.mark)))):
             return None
         raise
     return made

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.reading import TURNS, faults_in, look_into, steady
-from accordion.checkpoint.storage.folders import Folder, Local, folder_at, readable
+from accordion.checkpoint.storage.folders import Folder, Local, changes_now, folder_at, readable
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
@@ -66,11 +66,12 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
     absent.
     """
     listed: set[str] = set()
-    found = Newest(path=None, passed_over=())
+    found, at = Newest(path=None, passed_over=()), folder_at(folder)
     for _ in range(TURNS):
-        candidates = _by_age(folder_at(folder))
-        before, listed = listed, {at.name for at in candidates}
-        if listed == before:
+        is_changing = isinstance(at, Local) and changes_now(at.path)
+        candidates = _by_age(at)
+        before, listed = listed, {one.name for one in candidates}
+        if listed == before and not is_changing:
             break  # else a job saved there, and removed what was the newest when it was listed
         found = _newest_of(candidates)
         if found.path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.storage.folders import Folder, Local, Reader
+from accordion.checkpoint.storage.folders import LOOK_S, Folder, Local, Reader
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError
 
@@ -92,7 +93,7 @@ def steady(
     has taken the name meanwhile. Raises `CheckpointError` where it always has.
     """
     for turn in range(TURNS):
-        before, last = mark_of(find), turn == TURNS - 1
+        before, last = place_of(find), turn == TURNS - 1
         try:
             found = act(find())
             if not is_bad(found) or _stayed(find, before, last):
@@ -100,19 +101,23 @@ def steady(
         except (CheckpointError, OSError):
             if _stayed(find, before, last):
                 raise
+        time.sleep(LOOK_S)
     raise CheckpointError(f"{find()} was {REPLACED}")
 
 
 def _stayed(find: Callable[[], Folder], before: object, last: bool) -> bool:
     """Whether the same checkpoint has the name still; where none had it, for long enough."""
-    return mark_of(find) == before and (before is not None or last)
+    return place_of(find) == before and (before is not None or last)
 
 
-def mark_of(find: Callable[[], Folder]) -> object:
+def place_of(find: Callable[[], Folder]) -> object:
+    """Another one too while the same checkpoint, which is being replaced, lies under another name."""
     try:
-        return find().mark()
+        folder = find()
+        mark = folder.mark()
     except OSError:
         return None
+    return None if mark is None else (str(folder), mark)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -15,7 +16,8 @@ from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.storage.direct import LocalReader, created
 from accordion.errors import CheckpointError, UsageError
 
-TURNS = 3  # of looking for what has two names one after the other
+LOOKS, LOOK_S = 20, 0.002  # for what has two names one after the other, in a folder in which names change
+QUIET_NS = 50_000_000  # since the last change: several ticks of the clock by which a file system writes times
 
 
 class Writer(Protocol):
@@ -110,14 +112,26 @@ def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
 
 def readable(folder: Folder) -> Folder:
     """`folder`, or while a save replaces a checkpoint of this name, or was killed then, the one that was there."""
-    for _ in range(TURNS if isinstance(folder, Local) else 0):
+    for _ in range(LOOKS if isinstance(folder, Local) else 0):
         assert isinstance(folder, Local)
+        is_changing = changes_now(folder.path.parent)
         if os.path.lexists(folder.path):
             break
         old = [(mark[-1], path) for path in claims.beside(folder.path, "old") if (mark := Local(path).mark())]
         if old:
             return Local(max(old)[1])
+        if not is_changing:
+            break
+        time.sleep(LOOK_S)
     return folder
+
+
+def changes_now(folder: Path) -> bool:
+    """Whether names in a folder change at this time, so that one may be missed; no where it cannot be asked."""
+    try:
+        return time.time_ns() - os.stat(folder).st_mtime_ns < QUIET_NS
+    except OSError:
+        return False
 
 
 class Local:
@@ -140,10 +154,14 @@ class Local:
         return found
 
     def folders(self) -> list[str]:
-        try:  # twice: one that gets its name while we look may be seen under neither
-            return list(dict.fromkeys([*self._folders(), *self._folders()]))
-        except FileNotFoundError:
-            return []
+        found: dict[str, None] = {}
+        with suppress(FileNotFoundError):
+            for _ in range(LOOKS):  # one that gets another name while we look may be seen under neither
+                is_changing = changes_now(self.path)
+                found.update(dict.fromkeys([*self._folders(), *self._folders()]))
+                if not is_changing and not changes_now(self.path):
+                    break
+        return list(found)
 
     def _folders(self) -> Iterator[str]:
         with os.scandir(self.path) as entries:
@@ -218,6 +236,11 @@ class Local:
         """
         assert isinstance(begun, Local)
         held = begun.sizes()
+        now = time.time_ns()
+        with suppress(
+            OSError
+        ):  # a time of its own: file systems write that of the last tick, of which two saves may share one
+            os.utime(begun.path / MANIFEST, ns=(now, now))
         _sync(begun.path)
         left = claims.beside(self.path, "old")
         replaced = claims.hidden(self.path, begun.path.name.split(".")[-2], "old")
