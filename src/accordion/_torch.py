@@ -660,6 +660,13 @@ def hooks_before_any_step() -> list[Any]:
     return list(optimizer._global_optimizer_pre_hooks.values())
 
 
+def hooks_after_any_step() -> list[Any]:
+    """What torch calls after the step of every optimizer; see `hooks_before_any_step`."""
+    from torch.optim import optimizer
+
+    return list(optimizer._global_optimizer_post_hooks.values())
+
+
 def mutated_arguments(func: Any) -> list[str]:
     """Names of the arguments into which an operator writes."""
     return [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

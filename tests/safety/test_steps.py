@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import accordion as acc
+from accordion import _torch
 from accordion.config import STRATEGIES
+from accordion.safety.steps import StepHook
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
 
@@ -79,3 +83,36 @@ def test_under_every_strategy(alone, strategy):
 def test_who_step_alike_pass(world, wrapped):
     for strategy in STRATEGIES.values():
         assert set(world.run_mesh(*mesh_of(strategy), trains, strategy, "alike", wrapped)) == {""}
+
+
+def goes_while_stepped(mesh) -> None:
+    """A model is collected while torch walks through its hooks after a step."""
+    kept: list[Any] = []
+
+    def drop(*_: Any) -> None:
+        del kept[1:]
+        gc.collect()
+
+    handle = register_optimizer_step_post_hook(drop)  # before those of the models
+    try:
+        for _ in range(2):
+            kept.append(acc.shard(models.plain(), mesh=mesh, strategy=acc.FULL_SHARD, units={models.Block}))
+        optimizer = torch.optim.SGD(kept[0].parameters(), lr=0.1)
+        one_loss(kept[0], 0).backward()
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+def test_a_model_is_collected_in_the_midst_of_a_step(world):
+    world.run(2, goes_while_stepped)
+
+
+def holds_one_hook(mesh) -> int:
+    for _ in range(3):
+        acc.shard(models.plain(), mesh=mesh, strategy=acc.FULL_SHARD, units={models.Block})
+    return len([hook for hook in _torch.hooks_after_any_step() if isinstance(hook, StepHook)])
+
+
+def test_all_models_of_a_program_share_one_hook(world):
+    assert world.run(2, holds_one_hook) == [1, 1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -34,8 +34,8 @@ Record = dict[str, str]
 class StepWatch(Observer):
     """Owns the records of a model's last backwards, and what has come for the next one.
 
-    A hook on the steps of all optimizers goes with the model. Offloaded parameters step on threads and unit by unit, and are
-    not watched; nor is anything on a device, which is not asked to compare what it reduces.
+    Offloaded parameters step on threads and unit by unit, and are not watched; nor is anything on a device, which is not
+    asked to compare what it reduces.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
@@ -43,7 +43,7 @@ class StepWatch(Observer):
         self._params = [param.sharded for unit in engine.units for param in unit.params]
         # Both, since a wrapped optimizer steps on local tensors.
         self._ids = {id(p) for p in self._params} | {id(_torch.local_of(p)) for p in self._params}
-        self._ours: MutableMapping[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._compares = engine.context.device.type == "cpu" and not isinstance(engine.context.shard_buffers, Tiers)
         self._sees_writes = self._compares and all_have_rows(engine)
         self._record: Record = {}
@@ -53,25 +53,16 @@ class StepWatch(Observer):
         self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # number, step, what
         if self._compares:
             monitor.history, monitor.compare = self.history, self.compare
-        reference = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            watch = reference()
-            if watch is not None:
-                watch.stepped(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        hear_steps(self)
 
     # -- what is seen
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, of this model or another."""
-        ours = self._ours.get(optimizer)
-        if ours is None:
-            ours = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
-            self._ours[optimizer] = ours
-        if not ours:
-            return
+        if optimizer not in self._ours:
+            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+                return
+            self._ours.add(optimizer)
         self._monitor.num_steps += 1
         if not self._compares:
             return
@@ -147,6 +138,35 @@ class StepWatch(Observer):
             f"ranks step differently since step {begun}: {' / '.join(unlike)}; give every rank the same optimizer, options and "
             "number of steps, and let all write weights alike."
         )
+
+
+class StepHook:
+    """What torch calls after the step of any optimizer, once for all models and for good.
+
+    A hook of each model, taken out whenever the model is collected, would change what some step is walking through.
+    """
+
+    def __init__(self) -> None:
+        self._watches: list[weakref.ref[StepWatch]] = []
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for reference in self._watches:
+            watch = reference()
+            if watch is not None:
+                watch.stepped(optimizer)
+
+    def add(self, watch: StepWatch) -> None:
+        """Tell it of steps as long as it lives. The list is made anew: a step on another thread may be walking through it."""
+        self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
+
+
+def hear_steps(watch: StepWatch) -> None:
+    """Have the hook that torch holds tell this watch, too; it is put there for the first model."""
+    hook = next((each for each in _torch.hooks_after_any_step() if isinstance(each, StepHook)), None)
+    if hook is None:
+        hook = StepHook()
+        register_optimizer_step_post_hook(hook)
+    hook.add(watch)
 
 
 NONE = "none"
