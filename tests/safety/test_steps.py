@@ -95,8 +95,7 @@ def goes_while_stepped(mesh) -> None:
 
     handle = register_optimizer_step_post_hook(drop)  # before those of the models
     try:
-        for _ in range(2):
-            kept.append(acc.shard(models.plain(), mesh=mesh, strategy=acc.FULL_SHARD, units={models.Block}))
+        kept += [acc.shard(models.plain(), mesh=mesh, strategy=acc.FULL_SHARD, units={models.Block}) for _ in range(2)]
         optimizer = torch.optim.SGD(kept[0].parameters(), lr=0.1)
         one_loss(kept[0], 0).backward()
         optimizer.step()

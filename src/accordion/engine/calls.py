@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.engine import IN_BACKWARD, Engine, KeptLease
-from accordion.engine.order import Phase
+from accordion.engine.order import BACKWARD
 from accordion.engine.unit import ReduceNode, Unit
 from accordion.errors import UsageError
 
@@ -110,7 +110,7 @@ class Call:
             tell(self.unit, self)
         if self.needs_full_in_backward:
             self._take_lease(task, fulls)
-        engine.gather_ahead(Phase.BACKWARD, self.unit)
+        engine.gather_ahead(BACKWARD, self.unit)
 
     def _take_lease(self, task: int, fulls: Sequence[Tensor]) -> None:
         unit = self.unit

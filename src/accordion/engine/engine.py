@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.group import ShardingContext
 from accordion.engine.late_gradients import DelayedWrites, UndecidedGradients
-from accordion.engine.observer import Observers, Purpose
-from accordion.engine.order import Phase, UnitOrder
+from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
+from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import TrainedParams, Unit
 
-P = ParamSpec("P")
+Args = TypeVarTuple("Args")
 Taken = TypeVar("Taken")
 IN_BACKWARD = -1  # the root call of what is recomputed in a backward
 WAITING_ROOTS = 4  # forwards whose backward may be outstanding before their leases end and a backward gathers again
@@ -125,7 +125,7 @@ class Engine:
         self.root_call += 1
         self.context.waiter.check()
         self.recover()
-        self.order.begin(Phase.FORWARD)
+        self.order.begin(FORWARD)
         changed = [unit.refresh() for unit in self.units]
         if any(changed):
             self.root_call += 1
@@ -154,7 +154,7 @@ class Engine:
         self.pre_backward_nodes = []
         if _torch.current_graph_task() != -1:
             return
-        self.order.end(Phase.FORWARD)
+        self.order.end(FORWARD)
         self.let_go()
         if not torch.is_grad_enabled():
             # No backward follows in which the host waits: a step may, that writes what is read.
@@ -164,17 +164,17 @@ class Engine:
 
     def launch(self, unit: Unit) -> None:
         """Begin to gather a unit, unless its full parameters stand or are on their way."""
-        self._taking(Purpose.GATHERED, unit.launch)
+        self._taking(GATHERED, unit.launch)
 
-    def _taking(self, purpose: Purpose, take: Callable[P, Taken], *args: P.args, **kwargs: P.kwargs) -> Taken:
-        """`take(...)`, which allocates memory for `purpose`."""
+    def _taking(self, purpose: Purpose, take: Callable[[*Args], Taken], *args: *Args) -> Taken:
+        """`take(*args)`, which allocates memory for `purpose`."""
         told = self.observers.memory_is_for
         if not told:
-            return take(*args, **kwargs)
+            return take(*args)
         for tell in told:
             tell(purpose)
         try:
-            return take(*args, **kwargs)
+            return take(*args)
         finally:
             for tell in told:
                 tell(None)
@@ -257,7 +257,7 @@ class Engine:
         if task in self._tasks:
             return
         if not self._tasks:
-            self.order.begin(Phase.BACKWARD)
+            self.order.begin(BACKWARD)
             for tell in self.observers.backward_begins:
                 tell()
         self._tasks[task] = []
@@ -275,19 +275,19 @@ class Engine:
     def add_up(self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
         """Under no_sync: keep this rank's full gradients, and what they add up to."""
         self.writes_here()
-        self._taking(Purpose.GRADIENTS, unit.local_sums.add, trained.indices, grads)
+        self._taking(GRADIENTS, unit.local_sums.add, trained.indices, grads)
 
     def reduce(
         self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
     ) -> list[PendingReduce]:
         """`Unit.reduce`."""
-        return self._taking(Purpose.GRADIENTS, unit.reduce, trained, grads, ours)
+        return self._taking(GRADIENTS, unit.reduce, trained, grads, ours)
 
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
         """`Unit.as_gradients`; the copies to where gradients rest are `arriving` then."""
-        grads, copies = self._taking(Purpose.GRADIENTS, unit.as_gradients, trained, parts, adding, decide)
+        grads, copies = self._taking(GRADIENTS, unit.as_gradients, trained, parts, adding, decide)
         self.arriving += copies
         return grads
 
@@ -344,7 +344,7 @@ class Engine:
         self.land_gradients()
         self.drop_kept(lambda kept: kept.root == IN_BACKWARD or kept.root in self._walked)
         self._walked.clear()
-        self.order.end(Phase.BACKWARD)
+        self.order.end(BACKWARD)
         for tell in self.observers.backward_ends:
             tell()
         # Autograd lets the caller's stream wait for those on which it accumulated itself.
@@ -391,22 +391,22 @@ class Engine:
             chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
         for index in chosen:
             following = self.units[index]
-            if not following.is_launched and (phase is Phase.FORWARD or following.needs_full_in_backward):
+            if not following.is_launched and (phase is FORWARD or following.needs_full_in_backward):
                 self.launch(following)
 
     def _full_bytes(self, index: int) -> int:
         return self.units[index].full_bytes
 
     def expected(self, unit: Unit) -> Unit | None:
-        following = self.order.after(Phase.FORWARD, unit.index)
+        following = self.order.after(FORWARD, unit.index)
         return None if following is None else self.units[following]
 
     def is_among_last(self, unit: Unit) -> bool:
         """Whether the backward needs it at once: the last unit, and where that is a head alone, the block before it."""
-        following = self.order.after(Phase.FORWARD, unit.index)
+        following = self.order.after(FORWARD, unit.index)
         if following is not None and self.units[following].is_layer:
-            return self.order.ends_with(Phase.FORWARD, following)
-        return self.order.ends_with(Phase.FORWARD, unit.index)
+            return self.order.ends_with(FORWARD, following)
+        return self.order.ends_with(FORWARD, unit.index)
 
     def token(self) -> Tensor:
         return self.zero.detach()

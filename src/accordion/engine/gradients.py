@@ -24,10 +24,11 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
     params = call.trained.params
     held = _torch.grads_of(params)
     listens = _torch.have_hooks(params) if accumulates else [True] * len(params)
+    adding = [False] * len(params)
     if [g for g in held if g is not None]:
-        pairs = zip(listens, held, strict=True)
+        pairs = list(zip(listens, held, strict=True))
         listens = [heard or not (g is None or isinstance(g, DTensor)) for heard, g in pairs]
-    adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
+        adding = [not heard and g is not None for heard, g in zip(listens, held, strict=True)]
     heard = True in listens
     decide = heard or bool(engine.observers.gradients_arrive)  # somebody looks at gradients before the backward ends
     grads = engine.as_gradients(call.unit, call.trained, parts, adding, decide)

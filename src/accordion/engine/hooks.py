@@ -16,7 +16,7 @@ from accordion import _torch
 from accordion.engine.autograd import Gather, OutputNode, reduce_node_of
 from accordion.engine.calls import Call
 from accordion.engine.engine import IN_BACKWARD, Engine
-from accordion.engine.order import Phase
+from accordion.engine.order import FORWARD
 from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import Unit
 
@@ -185,7 +185,7 @@ class Hooks:
             outside = _torch.current_graph_task() == -1
             call = Call(engine, unit, by_read, is_dummy)
             if outside:
-                engine.gather_ahead(Phase.FORWARD, unit)
+                engine.gather_ahead(FORWARD, unit)
             if not differentiable:
                 return call, unit.module_params.around(unit.views)
             call.version = version

@@ -21,14 +21,15 @@ class ModuleParams:
         self._params = params
         self.has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
-        # Runs of parameters that lie in one module: it, their names, and which they are.
-        self._runs: list[tuple[weakref.ref[nn.Module], list[str], slice]] = []
+        self._shards = [p.sharded for p in params]
+        # Runs of parameters that lie in one module: it, their names, which they are, and their shards.
+        self._runs: list[tuple[weakref.ref[nn.Module], list[str], slice, list[nn.Parameter]]] = []
         for ref, attr, i in self._places:
             if self._runs and self._runs[-1][0] == ref and self._runs[-1][2].stop == i:
-                names, which = self._runs.pop()[1:]
-                self._runs.append((ref, [*names, attr], slice(which.start, i + 1)))
+                names, which, shards = self._runs.pop()[1:]
+                self._runs.append((ref, [*names, attr], slice(which.start, i + 1), [*shards, self._shards[i]]))
             else:
-                self._runs.append((ref, [attr], slice(i, i + 1)))
+                self._runs.append((ref, [attr], slice(i, i + 1), [self._shards[i]]))
         self._in_registry = self._in_dict = False  # where modules have full parameters now
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # full parameters, and whether the registry has them
         self._caches = [ref for ref in {ref for ref, _, _ in self._places} if isinstance(ref(), nn.RNNBase)]
@@ -44,16 +45,16 @@ class ModuleParams:
         """Full parameters take the place of what is registered, so somebody who replaced that would not be heard."""
         if self._shown:
             return
-        for ref, names, which in self._runs:
+        for ref, names, which, shards in self._runs:
             module = ref()
             if module is None:
                 continue
-            params, registered = self._params[which], map(module.__dict__["_parameters"].get, names)
-            kept = list(map(is_, registered, [p.sharded for p in params]))
+            kept = list(map(is_, map(module.__dict__["_parameters"].get, names), shards))
             if False in kept:
+                name = self._params[which][kept.index(False)].name
                 raise UsageError(
-                    f"parameter {params[kept.index(False)].name!r} was replaced after shard(), by functional_call or by "
-                    "assignment, and the sharded model would not use it; write into it under full_params(model, write=True)."
+                    f"parameter {name!r} was replaced after shard(), by functional_call or by assignment, and the sharded "
+                    "model would not use it; write into it under full_params(model, write=True)."
                 )
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -98,8 +99,8 @@ class ModuleParams:
         """Let modules show what was shown last, or the shards."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
         in_dict = fulls is not None and not registered
-        to_registry = fulls if registered else [p.sharded for p in self._params] if self._in_registry else None
-        for ref, names, which in self._runs:
+        to_registry = fulls if registered else self._shards if self._in_registry else None
+        for ref, names, which, _ in self._runs:
             module = ref()
             if module is None:
                 continue

@@ -24,6 +24,9 @@ class Purpose(Enum):
     GRADIENTS = "gradients"
 
 
+GATHERED, GRADIENTS = Purpose  # for the engine: through the class it takes 0.1 us in Python 3.11
+
+
 class CallInForward(Protocol):
     """One call of a unit, as observers see it while its forward runs.
 

@@ -11,6 +11,7 @@ class Phase(IntEnum):
     BACKWARD = 1
 
 
+FORWARD, BACKWARD = Phase  # for code that each unit runs: through the class it takes 0.1 us in Python 3.11
 START, END = -1, -2
 
 
@@ -34,8 +35,8 @@ class UnitOrder:
         if last == unit:
             return
         self._next[phase][last] = unit
-        if phase is Phase.FORWARD and last != START:
-            self._next[Phase.BACKWARD].setdefault(unit, last)
+        if phase is FORWARD and last != START:
+            self._next[BACKWARD].setdefault(unit, last)
         self._last[phase] = unit
 
     def end(self, phase: Phase) -> None:
@@ -52,10 +53,10 @@ class UnitOrder:
     def sequence(self) -> list[int]:
         """All units in the order of the last forward, as far as it is known."""
         found: list[int] = []
-        following = self.after(Phase.FORWARD, START)
+        following = self.after(FORWARD, START)
         while following is not None and following not in found:
             found.append(following)
-            following = self.after(Phase.FORWARD, following)
+            following = self.after(FORWARD, following)
         return found
 
     def ends_with(self, phase: Phase, unit: int) -> bool:

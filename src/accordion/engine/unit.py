@@ -77,6 +77,9 @@ class FullParams(Enum):
     STANDING = "standing"
 
 
+LET_GO, ARRIVING, STANDING = FullParams  # each unit asks often, and through the class it takes 0.1 us in Python 3.11
+
+
 class Unit:
     """Owns the groups of one module and the count of leases on their full parameters; `window`: what modules see of them."""
 
@@ -104,7 +107,7 @@ class Unit:
         self._gathered = [g for g in groups if not g.alias]
         self._full_buffers = [g.full_buffer for g in groups if g.full_buffer is not None]
         self.leases = 0
-        self.full_params = FullParams.LET_GO
+        self.full_params = LET_GO
         self.keep_until_stale = False  # they outlive their leases
         self._transfers: list[Transfer] = []  # those under way while they arrive
         # Of a device: the compute stream on which the full parameters have got their memory.
@@ -146,7 +149,7 @@ class Unit:
         """A full copy older than the shards is filled again at its next use."""
         if self.is_launched and any(g.is_stale() for g in self.groups):
             self._land()
-            self.full_params = FullParams.LET_GO
+            self.full_params = LET_GO
             if self._aside:  # who writes them anew waits for who read them
                 self.context.gather_stream.join(self._aside)
 
@@ -177,26 +180,26 @@ class Unit:
             self._close()
             self.mark_stale()
             raise
-        self.full_params = FullParams.ARRIVING if self._transfers else FullParams.STANDING
+        self.full_params = ARRIVING if self._transfers else STANDING
         if self._opened_on is None and self._transfers:
             self._opened_on = self._transfers[0].begun_on
 
     @property
     def is_full(self) -> bool:
         """Whether the full parameters stand."""
-        return self.full_params is FullParams.STANDING
+        return self.full_params is STANDING
 
     @property
     def is_launched(self) -> bool:
         """Whether the full parameters stand, or are on their way."""
-        return self.full_params is not FullParams.LET_GO
+        return self.full_params is not LET_GO
 
     def acquire(self) -> int:
         """Promise that the full parameters, which `launch` has begun to gather, stand until `release`.
 
         Gives the version of the shards that they show.
         """
-        if self.full_params is FullParams.STANDING:
+        if self.full_params is STANDING:
             if self._on_device:
                 self._join()
             version = self.version()
@@ -207,14 +210,16 @@ class Unit:
         return version
 
     def _land(self) -> None:
-        for transfer in self._transfers:
-            transfer.land()
-        if self._transfers:
+        transfers = self._transfers
+        if transfers:
+            for transfer in transfers:
+                transfer.land()
             for group in self.groups:
                 group.landed()
-            self._aside += [f.aside for f in self._transfers[:1] if f.aside is not None]
-            self._landed, self._transfers = self._transfers, []
-        self.full_params = FullParams.STANDING
+            if transfers[0].aside is not None:
+                self._aside.append(transfers[0].aside)
+            self._landed, self._transfers = transfers, []
+        self.full_params = STANDING
 
     def _join(self) -> None:
         """The full parameters stand; the compute stream may be one that did not wait for that yet."""
@@ -253,7 +258,7 @@ class Unit:
         self._landed.clear()
         for full_buffer in self._full_buffers:
             full_buffer.close()
-        self.full_params = FullParams.LET_GO
+        self.full_params = LET_GO
 
     def version(self) -> int:
         """Grows with every write to a shard; autograd's own counters tell where full parameters are the shards."""

@@ -21,7 +21,7 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.engine import Engine
 from accordion.engine.group import ShardingContext
 from accordion.engine.layout import Message
-from accordion.engine.order import Phase, UnitOrder
+from accordion.engine.order import BACKWARD, FORWARD, UnitOrder
 from accordion.engine.shards import ShardBuffer, on_device
 from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
@@ -141,7 +141,7 @@ class Tiers:
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
-        phase = Phase.FORWARD if _torch.current_graph_task() == -1 else Phase.BACKWARD
+        phase = FORWARD if _torch.current_graph_task() == -1 else BACKWARD
         following = self._order.after(phase, index)
         if following is None or self._staging_buffer_of(following) is self._staging_buffer_of(index):
             return

@@ -18,7 +18,7 @@ from accordion.engine.calls import Call
 from accordion.engine.engine import IN_BACKWARD, Engine
 from accordion.engine.hooks import ATTACHED, Hooks
 from accordion.engine.observer import CallInForward, Observer
-from accordion.engine.order import Phase
+from accordion.engine.order import BACKWARD, FORWARD
 from accordion.engine.unit import Unit
 from accordion.safety.causes import ADVICE
 from accordion.safety.divergence import DivergenceMonitor
@@ -115,14 +115,14 @@ class OrderAgreement(Observer):
         self._root += 1
         self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
         self.standing.clear()
-        if not self._expected.begin(Phase.FORWARD, how) or self._at_once:
+        if not self._expected.begin(FORWARD, how) or self._at_once:
             self.must("begins a forward with gradients {}, communicating {}".format(*how))
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Where others do something else first, this rank takes part in that."""
         depth = self._engine.depth - len(self.standing)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
-        if self._silent or (self.calm and self._expected.comes(Phase.FORWARD, step)):
+        if self._silent or (self.calm and self._expected.comes(FORWARD, step)):
             return
         training = f"training {len(step.trained)} of {len(unit.params)} parameters"
         doing = training if differentiable else "without gradients"
@@ -142,28 +142,28 @@ class OrderAgreement(Observer):
             return
         depth = self._engine.depth - len(self.standing)
         step = UnitCall(unit.index, False, depth, (), leaves=True)
-        following: Any = self._expected.following(Phase.FORWARD)
+        following: Any = self._expected.following(FORWARD)
         if not self.calm or (following is not None and following.depth >= step.depth):
             self.come(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
 
     def forward_ends(self, error: BaseException | None) -> None:
-        self._expected.end(Phase.FORWARD)
+        self._expected.end(FORWARD)
 
     def backward_begins(self) -> None:
-        if not self._expected.begin(Phase.BACKWARD, "backward") or self._at_once:
+        if not self._expected.begin(BACKWARD, "backward") or self._at_once:
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
         """Where the unit was not needed in the last backward, ranks agree first: no collective is out of step."""
         event = (unit.index, unit.trained.indices)
-        if not self._expected.comes(Phase.BACKWARD, event):
-            self._expected.note(Phase.BACKWARD, event)
+        if not self._expected.comes(BACKWARD, event):
+            self._expected.note(BACKWARD, event)
         elif not self._at_once:
             return
         self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
     def backward_ends(self) -> None:
-        if not self._expected.end(Phase.BACKWARD) or self._at_once:
+        if not self._expected.end(BACKWARD) or self._at_once:
             self.must("ends its backward")
 
     def interrupted(self) -> None:
@@ -190,11 +190,11 @@ class OrderAgreement(Observer):
                 self._begin_dummy(chosen, what)
         self.close(step.depth)
         if not step.leaves:
-            self._expected.note(Phase.FORWARD, step)
+            self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
         while True:
-            following: Any = self._expected.following(Phase.FORWARD)
+            following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:
                 if step.leaves and following.depth < step.depth:
                     return step
@@ -229,7 +229,7 @@ class OrderAgreement(Observer):
         return said
 
     def _place(self) -> dict[str, Any]:
-        return {"root": self._root, "num_done": self._expected.num_done(Phase.FORWARD)}
+        return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
     def _outcome(self, said: Mapping[int, Mapping[str, Any]]) -> UnitCall | CatchUp:
         outcome = choose(said.values())
@@ -249,7 +249,7 @@ class OrderAgreement(Observer):
         if not outcome.is_for(here):
             return
         if outcome.num_done is None:
-            self._is_late, self._num_to_follow = True, self._expected.num_left(Phase.FORWARD)
+            self._is_late, self._num_to_follow = True, self._expected.num_left(FORWARD)
         else:
             self._num_to_follow = outcome.num_done - here["num_done"]
 
@@ -260,7 +260,7 @@ class OrderAgreement(Observer):
         if step.depth == 0 or step.depth != self._engine.depth or step.trained != hooks.unit.trained.indices:
             of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
             self._watch.fail(f"this rank {what}, and others call {of}, for which it cannot stand in; {ADVICE}")
-        self._expected.note(Phase.FORWARD, step)
+        self._expected.note(FORWARD, step)
         self.standing.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
 
     def close(self, depth: int) -> None:

@@ -23,13 +23,15 @@ class OneCaller(Observer):
 
     def unit_is_called(self) -> None:
         """Raises `UsageError` in a forked child, and in a thread that calls while another one's forward is under way."""
-        if not self._alone and os.getpid() != self._pid:
-            raise UsageError(
-                f"a sharded model was called in process {os.getpid()}, forked from process {self._pid} that sharded it, where it "
-                "would wait for other ranks for ever; call it in its own process, and keep it out of a loader's workers."
-            )
         thread = self._thread
-        if thread is not None and thread != get_ident() and _torch.current_graph_task() == -1:
+        if thread is None:  # the outermost call
+            if not self._alone and os.getpid() != self._pid:
+                raise UsageError(
+                    f"a sharded model was called in process {os.getpid()}, forked from process {self._pid} that sharded it, "
+                    "where it would wait for other ranks for ever; call it in its own process, and keep it out of a loader's "
+                    "workers."
+                )
+        elif thread != get_ident() and _torch.current_graph_task() == -1:
             raise UsageError(
                 "a sharded model was called from two threads at once, and its calls are steps that all ranks take in one order; "
                 "call it from one thread, or hold a lock around each forward and backward."

@@ -33,6 +33,7 @@ PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 HEARD_S = 2.0  # in which ranks that part have said where they are
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
+NOTICE = timedelta(seconds=NOTICE_S)
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
 CALM_PASSES = (
     3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
@@ -255,10 +256,11 @@ class DivergenceMonitor(Observer):
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
         for work in pending.works:
-            num_apart, waited_s, asked_s, gone_s, next_s = 0, 0.0, None, None, NOTICE_S
-            while not self._done(work, next_s, what):
+            num_apart, waited_s, asked_s, gone_s, next_s, timeout = 0, 0.0, None, None, NOTICE_S, NOTICE
+            while not self._done(work, timeout, what):
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)
+                timeout = timedelta(seconds=next_s)
                 self.busy(what)
                 if (gone := self._gone(pending.communicator.ranks)) is not None and gone_s is None:
                     gone_s = waited_s
@@ -280,11 +282,14 @@ class DivergenceMonitor(Observer):
             self.forget()
             self.busy(None)
 
-    def _done(self, work: Any, timeout_s: float | None, what: str) -> bool:
+    def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
         try:
-            work.wait(*([] if timeout_s is None else [timedelta(seconds=timeout_s)]))
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
         except RuntimeError as error:
-            if timeout_s is not None and "Operation timed out" in str(error):
+            if timeout is not None and "Operation timed out" in str(error):
                 # It may have ended since; whether well, a wait that cannot time out says.
                 return work.is_completed() and self._done(work, None, what)
             self._echo(what, error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,9 @@ from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.tree import tensors_in, written_into
 from accordion.engine.unit import Unit
 
+_PLAIN = frozenset(
+    {bool, float, int, str, type(None), torch.dtype, torch.device}
+)  # of most attributes: no tensor in them
 OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
 
 
@@ -72,11 +76,14 @@ class HiddenLosses(Observer):
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
         """Let a backward begin this call when it comes to a tensor that the forward has left elsewhere."""
-        begin = partial(call.begin, fulls)
-        hidden = () if isinstance(out, Tensor) else tensors_in(out, opaque_depth=3)
-        for tensor in (*hidden, *self._left_in_attributes(call.unit), *written_into(inputs)):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                _torch.on_gradient(tensor, begin)
+        hidden = [] if isinstance(out, Tensor) else list(tensors_in(out, opaque_depth=3))
+        hidden += self._left_in_attributes(call.unit)
+        hidden += written_into(inputs)
+        if hidden:
+            begin = partial(call.begin, fulls)
+            for tensor in hidden:
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    _torch.on_gradient(tensor, begin)
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
         if call is not None:
@@ -99,26 +106,29 @@ class HiddenLosses(Observer):
         self._packs.pop()
         watch.__exit__()
 
-    def _left_in_attributes(self, unit: Unit) -> Iterator[Tensor]:
-        """Tensors of a graph in attributes of the unit's modules, such as a router's loss."""
+    def _left_in_attributes(self, unit: Unit) -> list[Tensor]:
+        """Tensors in attributes of the unit's modules, such as a router's loss."""
         inside = self._inside.get(unit.index)
         if inside is None:
             root = unit.module()
             inside = [(weakref.ref(m), _first_own(m)) for m in _modules_inside(root)] if root is not None else []
             self._inside[unit.index] = inside
+        found: list[Tensor] = []
         for ref, start in inside:
             module = ref()
             if module is None:
                 continue
-            for value in list(module.__dict__.values())[start:]:
+            for value in islice(module.__dict__.values(), start, None):
                 kind = type(value)
+                if kind in _PLAIN:
+                    continue
                 if Tensor in kind.__mro__:  # isinstance would ask its metaclass
-                    if value.grad_fn is not None:
-                        yield value
+                    found.append(value)
                 elif kind is list or kind is tuple:
-                    yield from [v for v in value if isinstance(v, Tensor) and v.grad_fn is not None]
+                    found += [v for v in value if isinstance(v, Tensor)]
                 elif kind is dict:
-                    yield from [v for v in value.values() if isinstance(v, Tensor) and v.grad_fn is not None]
+                    found += [v for v in value.values() if isinstance(v, Tensor)]
+        return found
 
 
 def read(saved: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accordion.compat.fsdp2.asked import say_once
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
-from accordion.engine.order import Phase
+from accordion.engine.order import BACKWARD, FORWARD, Phase
 from accordion.errors import UsageError
 
 
@@ -93,11 +93,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules while this one's forward runs, in place of the one that was seen to follow."""
-        self._prefetch(Phase.FORWARD, modules)
+        self._prefetch(FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules while this one's backward runs, in place of the one that was seen to follow."""
-        self._prefetch(Phase.BACKWARD, modules)
+        self._prefetch(BACKWARD, modules)
 
     def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
         part = fsdp_part(self)
