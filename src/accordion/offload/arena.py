@@ -60,6 +60,10 @@ class Arena:
         return part.zero_() if zeros else part
 
 
+ArenaMaker = Callable[[int, torch.device], Arena]
+"""What takes so many bytes of host memory for what is offloaded from a device; the planner has one of its own."""
+
+
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], None]) -> None:
     """Let a device copy from and to `memory` by itself, as long as `owner` lives. Raises `UsageError` where it is refused.
 

@@ -26,7 +26,7 @@ from accordion.engine.shards import ShardBuffer, on_device
 from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
 from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
-from accordion.offload.arena import Arena
+from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskShards, StagingBuffer
 from accordion.offload.host_shards import HostShards, Means, OffDeviceShards, paged_bytes
@@ -45,9 +45,13 @@ class Tiers:
     """
 
     def __init__(
-        self, offloads: Sequence[Offload], shapes: Sequence[Sequence[Shape]], context: ShardingContext
+        self,
+        offloads: Sequence[Offload],
+        shapes: Sequence[Sequence[Shape]],
+        context: ShardingContext,
+        make_arena: ArenaMaker = Arena,
     ) -> None:
-        self.offloads, self._context = offloads, context
+        self.offloads, self._context, self._make_arena = offloads, context, make_arena
         self.late = context.gather_stream.late
         self.store_stream = SideStream(context.device, context.waiter, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
@@ -65,7 +69,7 @@ class Tiers:
         }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
-        self.arena = Arena(needs.total, context.device)
+        self.arena = make_arena(needs.total, context.device)
         self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)
         self._staging_buffers = [
             StagingBuffer(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.staging_buffers
@@ -90,7 +94,9 @@ class Tiers:
         """Where an optimizer's states rest whose step is streamed, made at the first use."""
         if optimizer not in self.states:
             side_streams = self._context.fetch_stream, self.store_stream
-            self.states[optimizer] = States(self._context.device, self._threads, side_streams, self._checksums)
+            self.states[optimizer] = States(
+                self._context.device, self._threads, side_streams, self._checksums, self._make_arena
+            )
         return self.states[optimizer]
 
     def _threads(self) -> ThreadPoolExecutor:
@@ -100,7 +106,7 @@ class Tiers:
     def activation_offload(self) -> ActivationOffload:
         """Where inputs of recomputed units wait off the device."""
         side_streams = self._context.fetch_stream, self.store_stream
-        return ActivationOffload(self._context.device, side_streams, self._threads, self._checksums)
+        return ActivationOffload(self._context.device, side_streams, self._threads, self._checksums, self._make_arena)
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:

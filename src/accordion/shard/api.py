@@ -31,6 +31,7 @@ from accordion.engine.hooks import attached_to
 from accordion.engine.layout import Cut, cut
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
+from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import check_activations
 from accordion.offload.tiers import activation_offload_of
 from accordion.safety.late_parameters import refuse_additions
@@ -109,8 +110,9 @@ def shard_over(
     reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
+    make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """`shard` over communicators that `make` makes: the planner's say nothing."""
+    """`shard` over communicators that `make` makes, with host memory that `make_arena` takes: the planner has its own."""
     precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
     check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
@@ -135,7 +137,7 @@ def shard_over(
         plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
         planned = [plan_groups(mine, own) for mine, own in zip(plain, precisions, strict=True)]
         check_activations(offloads, checkpoint_activations)
-        context = with_tiers(context, offloads, planned, offload)
+        context = with_tiers(context, offloads, planned, offload, make_arena)
         unfilled: list[nn.Parameter] = []
 
         def fill(i: int, param: Param, local: Tensor) -> None:

@@ -18,6 +18,7 @@ from accordion.engine.group import CutGroup, Group, GroupPlan, Param, ShardingCo
 from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut
 from accordion.engine.unit import Unit, UnitPolicy
+from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
@@ -103,6 +104,7 @@ def with_tiers(
     offloads: Sequence[Offload],
     planned: Sequence[Sequence[GroupPlan]],
     policy: Offload | None = None,
+    make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
     """The context whose groups rest where the `offloads` of their units say; the same one where nothing is offloaded.
 
@@ -114,7 +116,7 @@ def with_tiers(
     shapes = [[_shape(group, context) for group in groups] for groups in planned]
 
     def make() -> Tiers:
-        return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, context)
+        return Tiers(offloads if policy is None else within(policy, offloads, shapes), shapes, context, make_arena)
 
     return dataclasses.replace(context, shard_buffers=on_every_rank(make, context))
 

@@ -14,6 +14,7 @@ from accordion.config import folder_of
 from accordion.engine.streams import SideStream
 from accordion.errors import OffloadError, UsageError
 from accordion.offload.activations.stores import DiskActivationStore, HostActivationStore, Move, StorageSlot, room_for
+from accordion.offload.arena import ArenaMaker
 
 log = logging.getLogger("accordion")
 
@@ -30,8 +31,10 @@ class ActivationOffload:
         side_streams: tuple[SideStream, SideStream],
         pool: Callable[[], ThreadPoolExecutor],
         checksums: bool,
+        make_arena: ArenaMaker,
     ) -> None:
         self.device, self._side_streams, self._pool, self._checksums = device, side_streams, pool, checksums
+        self._make_arena = make_arena
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
         self._told = (0, 0)
         self._last: weakref.ref[OffloadedInput] | None = None
@@ -56,9 +59,11 @@ class ActivationOffload:
         if place not in self._stores:
             folder = folder_of(place)
             self._stores[place] = (
-                HostActivationStore(self.device, self._side_streams)
+                HostActivationStore(self.device, self._side_streams, self._make_arena)
                 if folder is None
-                else DiskActivationStore(folder, self.device, self._side_streams, self._pool, self._checksums)
+                else DiskActivationStore(
+                    folder, self.device, self._side_streams, self._pool, self._checksums, self._make_arena
+                )
             )
         return self._stores[place]
 

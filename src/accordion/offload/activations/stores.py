@@ -15,7 +15,7 @@ from torch import Tensor
 from accordion.engine.communicator import Communicator, Pending
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.errors import OffloadError
-from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
+from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker, page_aligned
 from accordion.offload.disk_shards import CHUNK_BYTES
 from accordion.offload.swap_file import SwapFile
 
@@ -51,8 +51,10 @@ class HostActivationStore:
 
     disk_bytes = 0
 
-    def __init__(self, device: torch.device, side_streams: tuple[SideStream, SideStream]) -> None:
-        self._device, self.side_streams = device, side_streams
+    def __init__(
+        self, device: torch.device, side_streams: tuple[SideStream, SideStream], make_arena: ArenaMaker = Arena
+    ) -> None:
+        self._device, self.side_streams, self._make_arena = device, side_streams, make_arena
         self.host_bytes = 0
         self._free: list[Arena] = []
 
@@ -69,7 +71,7 @@ class HostActivationStore:
             del largest
             # Beyond what is asked for: else lengths that grow a little at a time have each step pin memory, and wait for it.
             num_bytes = page_aligned(num_bytes + num_bytes // GROWTH)
-        piece = Arena(num_bytes, self._device)
+        piece = self._make_arena(num_bytes, self._device)
         self.host_bytes += num_bytes
         return HostSlot(self, piece)
 
@@ -112,8 +114,10 @@ class DiskActivationStore:
         side_streams: tuple[SideStream, SideStream],
         pool: Callable[[], ThreadPoolExecutor],
         checksums: bool,
+        make_arena: ArenaMaker,
     ) -> None:
         self._device, self.side_streams, self._pool = device, side_streams, pool
+        self._make_arena = make_arena
         self.file = SwapFile(folder, 0, checksums=checksums)
         self._free: list[tuple[int, int]] = []  # (start, stop) in the file, in order, none beside another
         self._given: deque[tuple[int, int, list[Moves]]] = deque()  # free as soon as nothing is moved there
@@ -161,7 +165,7 @@ class DiskActivationStore:
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()
-        stage.fit(num_bytes, self._device)
+        stage.fit(num_bytes, partial(self._make_arena, num_bytes, self._device))
         return stage
 
     def move(self, call: Callable[[int, Tensor], None], start: int, memory: Tensor, after: Callable[[], None]) -> Moves:
@@ -189,10 +193,11 @@ class Stage:
         while self._needed:
             self._needed.pop(0)()
 
-    def fit(self, num_bytes: int, device: torch.device) -> None:
+    def fit(self, num_bytes: int, make: Callable[[], Arena]) -> None:
+        """Have so much memory; `make` gives it, once what was too small is let go."""
         if self.piece is None or self.piece.num_bytes < num_bytes:
             self.piece = None
-            self.piece = Arena(num_bytes, device)
+            self.piece = make()
 
     def memory(self, num_bytes: int) -> Tensor:
         assert self.piece is not None, "it was made to fit"

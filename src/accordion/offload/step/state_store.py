@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.streams import SideStream
-from accordion.offload.arena import ALIGN_BYTES, Arena
+from accordion.offload.arena import ALIGN_BYTES, Arena, ArenaMaker
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import Chunk, Memory, ParamStep, StateBlock, StatePlace, chunk_numel, show
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of
@@ -44,8 +44,10 @@ class States:
         pool: Callable[[], Any],
         side_streams: tuple[SideStream, SideStream],
         checksums: bool,
+        make_arena: ArenaMaker,
     ) -> None:
         self._device, self._pool, self._side_streams, self._checksums = device, pool, side_streams, checksums
+        self._make_arena = make_arena
         self._places: dict[int, tuple[Tensor, StatePlace, Wanted]] = {}  # by id of the parameter, which is kept
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
@@ -126,7 +128,7 @@ class States:
             return self.files[-1]
         if place == DEVICE:
             return Memory(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
-        arena = Arena(num_bytes, self._device)
+        arena = self._make_arena(num_bytes, self._device)
         self.host_bytes += num_bytes
         return Memory(arena.take(num_bytes, torch.uint8), arena)
 
@@ -136,7 +138,7 @@ class States:
         over = max((block.device_bytes() for block, is_on_device in pairs if is_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
-                self._pinned = Arena(NUM_BUFFERS * largest, self._device)
+                self._pinned = self._make_arena(NUM_BUFFERS * largest, self._device)
                 self._buffers = [self._pinned.take(largest, torch.uint8) for _ in range(NUM_BUFFERS)]
             else:
                 self._buffers = [aligned_buffer(largest) for _ in range(NUM_BUFFERS)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from accordion.state import no_sync
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `shard`, as a GPU rank or a CPU rank has it."""
-    shard_over(silent(tracker, run), model, mesh, **run.sharding)
+    shard_over(silent(tracker, run), model, mesh, **run.sharding, make_arena=partial(TracedArena, tracker, run))
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
@@ -124,26 +124,20 @@ def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
     return partial(SilentGlooCommunicator, tracker, (_Done(),))
 
 
-@contextmanager
-def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Let the memory that offload takes count as the host's."""
-    make = Arena.__init__
-    setattr(Arena, "__init__", _on(_rests_on(run), make, tracker))  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(Arena, "__init__", make)  # noqa: B010
+class TracedArena(Arena):
+    """An arena whose memory counts as the host's."""
+
+    def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
+        with tracker.on(_rests_on(run)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the arena asks for its address, which a fake tensor has not
+            super().__init__(num_bytes, device)
+
+
+def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[None]:
+    """Nothing is to be silenced: `build` makes communicators that say nothing."""
+    return nullcontext()
 
 
 def _rests_on(run: TrainingSetup) -> str:
     """Memory of the host is the card's own where the CPU is the card."""
     return HOST if run.device == "cuda" else COMPUTE
-
-
-def _on(stream: str, make: Callable[..., None], tracker: Tracker) -> Callable[..., None]:
-    def made(arena: Any, *args: Any, **kwargs: Any) -> None:
-        with tracker.on(stream), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the arena asks for its address, which a fake tensor has not
-            make(arena, *args, **kwargs)
-
-    return made
