@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,19 +18,19 @@ from accordion.safety.steps import StepHook
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
 
-pytestmark = pytest.mark.cpu("a device is not asked to compare what it reduces")
+NUM_STEPS = 12  # a reduce bears the digest at once; over the party line all say how they step a few backwards later
 
 
-def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool) -> str:
+def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool, **more: Any) -> str:
     """What this rank says where the last one does something else in step 3."""
     is_other = dist.get_rank() == mesh.size() - 1
-    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block})
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **more)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     if wrapped:
         optimizer = acc.wrap_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     try:
-        for step in range(1, 6):
+        for step in range(1, NUM_STEPS + 1):
             differs = is_other and step == 3
             if differs and how == "lr":
                 optimizer.param_groups[0]["lr"] = 0.5
@@ -71,6 +72,21 @@ def test_ranks_that_step_differently_are_named(alone, how):
     for text in texts:
         assert text.startswith("ranks step differently since step 3: "), text
         assert f"rank {last} has {SAID[how]}" in text
+
+
+@pytest.mark.parametrize("how", ["lr", "clip", "step"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"offload": acc.Offload(optimizer="host")},
+        {"precision": acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)},
+    ],
+    ids=["states on host", "reduced in bf16"],
+)
+def test_also_where_no_reduce_bears_the_digest(alone, how, more):
+    for text in alone.run(2, partial(trains, **more), acc.FULL_SHARD, how, True):
+        assert text.startswith("ranks step differently since step 3: "), text
+        assert f"rank 1 has {SAID[how]}" in text
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "full_shard"])

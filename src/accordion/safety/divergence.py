@@ -38,6 +38,7 @@ SILENT_POLLS = 30  # after which a rank that waits names those of which it hears
 CALM_PASSES = (
     3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
 )
+SAID_STEPS = 8  # how often ranks tell the first one the digest of their steps, where no reduce bears it
 POLLS = 3  # one after the other, in all of which ranks must be found apart: one may just be leaving
 UNHEARD = (
     'Here ranks that wait in a collective cannot be asked, and end by the backend\'s time-out; debug="order" has all ranks '
@@ -396,6 +397,20 @@ class DivergenceMonitor(Observer):
             _torch.assert_on_device((rows == mine).all(), apart)
         elif not torch.equal(rows, mine.expand_as(rows)):
             self._fail_apart(what)
+
+    def say_steps(self, num: int, chain: int) -> None:
+        """The digest of this rank's steps up to backward `num`: each of the first ones, then each `SAID_STEPS`-th.
+
+        Raises `DivergenceError`, at the same backward on every rank, if those of some differ.
+        """
+        line = self._line()
+        if line is None:
+            return
+        at = line.unlike_at(self._prefix)
+        if at is not None and num >= at:
+            self._fail_apart("begins a backward")
+        if num <= SAID_STEPS or num % SAID_STEPS == 0:
+            line.say_steps(self._prefix, num, chain)
 
     def _fail_apart(self, what: str) -> NoReturn:
         """What ranks have sent does not go together: say what each one does, or in what their steps differ."""

@@ -42,6 +42,8 @@ TOLD_LETTERS = 400  # of an error
 LINE_LETTERS = 120  # of a line of a program
 ECHO_S = 2.0  # in which the cause of what looks like an echo is heard, if anybody tells
 NAMED_S = 3.0  # after which a rank whose device may wait for another one says so
+KEPT_STEPS = 64  # digests of steps that the first rank keeps
+NOTICED_STEPS = 4  # backwards in which all ranks have heard that some step differently, to say how at one and the same
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
     "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
@@ -164,7 +166,15 @@ class PartyLine:
         """This rank's program ends, and why; said once. `echo`: because of what another rank did."""
         self._ends.say_ended(text, echo)
 
+    def say_steps(self, model: str, num: int, chain: int) -> None:
+        """The digest of all steps of a model up to its backward `num`; the first rank holds it against its own."""
+        self._ends.say_steps(model, num, chain)
+
     # -- what it hears
+
+    def unlike_at(self, model: str) -> int | None:
+        """At which backward of a model all ranks say how they have stepped, because some differ; None while none do."""
+        return self._ends.unlike.get(model)
 
     def gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
         """The first of `ranks` that has ended, and how; None while all are there."""
@@ -195,6 +205,10 @@ class _Ends:
         self._causes: list[tuple[int, str, str]] = []
         self._echoes: list[tuple[int, str, str]] = []
         self._waits: dict[int, str] = {}  # by rank, of those that wait long
+        self.unlike: dict[str, int] = {}  # by model whose ranks step differently, the backward at which all say how
+        # Of the first rank, by model and backward: its own digest of steps, and which ranks have said another.
+        self._steps: dict[str, dict[int, int]] = {}
+        self._others: dict[str, dict[int, set[int]]] = {}
         self._answers: dict[int, dict[int, str]] = {}
         self._num_asked = 0
         self._heard, self._sending = threading.Condition(), threading.Lock()
@@ -316,6 +330,9 @@ class _Ends:
 
     def _hear(self, said: dict[str, Any], through: int | None) -> None:
         """Note what a rank says, and pass it on where this rank is the first."""
+        if "chain" in said:
+            self._compare(said["model"], said["num"], said["chain"], own=False)
+            return
         with self._heard:
             self._note(said)
             self._heard.notify_all()
@@ -355,6 +372,8 @@ class _Ends:
         elif "well" in said:
             self.failed.get(rank, {}).pop(said["well"], None)
             self._causes = [each for each in self._causes if each[:2] != (rank, said["well"])]
+        elif "unlike" in said:
+            self.unlike.setdefault(said["model"], said["unlike"])
         elif "answers" in said and said["to"] == self.rank and said["answers"] in self._answers:
             self._answers[said["answers"]][rank] = said["where"]
 
@@ -387,6 +406,30 @@ class _Ends:
         if not self._has_said_end:
             self._has_said_end = True
             self.say({"ended": text, "echo": echo})
+
+    def say_steps(self, model: str, num: int, chain: int) -> None:
+        if self.leads:
+            self._compare(model, num, chain, own=True)
+        else:
+            self.say({"model": model, "num": num, "chain": chain})
+
+    def _compare(self, model: str, num: int, chain: int, *, own: bool) -> None:
+        """Of the first rank: hold a digest against its own, or its own against those that came before it."""
+        with self._heard:
+            steps, others = self._steps.setdefault(model, {}), self._others.setdefault(model, {})
+            if own:
+                steps[num] = chain
+                while len(steps) > KEPT_STEPS:
+                    del steps[next(iter(steps))]
+                differs = bool(others.pop(num, set()) - {chain})
+            else:
+                differs = num in steps and steps[num] != chain
+                if num not in steps and num > max(steps, default=0):  # this rank is not so far yet
+                    others.setdefault(num, set()).add(chain)
+            if not differs or model in self.unlike:
+                return
+            at = self.unlike[model] = max(steps) + NOTICED_STEPS
+        self._send_all({"rank": self.rank, "model": model, "unlike": at})
 
     def cause(self, wait_s: float, model: str | None) -> tuple[int, str] | None:
         deadline = time.monotonic() + wait_s

@@ -2,7 +2,9 @@
 
 Each backward has a record: how many steps came before it, with which options, whether gradients were cleared and weights left
 alone since, and at which norm gradients were clipped. A chain of the records' digests is the mark that the reduce of one unit
-sends in place of its plain tag: no byte more. Where marks differ, ranks lay their records side by side.
+sends in place of its plain tag: no byte more. Where no host compares tags (on a device, with what rests off it, where two bytes
+are reduced), the chain goes to the first rank over the party line now and then. Where chains differ, ranks lay their records
+side by side.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
+from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
 from accordion.optim import LocalStep
 from accordion.safety.divergence import DivergenceMonitor
@@ -34,25 +37,31 @@ Record = dict[str, str]
 class StepWatch(Observer):
     """Owns the records of a model's last backwards, and what has come for the next one.
 
-    Offloaded parameters step on threads and unit by unit, and are not watched; nor is anything on a device, which is not
-    asked to compare what it reduces.
+    Writes into offloaded parameters are not told from their steps, which run on threads.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
         self._engine, self._monitor = engine, monitor
         self._params = [param.sharded for unit in engine.units for param in unit.params]
-        # Both, since a wrapped optimizer steps on local tensors.
-        self._ids = {id(p) for p in self._params} | {id(_torch.local_of(p)) for p in self._params}
+        self._is_offloaded = isinstance(engine.context.shard_buffers, Tiers)
+        self._ids = {id(p) for p in self._params}
+        if not self._is_offloaded:  # a wrapped optimizer steps on local tensors; of what is offloaded copies of it do
+            self._ids |= {id(_torch.local_of(p)) for p in self._params}
         self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._compares = engine.context.device.type == "cpu" and not isinstance(engine.context.shard_buffers, Tiers)
-        self._sees_writes = self._compares and all_have_rows(engine)
+        marked = first_trained(engine)
+        self._marks = (
+            engine.context.device.type == "cpu"
+            and not self._is_offloaded
+            and marked is not None
+            and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
+        )
+        self._sees_writes = not self._is_offloaded and all_have_rows(engine)
         self._record: Record = {}
         self._num_steps = 0  # since the last backward
         self._versions: int | None = None  # of all shards, as the last step left them
         self._chain, self._num = 0, 0
         self._records: deque[tuple[int, int, Record]] = deque(maxlen=KEPT_RECORDS)  # number, step, what
-        if self._compares:
-            monitor.history, monitor.compare = self.history, self.compare
+        monitor.history, monitor.compare = self.history, self.compare
         hear_steps(self)
 
     # -- what is seen
@@ -64,8 +73,6 @@ class StepWatch(Observer):
                 return
             self._ours.add(optimizer)
         self._monitor.num_steps += 1
-        if not self._compares:
-            return
         self._num_steps += 1
         self._record["optimizer"] = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):
@@ -78,8 +85,7 @@ class StepWatch(Observer):
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         self._monitor.busy("clips gradients")
-        if self._compares:
-            self._record["clip_grad_norm_"] = f"to {max_norm:g} by norm {norm_type:g}"
+        self._record["clip_grad_norm_"] = f"to {max_norm:g} by norm {norm_type:g}"
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
         if self._versions is not None and _torch.versions_of(self._params) != self._versions:
@@ -88,20 +94,21 @@ class StepWatch(Observer):
 
     def backward_begins(self) -> None:
         """What came since the last one becomes a record, and the mark of this one's reduces."""
-        if not self._compares:
-            return
-        first = next((unit for unit in self._engine.units if unit.trained.indices), None)
+        first = first_trained(self._engine)
         if first is None:
             return
         now = {STEPS: str(self._num_steps), **self._record}
-        if first.trained.params[0].grad is not None:
+        if not self._is_offloaded and first.trained.params[0].grad is not None:
             now["gradients"] = "not cleared before it (zero_grad)"
         self._chain = zlib.crc32(repr(now).encode(), self._chain)
         self._num += 1
         self._records.append((self._num, self._monitor.num_steps + (0 if self._num_steps else 1), now))
         self._record, self._num_steps = {}, 0
-        for group in first.groups:
-            group.remark(self._chain)
+        if self._marks:
+            for group in first.groups:
+                group.remark(self._chain)
+        else:
+            self._monitor.say_steps(self._num, self._chain)
 
     # -- what differs
 
@@ -170,6 +177,11 @@ def hear_steps(watch: StepWatch) -> None:
 
 
 NONE = "none"
+
+
+def first_trained(engine: Engine) -> Unit | None:
+    """The unit whose reduces bear the mark."""
+    return next((unit for unit in engine.units if unit.trained.indices), None)
 
 
 def told(value: Any) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from accordion import _torch
 from accordion.config import DEVICE, HOST
 from accordion.engine.engine import Engine
 from accordion.engine.group import Group
@@ -265,7 +266,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     for engine in {id(engine): engine for engine, _, _ in by_unit.values()}.values():
         units = [(unit, entries) for of, unit, entries in by_unit.values() if of is engine]
         _start(engine, units, optimizer_copy, optimizer)
-    for hook in optimizer._optimizer_step_post_hooks.values():
+    for hook in [*optimizer._optimizer_step_post_hooks.values(), *_torch.hooks_after_any_step()]:
         hook(optimizer, (), {})
 
 
