@@ -116,7 +116,8 @@ class OrderAgreement(Observer):
         self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
         self.standing.clear()
         if not self._expected.begin(FORWARD, how) or self._at_once:
-            self.must("begins a forward with gradients {}, communicating {}".format(*how))
+            gradients = "with gradients" if differentiable else "without gradients"
+            self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Where others do something else first, this rank takes part in that."""

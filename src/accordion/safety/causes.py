@@ -36,12 +36,13 @@ def advice(said: Mapping[int, Mapping[str, Any]]) -> str:
     ):
         ranks = [rank for rank, one in said.items() if one.get(key)]
         if ranks and len(ranks) < len(said):
-            return f"rank {_list(ranks)} {text.format(said[ranks[0]][key])}."
+            return f"{_each_of(ranks)} {text.format(said[ranks[0]][key])}."
     if alone and len(alone) < len(said):
         first = next(iter(alone))
-        return f"rank {_list(list(alone))} {alone[first].split(',')[0]} alone; all ranks must call it."
+        return f"{_each_of(list(alone))} {alone[first].split(',')[0]} alone; all ranks must call it."
     return ADVICE
 
 
-def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _each_of(ranks: list[int]) -> str:
+    """One rank or several, as the subject of a verb in the singular."""
+    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
