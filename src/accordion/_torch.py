@@ -1,4 +1,4 @@
-"""Every private or version-dependent torch name that the package uses, with the reason. Read for torch 2.11 to 2.13."""
+"""Every private or version-dependent torch name that the package uses, with the reason. Read for torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -350,6 +350,21 @@ def checks_groups() -> bool:
     return bool(_c10d.get_debug_level() == _c10d.DebugLevel.DETAIL)
 
 
+def gather_single(group: Any) -> Callable[..., Any]:
+    """One gather; torch 2.13 renamed `_allgather_base`, and groups that are written in Python have one of the names."""
+    return getattr(group, "all_gather_single", None) or group._allgather_base  # type: ignore[no-any-return]
+
+
+def exchange_single(group: Any) -> Callable[..., Any]:
+    """One all-to-all; torch 2.13 renamed `alltoall_base`."""
+    return getattr(group, "all_to_all_single", None) or group.alltoall_base  # type: ignore[no-any-return]
+
+
+def reduce_scatter_single(group: Any) -> Callable[..., Any]:
+    """One reduce-scatter; torch 2.13 renamed `_reduce_scatter_base`."""
+    return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # type: ignore[no-any-return]
+
+
 def gather_coalesced(group: Any) -> Callable[..., Any]:
     """Many gathers in one launch; torch 2.13 renamed `allgather_into_tensor_coalesced`."""
     return getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # type: ignore[no-any-return]
@@ -365,8 +380,8 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
 
     None where it has no such thing. No public names: `options` of a backend is one for NCCL's and gloo's alone (2.11 to 2.13).
     """
-    backend = group._get_backend(device)
     try:
+        backend = group._get_backend(device)
         options = getattr(backend, "wrapped_pg", backend).options
     except (AttributeError, RuntimeError):  # the latter from C++
         return None, None
@@ -443,15 +458,23 @@ def kept_with_job(name: str) -> list[Any]:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...)."""
-    return str(group._get_backend(device).name()).lower()
+    """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...); no public name.
+
+    A group that is written in Python may be all there is: torch's own of threads in place of ranks, which its tests use.
+    """
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError:
+        if type(group) is torch.distributed.ProcessGroup:
+            raise
+        return str(group.getBackendName()).lower()
 
 
 def timeout_s_of_job() -> float:
     """Seconds after which a collective of this job's process group fails. No public name."""
     group: Any = torch.distributed.group.WORLD
-    backend = None if group is None else group._get_backend(group._device_types[0])
-    options = getattr(backend, "options", None)
+    types = [] if group is None else group._device_types  # none of a group that is written in Python
+    options = getattr(group._get_backend(types[0]), "options", None) if types else None
     found = getattr(options, "_timeout", None) or torch.distributed.distributed_c10d.default_pg_timeout
     return float(found.total_seconds())
 
@@ -533,6 +556,11 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def group_name(group: Any) -> str:
+    """Under which name torch knows a process group; of C++ ones an attribute that is not documented (all versions)."""
+    return str(group.group_name)
+
+
 def name_of_group(group: Any) -> str:
     """Under which name torch knows a process group written in Python, which has none of its own. No public name."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
@@ -574,6 +602,38 @@ def data_parallel_mesh_dims() -> Any:
     import torch.distributed.fsdp as fsdp
 
     return getattr(fsdp, "DataParallelMeshDims", None)
+
+
+def fsdp_module_base() -> type:
+    """The class that FSDP2 mixes into modules, if torch's pipelines use its public methods alone (2.15 on), else `object`.
+
+    Where they reach into what is behind it (2.11 to 2.14), a module that is no instance of it is an ordinary one to them.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule if hasattr(FSDPModule, "finalize_backward") else object
+
+
+def gradient_reduction_handle() -> type:
+    """What `FSDPModule.finalize_backward` returns an instance of (2.15 on), else `object`."""
+    import torch.distributed.fsdp as fsdp
+
+    return getattr(fsdp, "GradientReductionHandle", object)
+
+
+def reduces_in_own_dtype() -> bool:
+    """Whether FSDP2 without a `reduce_dtype` reduces in the parameter's dtype (2.15 on), and not in that of the computation."""
+    import torch.distributed.fsdp as fsdp
+
+    return "param_dtype_override_fn" in getattr(fsdp.MixedPrecisionPolicy, "__dataclass_fields__", ())
+
+
+def is_shard_placement_result(value: object) -> bool:
+    """Whether it is FSDP2's word for a parameter with a mesh of its own, which has no public name (2.13 on: 2.11 lacks it)."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    kind = getattr(_fsdp_common, "ShardPlacementResult", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def composed_with(module: Any) -> set[str]:

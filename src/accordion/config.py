@@ -68,6 +68,21 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+def check_secondary(secondary: object, strategy: Strategy, num_ranks: int, name: str = "secondary") -> None:
+    """Raises `UsageError` for what `shard(secondary=)` cannot be with a strategy that shards over `num_ranks`."""
+    if strategy.params is not SHARD or strategy.keep_until_backward or strategy.optim_over_replicas:
+        raise UsageError(
+            f"{name} is {secondary!r} with strategy {strategy.name!r}, which keeps copies of its own; take full_shard or "
+            "hybrid_shard."
+        )
+    is_number = isinstance(secondary, int) and not isinstance(secondary, bool)
+    if not is_number or secondary not in range(2, num_ranks + 1) or num_ranks % secondary:  # type: ignore[operator]
+        raise UsageError(
+            f"{name} is {secondary!r}; pass how many of the {num_ranks} ranks that shard keep one copy from the forward to the "
+            f"backward: a divisor of {num_ranks} above 1, the ranks of one node say."
+        )
+
+
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
     """A sentence naming the valid choices, the nearest one first where there is one."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)

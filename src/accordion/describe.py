@@ -15,7 +15,8 @@ class UnitReport:
     """One unit. Bytes are those of this rank; `optimizer_bytes` counts two states of each trainable element, as Adam keeps.
 
     `full_bytes`: what the unit takes beside that while it is gathered. `relay_bytes`: what it keeps beside that always, where
-    the optimizer is cut over replicas too.
+    the optimizer is cut over replicas too. `secondary_bytes`: what it keeps from its forward to its backward, with
+    `shard(secondary=)`.
     """
 
     name: str
@@ -26,6 +27,7 @@ class UnitReport:
     optimizer_bytes: int
     full_bytes: int
     relay_bytes: int
+    secondary_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,4 +69,5 @@ def _unit_report(unit: Unit) -> UnitReport:
         optimizer_bytes=2 * trained,
         full_bytes=unit.full_bytes,
         relay_bytes=sum(g.relay_bytes for g in unit.groups),
+        secondary_bytes=sum(g.secondary_bytes for g in unit.groups),
     )

@@ -26,6 +26,10 @@ class UsageError(AccordionError, ValueError):
     """The caller asked for something that cannot be done; says what was asked, what was found and what to do."""
 
 
+class AssertedUsageError(UsageError, AssertionError):
+    """A `UsageError` where torch's FSDP2 raises an AssertionError, for programs that catch that."""
+
+
 class NonFiniteError(AccordionError, ArithmeticError):
     """NaN or inf, raised on every rank: `shard(debug="finite")` says in which unit and phase it came up first, and
     `clip_grad_norm_(error_if_nonfinite=True)` that the norm of the gradients is.

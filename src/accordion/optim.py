@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion.engine.communicator import Communicator
 from accordion.engine.engine import Engine
+from accordion.engine.group import Param
 from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, scale_to, total_norm
@@ -259,14 +261,15 @@ def clip_norm_of(
             tell(float(max_norm), float(norm_type))
     owned = [(one, param) for one in engines for unit in one.units for param in unit.params]
     parts: dict[tuple[int, ...], NormPart] = {}
+    scaled: list[Tensor] = []
     for engine, param in owned:
-        communicators = list(engine.context.cut_communicators) if param.cut.dim is not None else []
-        communicators += [] if param.around is None else param.around.communicators
+        communicators, counts = _norm_over(param, engine)
         part = parts.setdefault(
             tuple(id(communicator.group) for communicator in communicators), NormPart(communicators)
         )
         if wanted.pop(id(param.sharded), None) is not None and param.sharded.grad is not None:
-            part.tensors.append(_torch.local_of(param.sharded.grad))
+            scaled.append(_torch.local_of(param.sharded.grad))
+            part.tensors += scaled[-1:] if counts else []
     others = [p.grad for p in wanted.values() if p.grad is not None]
     found = [*parts.values(), NormPart([], others)]
     norm = total_norm(found, float(norm_type), engines[0].context.device)
@@ -275,5 +278,16 @@ def clip_norm_of(
             f"the norm of the gradients is {norm.item()}, so they were not clipped; leave out the step, or error_if_nonfinite to "
             'clip all the same; shard(debug="finite") names where it came up.'
         )
-    scale_to([tensor for part in found for tensor in part.tensors], max_norm, norm)
+    scale_to([*scaled, *others], max_norm, norm)
     return norm
+
+
+def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:
+    """Over whose ranks the norm of a parameter adds up, and whether this rank's rows count."""
+    context, model = param.context, engine.context
+    if context is model or param.around is not None:
+        cut = list(context.cut_communicators) if param.cut.dim is not None else []
+        return [*cut, *([] if param.around is None else param.around.communicators)], True
+    # On a mesh of its own and without a word on the others: what other ranks have under its name are other parameters.
+    is_first = context.replicate.rank == 0 and (param.cut.dim is not None or context.shard.rank == 0)
+    return [axis.gather for axis in (model.shard, model.replicate) if axis.num_ranks > 1], is_first

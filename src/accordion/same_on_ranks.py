@@ -113,6 +113,7 @@ def arguments_of(
     debug: Collection[str],
     prefetch: Prefetch,
     checkpointing: ActivationCheckpointing,
+    secondary: int | None = None,
 ) -> Facts:
     """What ranks must agree on of the arguments of `shard` that hold for the whole model."""
     return {
@@ -122,6 +123,7 @@ def arguments_of(
         "debug": str(sorted(debug)),
         "prefetch.budget_bytes": str(prefetch.budget_bytes),
         "checkpoint_activations": _asked(checkpointing),
+        "secondary": str(secondary),
     }
 
 

@@ -95,7 +95,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
                 for param in _all_params(engine):
                     full = fulls[id(param)]
                     data = full.data if param.around is None else _torch.local_of(full).data
-                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, engine.context))
+                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
 
 
 def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
@@ -118,7 +118,7 @@ def full_of(param: Param, engine: Engine) -> Tensor:
             f"parameter {param.name!r} is a tensor subclass that says itself how it is gathered to compute; its rows as they are "
             "stored are in model.state_dict()."
         )
-    return gathered(_torch.local_of(param.sharded), param.cut, engine.context)
+    return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
 
 Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | None
@@ -242,7 +242,7 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
         if isinstance(given, DTensor):
             given = given.full_tensor()
         local = _torch.local_of(sharded)
-        rows = own_rows(given, param.cut, engine.context).to(device=local.device, dtype=local.dtype)
+        rows = own_rows(given, param.cut, param.context).to(device=local.device, dtype=local.dtype)
         state[key] = _torch.as_dtensor(rows.contiguous(), sharded)
 
 

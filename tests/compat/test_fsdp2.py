@@ -20,6 +20,7 @@ from tests.devices import device
 from tests.inside import units_of
 from tests.support import models
 from tests.support.checks import assert_close, batch, one_loss
+from tests.support.meters import Wire
 
 SIDES = (theirs, ours)
 
@@ -322,6 +323,26 @@ def resharding(mesh, options: list[bool | int | None]) -> None:
 def test_resharding_after_the_forward(world):
     world.run(2, resharding, [True, False, None])
     world.run(4, resharding, [2])
+
+
+def resharded_to_pairs(mesh) -> None:
+    """An int: the backward gathers over so many neighbours, as torch's does, until it is set otherwise."""
+    for m in both(mesh, "wide", reshard_after_forward=2):
+        for step in range(3):
+            loss = one_loss(m, step)
+            with Wire() as wire:
+                loss.backward()
+            m.zero_grad()
+        assert {call.group for call in wire.of("gather")} == {"2"}, type(m)
+        m.set_reshard_after_forward(True)
+        loss = one_loss(m)
+        with Wire() as wire:
+            loss.backward()
+        assert {call.group for call in wire.of("gather")} == {"4"}, type(m)
+
+
+def test_an_int_has_the_backward_gather_over_that_many(world):
+    world.run(4, resharded_to_pairs)
 
 
 def resharding_set(mesh) -> None:

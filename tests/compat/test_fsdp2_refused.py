@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.compat.test_fsdp2 import sharded
+from tests.compat.test_fsdp2 import SIDES, sharded
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import one_loss
@@ -43,7 +44,11 @@ def refused(mesh) -> None:
     refuses("no nn.Parameter", model, ignored_params={"head.weight"})
     refuses("divides the 4 ranks", model, reshard_after_forward=3)
     refuses("divides the 4 ranks", model, reshard_after_forward="yes")
-    refuses("return None or Shard", model, shard_placement_fn=lambda p: Replicate() if p.dim() == 1 else None)
+    refuses(
+        "return None, Shard.dim., or a ShardPlacementResult",
+        model,
+        shard_placement_fn=lambda p: Replicate() if p.dim() == 1 else None,
+    )
     refuses("returned Shard.1. for a parameter of shape", model, shard_placement_fn=lambda p: Shard(1))
     assert all(type(p) is nn.Parameter for p in model.parameters()), "a refusal leaves the model as it was"
     wrong = models.plain()
@@ -93,18 +98,58 @@ def misused(mesh) -> None:
         optimizer.step()
     copied = sharded(ours, mesh)
     for _ in range(2):
-        with pytest.raises(ValueError, match="cannot be copied"):
-            copy.deepcopy(copied)
+        for kind in (ValueError, AssertionError):  # torch's raises the latter
+            with pytest.raises(kind, match="FSDP does not support deepcopy"):
+                copy.deepcopy(copied)
+        with pytest.raises(AssertionError, match="get_ema_multi_avg_fn"):
+            AveragedModel(copied)
         one_loss(copied)
-    mixed = models.plain()
-    for block in mixed.blocks:
-        ours.fully_shard(block, mesh=init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard")))
-    ours.fully_shard(mixed, mesh=mesh)
-    with pytest.raises(ValueError, match="one model has one mesh"):
-        one_loss(mixed)
     assigned = sharded(ours, mesh)
     assigned.load_state_dict({n: p.clone() for n, p in models.plain().state_dict().items()}, assign=True)
     one_loss(assigned).backward()
+
+
+def raises_as_torch(mesh) -> None:
+    """The classes of torch's errors, and its words beside ours."""
+    for api in SIDES:
+        model = sharded(api, mesh)
+        with pytest.raises(
+            AssertionError, match="Each distinct composable distributed API can only be applied to a module once"
+        ):
+            api.fully_shard(model, mesh=mesh)
+        with pytest.raises(ValueError, match="fully_shard does not support containers that do not implement forward"):
+            api.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
+        with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
+            copy.deepcopy(model)
+        assert api.fully_shard.state(model) is not None
+        assert api.fully_shard.state(model.blocks[0]) is not api.fully_shard.state(model)
+        assert api.fully_shard.state(model.head) is None
+
+
+def test_errors_are_of_the_classes_of_torchs(world):
+    world.run(2, raises_as_torch)
+
+
+def averaged(mesh) -> None:
+    """What the refusal of AveragedModel says to do: averages of clones, as of an unsharded model."""
+    model, plain = sharded(ours, mesh), models.plain()
+    update = get_ema_multi_avg_fn(0.9)
+    averages = [p.detach().clone() for p in model.parameters()]
+    wanted = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    wanted.update_parameters(plain)
+    for _ in range(2):
+        with torch.no_grad():
+            for m in (model, plain):
+                for p in m.parameters():
+                    p.mul_(1.5)
+        update(averages, [p.detach() for p in model.parameters()], 1)
+        wanted.update_parameters(plain)
+    for found, p in zip(averages, wanted.module.parameters(), strict=True):
+        assert torch.allclose(found.full_tensor(), p, rtol=1e-6)
+
+
+def test_averages_of_clones_are_those_of_averaged_model(world):
+    world.run(2, averaged)
 
 
 def test_what_is_refused_says_why(world):

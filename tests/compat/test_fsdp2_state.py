@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -188,7 +190,7 @@ def accepted(mesh) -> None:
     logger.setLevel(logging.INFO)
     say_once.cache_clear()
     try:
-        model = sharded(ours, mesh, reshard_after_forward=2)
+        model = sharded(ours, mesh)
         for module in (model, *model.blocks):
             module.set_unshard_in_backward(False)
             module.set_allocate_memory_from_process_group_for_comm(True)
@@ -196,7 +198,6 @@ def accepted(mesh) -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert [r.split(":")[1].strip() for r in records] == [
-        "reshard_after_forward=2",
         "set_unshard_in_backward(False)",
         "set_allocate_memory_from_process_group_for_comm",
     ]
@@ -403,3 +404,58 @@ def converted(mesh) -> None:
 
 def test_a_sharded_model_is_converted(world):
     world.run(2, converted)
+
+
+def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str, Any]:
+    """What one side wrote on `of_ranks` ranks, the other reads on those of `mesh`; and what the reader has then, in full."""
+    group, reads = mesh.get_group(), mesh.size() != of_ranks
+    model = sharded(SIDES[writer != reads], mesh)
+    optimizer = stepped(model, 5 if reads else 0)
+    states, moments = get_state_dict(model, optimizer)
+    state = {"model": states, "optim": moments}
+    if reads:
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+        unlike = set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        assert not unlike.missing_keys
+        assert not unlike.unexpected_keys
+    else:
+        dcp.save(state, checkpoint_id=folder, process_group=group)
+    found = full(model.named_parameters())
+    names = {id(p): n for n, p in model.named_parameters()}
+    for p, kept in optimizer.state.items():
+        found |= full((f"{names[id(p)]} {key}", t) for key, t in kept.items() if t.dim())
+    return {name: t.detach().cpu() for name, t in found.items()}
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_the_other_side_reads_on_another_number_of_ranks(world, tmp_path, writer):
+    wanted = world.run(4, written_and_read, str(tmp_path / "c"), writer, 4)[0]
+    found = world.run(3, written_and_read, str(tmp_path / "c"), writer, 4)[0]
+    assert_equal(found, wanted)
+
+
+def full_both_ways(mesh) -> None:
+    """Full state dicts of one side go into the other: from the first rank alone, or from all; optimizers too."""
+    pair = both(mesh)
+    optimizers = [stepped(m, i) for i, m in enumerate(pair)]
+    for source, target in ((0, 1), (1, 0)):
+        for broadcasts in (True, False):
+            how = StateDictOptions(full_state_dict=True, cpu_offload=broadcasts)
+            states = get_state_dict(pair[source], optimizers[source], options=how)
+            if broadcasts:
+                assert bool(states[0]) == (dist.get_rank() == 0), "with cpu_offload the first rank alone has them"
+            model = sharded(SIDES[target], mesh)
+            optimizer = stepped(model, 7)
+            how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
+            # Not `set_state_dict`: where a rank's are empty, torch's takes it that the model is left out, and waits for good.
+            set_model_state_dict(model, states[0], options=how)
+            set_optimizer_state_dict(model, optimizer, states[1], options=how)
+            assert_equal(params_of(model), params_of(pair[source]))
+            kept = zip(optimizer.state.values(), optimizers[source].state.values(), strict=True)
+            for mine, theirs_ in kept:
+                assert mine.keys() == theirs_.keys()
+                assert torch.equal(mine["exp_avg"].full_tensor(), theirs_["exp_avg"].full_tensor())
+
+
+def test_full_state_dicts_go_both_ways(world):
+    world.run(4, full_both_ways)

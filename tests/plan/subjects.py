@@ -112,6 +112,7 @@ CASES = {
     "frozen": Case(change=frozen),
     "offload": Case(sharding={"offload": acc.Offload(optimizer="host")}),
     "offload all, bf16": Case(sharding={"offload": acc.Offload(params="host", optimizer="host"), "precision": BF16}),
+    "secondary": Case(sharding={"secondary": 2}, ranks=4),
     "lora": Case(change=adapted, ranks=4),
 }
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}

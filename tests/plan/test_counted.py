@@ -13,7 +13,13 @@ from accordion.plan.replay.predict import memory_of
 from accordion.plan.trace.trace import trace
 from tests.plan import counted, subjects
 
-SAMPLE = [("gpt", "full_shard"), ("gpt", "offload"), ("llama", "checkpoint every:2, bf16"), ("vision", "no_shard")]
+SAMPLE = [
+    ("gpt", "full_shard"),
+    ("gpt", "offload"),
+    ("llama", "checkpoint every:2, bf16"),
+    ("vision", "no_shard"),
+    ("gpt", "secondary"),
+]
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen
 FSDP2 = [

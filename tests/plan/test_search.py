@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import accordion as acc
+from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.estimate import estimate_memory
-from accordion.plan.events import Alloc, Category, Free, Op
+from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log, Op
 from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.family import UnlikeError
 from accordion.plan.extrapolate.offload import disk_bytes, elements_of, host_bytes, offloaded
@@ -134,6 +135,67 @@ def test_micro_batches_between_the_first_and_the_last_are_worked_out(strategy):
     wanted = step_of(whole, run, CLUSTER)
     assert made.seconds == pytest.approx(wanted.seconds, rel=0.01)
     assert made.flops == pytest.approx(wanted.flops, rel=1e-6)
+
+
+# -- secondary shards
+
+
+def gathered(log: Log) -> dict[str, list[tuple[str, int]]]:
+    """Bytes of gathers by phase, with their axis."""
+    phase, found = "", dict[str, list[tuple[str, int]]]()
+    for event in log.events:
+        if isinstance(event, Enter):
+            phase = event.place.phase.value
+        elif isinstance(event, Collective) and event.kind == "gather":
+            found.setdefault(phase, []).append((event.axis, event.num_bytes))
+    return found
+
+
+def test_a_backward_with_secondary_shards_gathers_nothing_over_all_ranks():
+    """The blocks but the last are gathered again, in messages of their full buffers; parts of those are the memory it takes."""
+    plain, kept = trace(gpt(4), run_of(16)), trace(gpt(4), run_of(16, secondary=8))
+    without, found = gathered(plain), gathered(kept)
+    assert found["forward"] == without["forward"]
+    assert {axis for axis, _ in without["backward"]} == {"shard"}
+    assert {axis for axis, _ in found["backward"]} == {"secondary"}
+    assert len(found["backward"]) == len(without["backward"])
+    parts = [n // 8 // ALIGN_BYTES * ALIGN_BYTES for _, n in found["backward"]]  # without the tags
+    taken = [e.num_bytes for e in kept.events if isinstance(e, Alloc) and e.category is Category.GATHERED]
+    before = [e.num_bytes for e in plain.events if isinstance(e, Alloc) and e.category is Category.GATHERED]
+    assert [taken.count(n) - before.count(n) for n in parts] == [len(parts)] * len(parts), "one for each, of one size"
+
+
+def test_a_step_over_nodes_is_faster_with_secondary_shards_in_each():
+    cluster, narrow = replace(CLUSTER, network_gbps=1.0), acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)
+    runs = run_of(16, precision=narrow), run_of(16, precision=narrow, secondary=8)
+    plain, kept = (step_of(trace(gpt(4), run), run, cluster) for run in runs)
+    assert kept.seconds < plain.seconds
+    inside = run_of(16, precision=narrow, secondary=16)
+    assert step_of(trace(gpt(4), inside), inside, cluster).seconds == plain.seconds, "all ranks: nothing is kept"
+
+
+def test_a_search_tries_secondary_shards_in_each_node_beside_what_is_fastest():
+    narrow = acc.Precision(
+        params=torch.bfloat16, reduce=torch.bfloat16
+    )  # else sums in float32 take as long as all gathers
+    space = Space(
+        strategies=["full_shard"],
+        checkpointing=["none"],
+        micro_batches=[1],
+        gpus=[16],
+        precision=narrow,
+        secondary=None,
+    )
+    cluster = replace(CLUSTER, network_gbps=1.0)
+    found = search(lambda size: gpt(4, size), space, cluster, 10_000)
+    assert [c.choice.secondary for c in found.candidates] == [0, 8]
+    assert found.best is not None
+    assert found.best.choice.secondary == 8
+    assert "secondary shards over 8" in str(found.best.choice)
+    fixed = search(lambda size: gpt(4, size), replace(space, secondary=4), cluster, 10_000)
+    assert [c.choice.secondary for c in fixed.candidates] == [4]
+    one_node = search(lambda size: gpt(4, size), replace(space, gpus=[8]), cluster, 10_000)
+    assert [c.choice.secondary for c in one_node.candidates] == [0]
 
 
 # -- offload

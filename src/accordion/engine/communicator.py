@@ -70,12 +70,15 @@ class Communicator:
             return
         backend = _torch.backend_of(group, device)
         self._async, self.is_fake = backend not in STREAM_ORDERED, backend == "fake"
+        self._waits = self._async and backend != "threaded"  # whose ranks are threads, and meet in the call itself
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
         # What torch puts around each backend to check it has none for several tensors before 2.12.
         self._coalesces = not _torch.checks_groups()
+        self._gather, self._exchange = _torch.gather_single(group), _torch.exchange_single(group)
+        self._scatter = _torch.reduce_scatter_single(group)
         self._gather_coalesced = _torch.gather_coalesced(group)
         self._scatter_coalesced = _torch.reduce_scatter_coalesced(group)
 
@@ -85,7 +88,7 @@ class Communicator:
         return self.group is not None and not self._async
 
     def _pending(self, *works: Any) -> Pending:
-        return Pending(self, works if self._async else ())
+        return Pending(self, works if self._waits else ())
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         """Every `fulls[i]` (1-D, num_ranks * n) becomes the `shards[i]` (1-D, n) of all ranks in rank order.
@@ -93,7 +96,7 @@ class Communicator:
         One launch on a stream-ordered backend. gloo copies in and out of a coalesced gather, and has none for CUDA tensors.
         """
         if self._async or not self._coalesces:
-            gather, options, pairs = self.group._allgather_base, self._gather_options, zip(fulls, shards, strict=True)
+            gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
             return self._pending(*[gather(full, shard, options) for full, shard in pairs])
         if fulls:
             self._gather_coalesced(fulls, shards, self._gather_options)
@@ -103,11 +106,11 @@ class Communicator:
         """All-to-all of each (received, sent, received splits, sent splits), 1-D; empty splits mean equal parts."""
         if self._async or len(sends) < 2 or not self._coalesces:
             return self._pending(
-                *[self.group.alltoall_base(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
+                *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
             )
         self.group._start_coalescing(self.device)
         for out, sent, a, b in sends:
-            self.group.alltoall_base(out, sent, a, b, self._exchange_options)
+            self._exchange(out, sent, a, b, self._exchange_options)
         self.group._end_coalescing(self.device)
         return self._pending()
 
@@ -116,7 +119,7 @@ class Communicator:
         if not outs:
             return self._pending()
         if not self._coalesces:
-            scatter, pairs = self.group._reduce_scatter_base, zip(outs, inputs, strict=True)
+            scatter, pairs = self._scatter, zip(outs, inputs, strict=True)
             return self._pending(*[scatter(out, given, self._scatter_options) for out, given in pairs])
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options))
 

@@ -353,6 +353,10 @@ class Engine:
         reduced = bool(self._synced)
         if reduced:
             self._synced.clear()
+        self._ended(reduced)
+
+    def _ended(self, reduced: bool) -> None:
+        if reduced:
             self._reduce_leftovers()
             self.undecided.settle()
             for unit in self.units:
@@ -360,6 +364,11 @@ class Engine:
         self.let_go()
         for told in self.observers.backward_ended:
             told(reduced)
+
+    def reduce_sums(self) -> None:
+        """Between backwards: reduce what those before have added up, as the end of one that communicates does. All ranks do."""
+        if any(unit.local_sums.any_held() for unit in self.units):
+            self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
         """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""

@@ -113,6 +113,14 @@ class FullBuffer:
     def holds(self, storage: torch.UntypedStorage) -> bool:
         return self._key == _torch.storage_key(storage)
 
+    def stay(self, whether: bool) -> None:
+        """Keep the storage from here on, whatever is let go, or no longer: for graphs of a device, which know its address."""
+        if whether:
+            self.open()
+            self.close = lambda: None  # type: ignore[method-assign]
+        elif vars(self).pop("close", None) is not None:
+            self.close()
+
     def close(self) -> None:
         """Let the storage go. To show reads that come too late, `poison` fills it instead with what nobody can miss."""
         if self._poison:

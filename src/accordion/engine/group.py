@@ -30,7 +30,8 @@ class ShardingContext:
     """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
 
     `relay`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: a secondary shard.
-    `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by.
+    `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by. `where`: for messages, which
+    ranks these are, if they are not all of the model's.
     """
 
     shard: Axis
@@ -46,6 +47,7 @@ class ShardingContext:
     waiter: Waiter
     device: torch.device
     shard_buffers: ShardBufferMaker
+    where: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -94,7 +96,7 @@ class Param:
     """One tensor of the model: its sharded parameter and every place where a module reads it.
 
     `extension`: makes of a gathered tensor what stands for it in modules, a tensor subclass. `around`: the DTensor of other
-    parallelism around that.
+    parallelism around that. `context`: over which ranks it lies, that of its group.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Param:
     extension: Callable[[Tensor], Tensor] | None = None
     around: ParamView | None = None
     sharded: nn.Parameter = field(init=False)
+    context: ShardingContext = field(init=False, repr=False)
 
 
 def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
@@ -160,11 +163,17 @@ class SecondaryShard(ShardBuffer):
 
 
 class GroupPlan(NamedTuple):
-    """A group before it has memory: its parameters, the dtype in which they are gathered, and that of their gradients' sum."""
+    """A group before it has memory: its parameters, the dtype in which they are gathered, and that of their gradients' sum.
+
+    `context`: of ranks of its own, if it does not lie over those of the model. `secondary`: the ranks over which its full
+    parameters stay sharded from a forward to its backward, if they do.
+    """
 
     params: list[Param]
     dtype: torch.dtype
     reduce_dtype: torch.dtype
+    context: ShardingContext | None = None
+    secondary: Communicator | None = None
 
 
 class Group(ABC):
@@ -184,12 +193,14 @@ class Group(ABC):
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         self.index, self.name = place  # of the unit
         self.context = context
-        self.params, self.dtype, self.reduce_dtype = planned
+        self.params, self.dtype, self.reduce_dtype = planned[:3]
+        for param in self.params:
+            param.context = context
         self.tag = self.index % NUM_TAGS + 1  # of its gathers, and of its reduces until `remark`
         self._mark = 0
         self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
-        self.place = f"unit {self.index} ({self.name or 'root'})"
+        self.place = f"unit {self.index} ({self.name or 'root'}){context.where}"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
         self.sums_are_shards = all(p.dtype is self.reduce_dtype for p in self.params)  # in dtype
@@ -226,7 +237,12 @@ class Group(ABC):
 
     @property
     def relay_bytes(self) -> int:
-        """What a secondary shard takes."""
+        """What a secondary shard takes that is kept always."""
+        return 0
+
+    @property
+    def secondary_bytes(self) -> int:
+        """What a secondary shard takes that is kept from a forward to its backward."""
         return 0
 
     def version(self) -> int:
@@ -304,9 +320,7 @@ class CutGroup(Group):
         self.alias = alone and self.shard_buffer.dtype == dtype and self.shard_buffer.is_memory_of_locals
         full_buffer: FullBuffer | None = None
         if not self.alias:
-            offsets, numel = full_offsets(cuts, dtype.itemsize)
-            flat = torch.empty(numel, dtype=dtype, device=context.device)
-            full_buffer = FullBuffer(cuts, offsets, flat, rank, poison=late)
+            full_buffer = self._make_full_buffer(cuts, rank, late)
         self.full_buffer = self._full = full_buffer
         self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
         if context.relay:
@@ -317,6 +331,11 @@ class CutGroup(Group):
             self._gatherings.append(self._gather_over(context.shard, self.message, tagged, full_buffer))
             full_buffer.close()
         self._is_direct = type(self.shard_buffer) is FlatShards and not context.relay
+
+    def _make_full_buffer(self, cuts: Sequence[Cut], rank: int, poison: bool) -> FullBuffer:
+        offsets, numel = full_offsets(cuts, self.dtype.itemsize)
+        flat = torch.empty(numel, dtype=self.dtype, device=self.context.device)
+        return FullBuffer(cuts, offsets, flat, rank, poison=poison)
 
     @staticmethod
     def _gather_over(axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> AxisGather:

@@ -115,7 +115,7 @@ class Unit:
         self._landed: list[Transfer] = []  # those that brought them
         self._aside: list[Any] = []  # other streams that compute with them
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
-        self.takes_grads = context.shard.num_ranks == 1  # large gradients are summed where they are
+        self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed where they are
         self._on_device = context.device.type != "cpu"
         self.trained = self._trained_now()
         self.module_params = ModuleParams(self.params)

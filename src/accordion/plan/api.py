@@ -60,6 +60,7 @@ def plan(
     disk_gbps: float = DISK_GBPS,
     strategy: str | None = None,
     replicas: int | None = None,
+    secondary: int | None = None,
     offload: str | None = None,
     checkpoint_activations: str | None = None,
     micro_batch: int | None = None,
@@ -80,7 +81,8 @@ def plan(
     `model`: a module, with `loss(model, batch)` (0-d) and an example `batch` of one rank, whose size is the micro-batch; or
     the name of a preset, a transformers folder or a config.json. `gpu`: of the table, or a description. `gpus`: in all, the last
     of several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all,
-    disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `seq`: tokens of a sequence.
+    disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `secondary`: what `shard` takes, 0 for
+    nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence.
     `global_batch`: samples of a step over all GPUs, from which `accumulate` follows. `host_memory_gib`, `disk_gbps`: a machine's.
     `engine`: "fsdp2" traces PyTorch's own in this one's place. `measured_step_s`: seconds of one step on these cards, which
     calibrates all times; of the configuration `measured_at` ("full_shard,selective,2,8": strategy, checkpointing, micro-batch,
@@ -101,6 +103,7 @@ def plan(
     fixed = Fixed(
         strategy=strategy,
         replicas=replicas,
+        secondary=secondary if secondary is not None or strategy is None else 0,
         offload=offload,
         checkpoint_activations=checkpoint_activations,
         micro_batch=micro_batch,
@@ -149,6 +152,7 @@ class Fixed:
 
     strategy: str | None
     replicas: int | None
+    secondary: int | None
     offload: str | None
     checkpoint_activations: str | None
     micro_batch: int | None
@@ -223,6 +227,7 @@ def _left_by(fixed: Fixed, training: Training, task: Task, counts: Sequence[int]
         accumulate=training.accumulate,
         global_batch=training.global_batch,
         replicas=fixed.replicas or 0,
+        secondary=fixed.secondary,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
         units=_units(task.model, training.engine, training.sharding),
         optimizer=training.optimizer,
@@ -257,6 +262,8 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         "replicas": fixed.replicas,
         "global_batch": training.global_batch,
     }
+    if fixed.secondary is not None and not (fixed.secondary == 0 or 2 <= fixed.secondary <= LARGEST):
+        raise UsageError(f"secondary is {fixed.secondary}; it takes 2 or more ranks, or 0 for none.")
     for name, value in [*(("gpus", n) for n in counts), *numbers.items()]:
         if value is not None and not 1 <= value <= LARGEST:
             raise UsageError(f"{name} is {value}; it takes 1 or more{f', up to {LARGEST:,}' if value > 1 else ''}.")
@@ -287,6 +294,10 @@ def _check_names(training: Training, fixed: Fixed) -> None:
         )
     if fixed.checkpoint_activations is not None:
         checkpointing_named(fixed.checkpoint_activations)
+    if fixed.secondary and engine == "fsdp2":
+        raise UsageError(
+            f"fsdp2 with secondary={fixed.secondary} is not planned; take the engine accordion, or leave it out."
+        )
     if fixed.replicas is not None and strategy is not None and not strategy_named(strategy).hybrid:
         raise UsageError(
             f"replicas is {fixed.replicas}, of which strategy {strategy!r} keeps none; take hybrid_shard, or leave it out."

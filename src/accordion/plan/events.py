@@ -9,6 +9,7 @@ from typing import NamedTuple
 COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
 REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of ranks
+SECONDARY = "secondary"  # the axis of neighbours that keep one copy from a forward to its backward
 HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
 STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
 
@@ -83,7 +84,7 @@ class Collective:
 
     kind: str  # gather, exchange, scatter_sum, sum
     num_bytes: int
-    axis: str  # shard or replicate
+    axis: str  # shard, replicate or SECONDARY
     stream: str
 
 

@@ -116,6 +116,7 @@ class Plan:
         return {
             "strategy": c.choice.strategy,
             "replicas": c.choice.replicas,
+            "secondary": c.choice.secondary,
             "units": self._units(c),
             "checkpoint_activations": c.choice.checkpoint_activations,
             "micro_batch": c.choice.micro_batch,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
-from accordion.errors import UsageError
+from accordion.errors import AssertedUsageError, UsageError
 from accordion.safety.weight_reads import read_outside
 
 TAKES_WHOLE = {
@@ -28,6 +28,11 @@ TAKES_WHOLE = {
 }
 """Methods of transformers, diffusers and PEFT, and what is said of each on a sharded model."""
 
+NO_COPY = (
+    "a sharded model cannot be copied (FSDP does not support deepcopy): its parameters are rows on many ranks; copy it before it "
+    "is sharded, or build and shard it again and load_state_dict(model.state_dict()). For averages as AveragedModel's, clone "
+    "model.parameters() and let torch.optim.swa_utils.get_ema_multi_avg_fn(decay) update the clones."
+)
 OWN_FORWARD = "_accordion_own_forward"  # where a guarded model keeps the forward of its own that its instance had
 
 
@@ -62,10 +67,7 @@ def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
 
 
 def _refuse_copy(memo: object) -> NoReturn:
-    raise UsageError(
-        "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before shard(), or build it "
-        "again and load_state_dict(model.state_dict())."
-    )
+    raise AssertedUsageError(NO_COPY)
 
 
 def _refuse_pickle(protocol: object) -> NoReturn:

@@ -22,6 +22,7 @@ from accordion.config import (
     Prefetch,
     Strategy,
     check_kinds,
+    check_secondary,
     checkpointing_named,
     debug_modes,
 )
@@ -42,7 +43,13 @@ from accordion.shard.checks import check_model
 from accordion.shard.entry_points import check_entry_point
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
-from accordion.shard.topology import CommunicatorMaker, communicator_over, mesh_for, wire
+from accordion.shard.topology import (
+    CommunicatorMaker,
+    communicator_over,
+    mesh_for,
+    secondary_communicator,
+    wire,
+)
 from accordion.state import attach_state_dict_hooks
 from accordion.units import Owned, UnitChoice, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
 
@@ -59,6 +66,7 @@ def shard(
     prefetch: Prefetch | None = None,
     offload: Offload | None = None,
     checkpoint_activations: str = "none",
+    secondary: int | None = None,
     reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
@@ -72,6 +80,8 @@ def shard(
     repeated blocks, and embeddings and heads about as large as one.
     `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
+    `secondary`: how many ranks keep one copy of each unit from its forward to its backward, a part each, in the dtype that is
+    gathered: the ranks of a node say, so that a backward gathers from none outside of it. By default nothing is kept.
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
     go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
     ranks agree on each collective before it, as they do in the first step without; "finite" names the unit and the phase
@@ -90,6 +100,7 @@ def shard(
         prefetch=prefetch,
         offload=offload,
         checkpoint_activations=checkpoint_activations,
+        secondary=secondary,
         reduce_op=reduce_op,
         sync=sync,
         debug=debug,
@@ -107,6 +118,7 @@ def shard_over(
     prefetch: Prefetch | None = None,
     offload: Offload | None = None,
     checkpoint_activations: str = "none",
+    secondary: int | None = None,
     reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
@@ -120,6 +132,8 @@ def shard_over(
     check_model(model, reduce_op)
     with torch.no_grad(), torch.inference_mode(False):
         mesh = mesh_for(mesh, strategy)
+        if secondary is not None:
+            check_secondary(secondary, strategy, mesh.size(mesh.ndim - 1))
         scale = 1.0 / mesh.size() if reduce_op == "mean" else 1.0
         context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
         chosen = choose_units(model, units)
@@ -128,7 +142,7 @@ def shard_over(
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
         check_extended(owned, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
-        given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing)
+        given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing, secondary)
         given |= settings_of([name for name, _ in chosen], precisions, offloads)
         same_structure(owned, chosen, strategy, context, given)
         value_of = same_values(model, owned, context, sync)
@@ -149,6 +163,9 @@ def shard_over(
             if value is None:
                 unfilled.append(param.sharded)
 
+        if secondary is not None:
+            over = secondary_communicator(context, secondary, make)
+            planned = [[group._replace(secondary=over) for group in groups] for groups in planned]
         by_name = {o.names[0]: o for o in owned}
         for o, c in [pair for mine in extended for pair in mine]:
             rows = extended_rows(o.original.detach(), c, context.shard.rank, context.device)

@@ -17,6 +17,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import CutGroup, Group, GroupPlan, Param, ShardingContext, messages
 from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut
+from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
@@ -35,7 +36,7 @@ class UnitSpec:
 
     `modules`: whose calls are the unit's, the first one names it. `planned`: its groups. `extended`: parameters that are
     tensor subclasses, cut already, whose rows `mesh` holds, with the caller's `extension_policy`. `casts_outputs`: to
-    `precision.output`.
+    `precision.output`. `context`: over which ranks `extended` lie, if these are not the model's.
     """
 
     name: str
@@ -45,6 +46,7 @@ class UnitSpec:
     extended: Sequence[tuple[Owned, Cut]]
     mesh: DeviceMesh
     casts_outputs: bool = True
+    context: ShardingContext | None = None
     extension_policy: Any = None
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
 
@@ -78,11 +80,12 @@ def build_engine(
 def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
     """The hooks of one unit, attached to its modules."""
     context, precision, place = engine.context, spec.precision, (i, spec.name)
-    groups: list[Group] = [CutGroup(context, plan, place) for plan in spec.planned]
+    groups: list[Group] = [_group(plan, context, place) for plan in spec.planned]
     for group in groups:
         for param, local in zip(group.params, group.shard_buffer.locals, strict=True):
             fill(i, param, local)
-    groups += extended_groups(spec.extended, precision, context, place, spec.mesh, spec.extension_policy)
+    over = spec.context or context
+    groups += extended_groups(spec.extended, precision, over, place, spec.mesh, spec.extension_policy)
     unit = Unit(
         context,
         place,
@@ -97,6 +100,13 @@ def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
     for module in spec.modules:
         hooks.attach(module)
     return hooks
+
+
+def _group(plan: GroupPlan, context: ShardingContext, place: tuple[int, str]) -> CutGroup:
+    """`context`: the model's, which says where shards rest, also those of other ranks."""
+    if plan.context is not None:
+        context = dataclasses.replace(plan.context, shard_buffers=context.shard_buffers)
+    return (CutGroup if plan.secondary is None else SecondaryGroup)(context, plan, place)
 
 
 def with_tiers(
@@ -132,6 +142,6 @@ def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Gro
 
 
 def _shape(group: GroupPlan, context: ShardingContext) -> Shape:
-    params, gathered, _ = group
-    lies = messages(context, [p.cut for p in params], gathered)[1]
+    params, gathered = group.params, group.dtype
+    lies = messages(group.context or context, [p.cut for p in params], gathered)[1]
     return Shape(lies, [p.dtype for p in params], [p.requires_grad for p in params], gathered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import socket
 from collections.abc import Callable
@@ -12,8 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion import _torch
-from accordion.config import Place, Strategy
-from accordion.engine.communicator import Communicator, alone, device_type_of_job, gathered_rows, own_communicator
+from accordion.config import FULL_SHARD, HYBRID_SHARD, Place, Strategy
+from accordion.engine.communicator import (
+    Communicator,
+    alone,
+    common_name,
+    device_type_of_job,
+    gathered_rows,
+    own_communicator,
+)
 from accordion.engine.gather import Axis
 from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.group import ShardingContext
@@ -88,26 +96,9 @@ def wire(
     Raises `DivergenceError` on every rank where ranks give meshes that do not fit each other.
     """
     device = device_of(mesh)
-    same_mesh(mesh)
     if device.type == "cpu":
         keep_what_is_freed()
-    communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
-    nobody = alone(device)
-    if strategy.hybrid:
-        replicate, sharding = communicators
-    elif strategy.optim is Place.REPLICATE:
-        replicate, sharding = communicators[0], nobody
-    else:
-        replicate, sharding = nobody, communicators[0]
-    axes = [
-        Axis(
-            communicator,
-            own_communicator(communicator, device),
-            one_node=_one_node(communicator, device),
-            algorithm=strategy.reduce,
-        )
-        for communicator in (sharding, replicate)
-    ]
+    axes = _axes(mesh, strategy, device, make)
     monitor = DivergenceMonitor([axis.gather for axis in axes], _torch.ranks_of(mesh))
     return ShardingContext(
         shard=axes[0],
@@ -124,6 +115,71 @@ def wire(
         device=device,
         shard_buffers=on_device(device),
     )
+
+
+def beside(context: ShardingContext, mesh: DeviceMesh, make: CommunicatorMaker = communicator_over) -> ShardingContext:
+    """The context of parameters with a mesh of their own, of ranks of the model's, whose streams and monitor it uses.
+
+    Collective. Sums are divided by the ranks of `mesh`; with two axes the first one has replicas.
+    """
+    strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
+    shard, replicate = _axes(mesh, strategy, context.device, make)
+    return dataclasses.replace(
+        context,
+        shard=shard,
+        replicate=replicate,
+        relay=False,
+        scale=1.0 / mesh.size(),
+        where=f" of ranks {_torch.ranks_of(mesh)}",
+    )
+
+
+def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: CommunicatorMaker) -> list[Axis]:
+    """The ranks that shard, and those that hold replicas; a collective, after all have given the same mesh."""
+    same_mesh(mesh)
+    communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
+    nobody = alone(device)
+    if strategy.hybrid:
+        replicate, sharding = communicators
+    elif strategy.optim is Place.REPLICATE:
+        replicate, sharding = communicators[0], nobody
+    else:
+        replicate, sharding = nobody, communicators[0]
+    return [
+        Axis(
+            communicator,
+            own_communicator(communicator, device),
+            one_node=_one_node(communicator, device),
+            algorithm=strategy.reduce,
+        )
+        for communicator in (sharding, replicate)
+    ]
+
+
+SECONDARY = "accordion/secondary"
+
+
+def secondary_communicator(
+    context: ShardingContext, num_ranks: int, make: CommunicatorMaker = communicator_over
+) -> Communicator | None:
+    """This rank's and its neighbours' of the axis that shards, `num_ranks` of them; None where these are all, or no part.
+
+    Collective. All models over one group share it, as they share `own_communicator`.
+    """
+    whole = context.shard.gather
+    if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
+        return None
+    kept = f"{SECONDARY}/{_torch.group_name(whole.group)}/{num_ranks}/"
+    groups = _torch.kept_with_job(kept)
+    if not groups:
+        first = whole.rank - whole.rank % num_ranks
+        name = f"{SECONDARY}/{common_name([] if whole.is_fake else [whole])}/{first}"
+        timeout, options = _torch.options_of(whole.group, context.device)
+        ranks = whole.ranks[first : first + num_ranks]
+        bound_to = None if context.device.type == "cpu" else context.device
+        groups = [_torch.named_group(name, ranks, bound_to, timeout, options)]
+        _torch.keep_with_job(kept, groups[0])
+    return make(groups[0], context.device)
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:

@@ -84,6 +84,7 @@ def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: st
         gpus=[num_ranks],
         accumulate=config.train.accumulate,
         replicas=shard.replicas,
+        secondary=shard.secondary if named & {"shard.secondary", "shard.strategy"} else None,
         offloads=offloads,
         precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
         tokens=config.data.seq_len,
@@ -103,7 +104,12 @@ def smaller_of(config: Config, named: AbstractSet[str], num_ranks: int, space: S
 
 def with_choice(config: Config, choice: Choice, space: Space) -> Config:
     """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
-    shard = replace(config.shard, strategy=choice.strategy, checkpoint_activations=choice.checkpoint_activations)
+    shard = replace(
+        config.shard,
+        strategy=choice.strategy,
+        secondary=choice.secondary,
+        checkpoint_activations=choice.checkpoint_activations,
+    )
     if choice.units != AUTO:
         shard = replace(shard, units=choice.units)
     if len(space.offloads) > 1:
@@ -148,6 +154,7 @@ def _expected(best: Candidate) -> Expected:
 
 def _said(choice: Choice) -> str:
     parts = [choice.strategy, f"checkpoint_activations {choice.checkpoint_activations}"]
+    parts += [f"secondary {choice.secondary}"] if choice.secondary else []
     parts += [f"offload {choice.offload}"] if choice.offload != NO_OFFLOAD else []
     parts += [f"units {choice.units}"] if choice.units != AUTO else []
     return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])

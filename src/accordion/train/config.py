@@ -53,6 +53,7 @@ class ShardConfig:
     Args:
         strategy: `full_shard`, `shard_grad_op`, `shard_optim`, `no_shard`, `hybrid_shard` or `hybrid_shard_optim`
         replicas: copies of the sharded model with a hybrid strategy; 0: one for each node
+        secondary: ranks, those of a node say, that keep one copy of a unit from its forward to its backward; 0: none
         units: what is gathered together: `auto` (the repeated blocks, and embeddings and heads about as large), `blocks`
             (these alone), class names separated by commas, or `min_params:N`
         precision: dtype of the computation: `auto` (bf16 on accelerators that have it, fp32 on CPU), `fp32`, `bf16`
@@ -70,6 +71,7 @@ class ShardConfig:
 
     strategy: str = "full_shard"
     replicas: int = 0
+    secondary: int = 0
     units: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     checkpoint_activations: str = "none"
@@ -215,6 +217,7 @@ class Config:
 AT_LEAST = {
     "data.seq_len": 2,
     "shard.replicas": 0,
+    "shard.secondary": 0,
     "train.steps": 1,
     "train.micro_batch": 1,
     "train.accumulate": 1,

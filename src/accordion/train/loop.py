@@ -178,6 +178,7 @@ def _make(config: Config, prepared: Prepared, place: RankPlace, device: torch.de
         strategy=strategy,
         precision=replace(theirs.precision if theirs else acc.Precision(), params=COMPUTE_DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
+        secondary=shard.secondary or None,
         offload=offload,
         reduce_op=theirs.reduce_op if theirs else "mean",
     )

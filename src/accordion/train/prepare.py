@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accordion.config import strategy_named
+from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.language import language_model
 from accordion.models.llama import TRAINED
@@ -83,7 +83,9 @@ def _cached(cache: Path) -> Iterator[None]:
 def _prepare(
     config: Config, world: int, local_world: int, cache: Path, say: Say, ask: Callable[[Folders], None]
 ) -> Prepared:
-    replicas = _replicas(config, world, local_world)
+    replicas, shard = _replicas(config, world, local_world), config.shard
+    if shard.secondary:
+        check_secondary(shard.secondary, strategy_named(shard.strategy), world // replicas, "shard.secondary")
     for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if url and "://" in url:
             raise UsageError(

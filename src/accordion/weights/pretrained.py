@@ -391,7 +391,7 @@ def _places(folder: Path) -> dict[str, str] | None:
 def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
     """What this rank holds of a tensor of the model."""
     param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
-    return rows if param is None else own_rows(rows, param.cut, engine.context)  # type: ignore[arg-type, return-value]
+    return rows if param is None else own_rows(rows, param.cut, param.context)  # type: ignore[arg-type, return-value]
 
 
 def _read(model: nn.Module, engine: Engine, found: Mapping[str, FoundTensor]) -> None:

@@ -60,7 +60,7 @@ class Full:
     def take(self, value: Tensor, context: ShardingContext) -> None:
         """Write this rank's rows of `value` to the shard."""
         if self.kept:
-            _torch.local_of(self.param.sharded).copy_(own_rows(value, self.param.cut, context))
+            _torch.local_of(self.param.sharded).copy_(own_rows(value, self.param.cut, self.param.context))
 
 
 class Fulls(_torch.DispatchMode):
@@ -197,9 +197,11 @@ def init_mode(
 def gather_into(full: Tensor, param: Param, context: ShardingContext) -> None:
     """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
     full.zero_()
-    own_rows(full, param.cut, context).copy_(_torch.local_of(param.sharded))
+    own_rows(full, param.cut, param.context).copy_(_torch.local_of(param.sharded))
     if param.cut.dim is not None and full.numel():
-        reduced(full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), context.cut_communicators)
+        reduced(
+            full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), param.context.cut_communicators
+        )
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:

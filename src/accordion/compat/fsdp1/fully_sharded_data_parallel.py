@@ -252,5 +252,5 @@ def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> 
                 if shown.grad is None:
                     p.grad = None
                 else:
-                    rows = own_rows(shown.grad, param.cut, engine.context).to(_torch.local_of(p).device)
+                    rows = own_rows(shown.grad, param.cut, param.context).to(_torch.local_of(p).device)
                     p.grad = _torch.as_dtensor(rows.contiguous(), p)

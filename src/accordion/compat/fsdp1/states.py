@@ -61,7 +61,7 @@ def params_of(engines: Iterable[Engine]) -> dict[int, tuple[Param, Engine]]:
 
 def full_rows(value: Tensor, param: Param, engine: Engine) -> Tensor:
     """The whole of which `value`, a DTensor as its parameter is one, holds rows. Collective."""
-    return gathered(_torch.local_of(value), param.cut, engine.context)
+    return gathered(_torch.local_of(value), param.cut, param.context)
 
 
 def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
@@ -73,7 +73,7 @@ def cut_like(value: Tensor, param: Param, engine: Engine) -> Tensor:
         value = value.full_tensor()
     if value.dim() == 0 or value.shape != like.shape:
         return value
-    rows = own_rows(value, param.cut, engine.context).to(_torch.local_of(like).device)
+    rows = own_rows(value, param.cut, param.context).to(_torch.local_of(like).device)
     return _torch.as_dtensor(rows.contiguous(), like)
 
 

@@ -17,28 +17,38 @@ from accordion import _torch
 from accordion.compat.fsdp2.asked import (
     PlacementRule,
     check_policies,
-    dim_of,
     keep_of,
     mesh_of,
     modules_of,
     offload_of,
+    placed_by,
     spmd_of,
 )
 from accordion.compat.fsdp2.cutting import cut_parameters
 from accordion.compat.fsdp2.installing import Installed, put
-from accordion.compat.fsdp2.lazy import Part
+from accordion.compat.fsdp2.lazy import Part, part_of
 from accordion.compat.fsdp2.loading import before_load, before_state_dict, inputs_to_device
-from accordion.compat.fsdp2.module import FSDPModule, UnshardHandle, fsdp_part, sharded_class
+from accordion.compat.fsdp2.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    fsdp_part,
+    sharded_class,
+)
 from accordion.config import Precision
 from accordion.errors import UsageError
 
 DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()
 
-INSTALLED = ("FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+INSTALLED = (
+    *("FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"),
+    *("register_fsdp_forward_method", "share_comm_ctx"),
+)
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
@@ -65,11 +75,12 @@ def fully_shard(
     The parameters become DTensors at once, (Shard(0),) on a 1-D mesh and (Replicate(), Shard(0)) on a 2-D one; the engine of
     the whole model is made at the first forward or `unshard`. `module`: one, or a list that is gathered together. Returns it,
     its class X replaced by FSDPX, which is an `FSDPModule` too.
+    `mesh`: one of fewer ranks for a module of a model on more: experts, over those that have the same ones.
     `reshard_after_forward`: True lets full parameters go after the forward, False keeps them for the backward, None leaves it
-    to the engine; an int must divide the ranks, and means True. `shard_placement_fn`: parameter -> Shard(dim) to cut another
-    dim, evenly or not. `mp_policy`: dtypes to compute, reduce and output in; the optimizer's parameters keep their own.
-    `offload_policy`: `CPUOffloadPolicy` lets parameters, gradients and the optimizer rest on the host. `ignored_params`: left
-    as they are.
+    to the engine; an int, which must divide the ranks, lets them stay sharded over that many. `shard_placement_fn`: parameter ->
+    Shard(dim) to cut another dim, evenly or not, or torch's ShardPlacementResult for a mesh of its own. `mp_policy`: dtypes to
+    compute, reduce and output in; the optimizer's parameters keep their own. `offload_policy`: `CPUOffloadPolicy` lets
+    parameters, gradients and the optimizer rest on the host. `ignored_params`: left as they are.
 
     `dp_mesh_dims`: the axes of `mesh` that are data-parallel, where parameters are DTensors on all of them already.
 
@@ -87,12 +98,12 @@ def fully_shard(
         master=None,
         cast_inputs=policy.cast_forward_inputs,
     )
-    keep = keep_of(reshard_after_forward, mesh)
+    keep, secondary = keep_of(reshard_after_forward, mesh)
     part = Part(modules, mesh, precision)
     part.spmd, part.policy, part.offload = spmd, policy, offload_of(offload_policy)
     part.ignored = set(ignored_params or ())
-    part.unit_policy.keep = keep
-    cut_parameters(part, partial(dim_of, shard_placement_fn))
+    part.unit_policy.keep, part.secondary = keep, secondary
+    cut_parameters(part, partial(placed_by, shard_placement_fn, mesh))
     for m in modules:
         kind: Any = type(m)
         m.__class__ = sharded_class(kind)
@@ -102,6 +113,14 @@ def fully_shard(
         if mesh.device_type != "cpu":
             m.register_forward_pre_hook(inputs_to_device, with_kwargs=True)
     return module
+
+
+def _state(module: nn.Module) -> Part | None:
+    """What a call of `fully_shard` keeps of a module, None where there was none; as `fully_shard.state` of torch's."""
+    return part_of(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -18,11 +18,12 @@ from accordion.compat.fsdp2.layouts import Spmd
 from accordion.compat.fsdp2.lazy import part_of
 from accordion.config import HOST, Offload
 from accordion.engine.hooks import attached_to
-from accordion.errors import UsageError
+from accordion.errors import AssertedUsageError, UsageError
 from accordion.shard.topology import default_mesh, device_of
 
 log = logging.getLogger("accordion")
-PlacementRule = Callable[[nn.Parameter], Shard | None]
+PlacementRule = Callable[[nn.Parameter], Any]
+"""Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
 
 
 @cache
@@ -39,12 +40,13 @@ def modules_of(given: Any) -> list[nn.Module]:
             raise UsageError(f"fully_shard takes a module or a list of modules, not {type(module).__name__}.")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise UsageError(
-                f"fully_shard was given a {type(module).__name__}, which nobody calls; shard each module in it, or pass "
-                "fully_shard([...]) a list of them."
+                f"fully_shard does not support containers that do not implement forward: it was given a {type(module).__name__}, "
+                "which nobody calls; shard each module in it, or pass fully_shard([...]) a list of them."
             )
         if part_of(module) is not None:
-            raise UsageError(
-                f"fully_shard was applied to this {type(module).__name__} before; apply it once to each module."
+            raise AssertedUsageError(
+                "Each distinct composable distributed API can only be applied to a module once: fully_shard was applied to this "
+                f"{type(module).__name__} before; leave out the second call."
             )
         if attached_to(module) is not None:
             raise UsageError(f"this {type(module).__name__} is sharded by accordion.shard already; use one of both.")
@@ -110,35 +112,60 @@ def offload_of(policy: OffloadPolicy | None) -> Offload:
     return Offload(params=HOST, optimizer=HOST)
 
 
-def keep_of(reshard: Any, mesh: DeviceMesh) -> bool | None:
-    """What `UnitPolicy.keep` becomes."""
+def keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
+    """What `UnitPolicy.keep` becomes, and over how many ranks full parameters stay sharded until the backward, if over any."""
     if reshard is None or isinstance(reshard, bool):
-        return None if reshard is None else not reshard
+        return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
     if not isinstance(reshard, int) or reshard < 1 or ranks % reshard:
         raise UsageError(
             f"reshard_after_forward is {reshard!r}; pass True, False, or an int that divides the {ranks} ranks that shard."
         )
-    if reshard == 1:
-        return True
-    if reshard != ranks:
-        say_once(
-            f"reshard_after_forward={reshard}: full parameters are let go after the forward, as for True, and gathered over all "
-            "ranks for the backward."
-        )
-    return False
+    return reshard == 1, reshard if 1 < reshard < ranks else None
 
 
-def dim_of(rule: PlacementRule | None, param: nn.Parameter) -> int | None:
-    """The dim on which a parameter is cut: 0, unless the caller's rule says another; a 0-d one is kept whole."""
+def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
+    """The dim on which a parameter is cut, and over which mesh: dim 0 and `mesh`, unless the caller's rule says otherwise; a 0-d
+    one is kept whole."""
     asked: Any = None if rule is None else rule(param)
+    if _torch.is_shard_placement_result(asked):
+        asked, mesh = asked.placement, _mesh_of_result(asked.mesh_info)
     if asked is not None and not isinstance(asked, Shard):
         raise UsageError(
-            f"shard_placement_fn returned {asked!r}; return None or Shard(dim): all parameters of a model share one mesh here."
+            f"shard_placement_fn returned {asked!r}; return None, Shard(dim), or a ShardPlacementResult with a mesh of its own."
         )
     if param.dim() == 0:
-        return None
+        return None, mesh
     dim = 0 if asked is None else int(asked.dim)
     if not -param.dim() <= dim < param.dim():
         raise UsageError(f"shard_placement_fn returned Shard({dim}) for a parameter of shape {tuple(param.shape)}.")
-    return dim % param.dim()
+    return dim % param.dim(), mesh
+
+
+def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
+    """Whether `MixedPrecisionPolicy.param_dtype_override_fn` (torch 2.15) lets a parameter compute in its own dtype."""
+    rule = getattr(policy, "param_dtype_override_fn", None)
+    asked = None if rule is None else rule(param)
+    if asked not in (None, policy.param_dtype, param.dtype):
+        raise UsageError(
+            f"param_dtype_override_fn returned {asked!r} for {name!r} of {param.dtype}; return None, param_dtype "
+            f"({policy.param_dtype}), or the parameter's own dtype."
+        )
+    own = getattr(param, "grad_dtype", None) if _torch.reduces_in_own_dtype() and param.requires_grad else None
+    if own not in (None, param.dtype):
+        raise UsageError(
+            f"parameter {name!r} of {param.dtype} has grad_dtype {own}, which a sharded gradient does not keep; pass "
+            "reduce_dtype, and leave grad_dtype as it is."
+        )
+    return asked is not None and asked == param.dtype != policy.param_dtype
+
+
+def _mesh_of_result(info: Any) -> DeviceMesh:
+    """The mesh of a `ShardPlacementResult`, whose last axis shards."""
+    mesh, shards = info.mesh, getattr(info, "shard_mesh_dim", None)
+    if getattr(info, "dp_mesh_dims", None) is not None or shards != mesh.ndim - 1:
+        raise UsageError(
+            f"shard_placement_fn returned a mesh_info of the mesh {mesh} that shards over axis {shards}; pass FSDPMeshInfo of "
+            "one axis, or HSDPMeshInfo with ('replicate', 'shard') in this order, and without dp_mesh_dims."
+        )
+    return mesh_of(mesh, None)

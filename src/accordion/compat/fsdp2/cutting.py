@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace as replace_field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
+from accordion.compat.fsdp2.asked import keeps_dtype
 from accordion.compat.fsdp2.layouts import Layout, layout_of, local_part
 from accordion.compat.fsdp2.lazy import PART, Part, parts_below
 from accordion.engine.layout import Cut
@@ -17,8 +20,8 @@ from accordion.shard.subclasses import check_tensor, extended_rows, is_extended
 from accordion.shard.topology import device_of
 from accordion.units import Owned, owned_parameters
 
-CutRule = Callable[[nn.Parameter], int | None]
-"""Which dim of a parameter is cut; None: kept whole."""
+CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
+"""Which dim of a parameter is cut, None if it is kept whole; and the data-parallel mesh over which it lies."""
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
@@ -31,11 +34,11 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
     others += [m for m in root.modules() if "replicate" in _torch.composed_with(m)]
     below = {id(m) for top in others for m in top.modules()}
-    device, num_ranks = device_of(part.mesh), part.mesh.size(part.mesh.ndim - 1)
+    device = device_of(part.mesh)
     with torch.no_grad(), torch.inference_mode(False):
         try:
             owned = list(_uncut(part, root, below))
-            layouts = [_layout(part, o, cut_dim, num_ranks) for o in owned]
+            layouts = [_layout(part, o, cut_dim) for o in owned]
         except BaseException:
             part.withdraw()
             raise
@@ -80,12 +83,14 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
             part.layouts.update({(id(ref()), attr): cut for ref, attr in o.places})
 
 
-def _layout(part: Part, o: Owned, cut_dim: CutRule, num_ranks: int) -> Layout:
-    tensor, dim = local_part(o.original), cut_dim(o.original)
+def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
+    tensor, (dim, mesh) = local_part(o.original), cut_dim(o.original)
     check_tensor(o.names[0], tensor, offloads=part.offload.offloads)
     if part.spmd is not None and not part.spmd.shard:
         dim = None
-    return layout_of(o.names[0], o.original, Cut(tuple(tensor.shape), dim, num_ranks), part.mesh, part.spmd)
+    c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
+    layout = layout_of(o.names[0], o.original, c, mesh, part.spmd)
+    return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.policy) else layout
 
 
 def rows_of(full: Tensor, c: Cut, rank: int) -> Tensor:

@@ -22,14 +22,17 @@ from accordion.shard.topology import device_of
 class Layout:
     """Mesh and placements of the sharded parameter, how its local tensor before was cut, and what modules see around it.
 
-    `rank`: this one among those that have rows of the cut.
+    `over`: the data-parallel axes, one that shards or two. `rank`: this one among those that have rows of the cut.
+    `keeps_dtype`: it computes in its own dtype, whatever the policy says.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     cut: Cut
     rank: int
+    over: DeviceMesh
     around: TensorParallelView | None = None
+    keeps_dtype: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -78,12 +81,12 @@ def layout_of(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None
     if mesh.ndim == 2:
         own.insert(0, Replicate())
     if not isinstance(param, DTensor):
-        return Layout(mesh, tuple(own), c, rank)
+        return Layout(mesh, tuple(own), c, rank, mesh)
     _check_beside(name, param, mesh)
     inner, placements = param.device_mesh, param.placements
     own[-1] = _cut_on(c, placements, [inner.size(i) for i in range(inner.ndim)])
     around = TensorParallelView(inner, placements, param.shape, device_of(mesh))
-    return Layout(_torch.joined_mesh(mesh, inner), (*own, *placements), c, rank, around)
+    return Layout(_torch.joined_mesh(mesh, inner), (*own, *placements), c, rank, mesh, around)
 
 
 def _cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
@@ -117,7 +120,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
         placements[i] = _cut_on(c, param.placements[i + 1 :], sizes[i + 1 :])
     around = TensorParallelView(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
     if len(sharding) < 2:
-        return Layout(spmd.mesh, tuple(placements), c, rank, around)
+        return Layout(spmd.mesh, tuple(placements), c, rank, mesh, around)
     # Several axes that shard are one: that of the flattened mesh, with the axis that replicates before it.
     meshes: list[DeviceMesh] = []
     spread: list[Placement] = []
@@ -128,7 +131,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
         elif i not in dp:
             meshes.append(spmd.mesh[axis])
             spread.append(placements[i])
-    return Layout(_torch.joined_mesh(*meshes), tuple(spread), c, rank, around)
+    return Layout(_torch.joined_mesh(*meshes), tuple(spread), c, rank, mesh, around)
 
 
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ from accordion.compat.fsdp2.layouts import Layout, Spmd, shard_mesh
 from accordion.compat.fsdp2.lease import Lease, UnshardLeases
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, ShardingContext
+from accordion.engine.gather import FullBuffer
+from accordion.engine.group import GroupPlan, Param, ShardingContext
 from accordion.engine.hooks import Hooks, attached_to
+from accordion.engine.layout import Cut
 from accordion.engine.order import Phase
+from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
 from accordion.safety.refusals import unguard
 from accordion.same_on_ranks import same_structure
 from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_tiers
 from accordion.shard.subclasses import is_extended
-from accordion.shard.topology import wire
+from accordion.shard.topology import beside, secondary_communicator, wire
 from accordion.units import Owned, owned_parameters
 
 PART = "_accordion_part"  # where a module keeps its part
@@ -44,12 +48,16 @@ class Part:
         self.spmd: Spmd | None = None  # a mesh of all axes, of which `mesh` are some
         self.strategy: Strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
         self.offload = Offload()
+        self.secondary: int | None = None  # over how many ranks full parameters stay sharded from forward to backward
         self.ignored: set[nn.Parameter] = set()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of what was cut, by id of the module and name in it
         self.policy: Any = None  # the caller's own words on precision, for tensor subclasses
         self.borrowed: list[tuple[str, weakref.ref[Part]]] = []  # parameters tied to one that another part has cut
         self.unit_policy = UnitPolicy(on_convert=partial(_dissolve, weakref.ref(self)))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}
+        self.stays = False  # the memory of full parameters, whatever is let go
+        self.handle: object = None  # of a `finalize_backward` that nobody has waited for
+        self.finalizes = False  # the caller says when backwards have ended
         self.sync = self.all_reduce = True  # what the caller said of backwards; `policy.reduces` follows from both
         self.scale: float | None = None  # of gradient sums, in place of one over the number of ranks
         self.after_reduce: Callable[[Tensor], None] | None = None
@@ -137,6 +145,10 @@ class Part:
             return
         for group in self.unit.groups:
             group.after_reduce = self.after_reduce
+            if isinstance(group.full_buffer, FullBuffer):
+                group.full_buffer.stay(self.stays)
+            if isinstance(group, SecondaryGroup):
+                group.leaves(self.secondary is not None)
             group.rescale(group.context.scale if self.scale is None else self.scale)
         here = self.tree
         for phase, parts in self.ahead.items():
@@ -191,10 +203,8 @@ class Tree:
             context = top.wired()
             same_structure([o for o, _ in owned], chosen, top.strategy, context)
             by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
-            planned = [
-                plan_groups([(o, layout.cut) for o, layout in mine if not is_extended(o.original)], part.precision)
-                for mine, part in zip(by_unit, parts, strict=True)
-            ]
+            own = {mesh: beside(context, mesh) for mesh in _other_meshes(top, [layout for _, layout in owned])}
+            planned = [_planned(mine, part, context, own) for mine, part in zip(by_unit, parts, strict=True)]
             context = with_tiers(context, [part.offload for part in parts], planned)
             by_name = {o.names[0]: (o, layout) for o, layout in owned}
 
@@ -212,6 +222,7 @@ class Tree:
                     planned=planned[i],
                     extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
                     mesh=shard_mesh(part.mesh),
+                    context=own.get(part.mesh),
                     extension_policy=part.policy,
                     unit_policy=part.unit_policy,
                 )
@@ -282,17 +293,54 @@ def _check_meshes(root: nn.Module, top: Part, parts: list[Part]) -> None:
                     f"{name!r} of {_kind(part)} is tied to a parameter that was sharded with another module; shard a module that "
                     "holds both too, and call that one, so that one unit can own it."
                 )
-        if part.mesh != top.mesh:
-            raise UsageError(
-                f"{_kind(part)} is sharded on the mesh {part.mesh} and {_kind(top)} around it on {top.mesh}; one model has "
-                "one mesh here: pass the same one in each call."
-            )
     on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
     if on_meta:
         raise UsageError(
             f"{len(on_meta)} parameters are on the meta device still, the first is {on_meta[0]!r}; materialise them before the "
             "first use: model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)."
         )
+
+
+def _other_meshes(top: Part, layouts: Iterable[Layout]) -> list[DeviceMesh]:
+    """Those of parameters that do not lie over the ranks of the model, in the order of these."""
+    found = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.mesh]
+    everybody = set(_torch.ranks_of(top.mesh))
+    for mesh in found:
+        beyond = sorted(set(_torch.ranks_of(mesh)) - everybody)
+        if beyond or mesh.device_type != top.mesh.device_type:
+            raise UsageError(
+                f"a parameter inside of {_kind(top)} is sharded on the mesh {mesh}, and {_kind(top)} on {top.mesh}; a mesh of "
+                "its own has ranks and devices of that around it: shard the outermost module on all of them."
+            )
+    return found
+
+
+def _planned(
+    mine: Sequence[tuple[Owned, Layout]],
+    part: Part,
+    context: ShardingContext,
+    own: Mapping[DeviceMesh, ShardingContext],
+) -> list[GroupPlan]:
+    """The groups of a unit: by dtype, and by the ranks over which parameters lie. A collective where some stay sharded."""
+    alike: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
+    for o, layout in mine:
+        if not is_extended(o.original):
+            alike.setdefault((own.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
+    planned: list[GroupPlan] = []
+    for (over, keeps_dtype), pairs in alike.items():
+        near = None if part.secondary is None else secondary_communicator(over or context, part.secondary)
+        precision = replace(part.precision, params=None) if keeps_dtype else part.precision
+        groups = [group._replace(context=over, secondary=near) for group in plan_groups(pairs, precision)]
+        if precision.reduce is None and _torch.reduces_in_own_dtype():
+            groups = [group._replace(reduce_dtype=_own_dtype(group)) for group in groups]
+        planned += groups
+    return planned
+
+
+def _own_dtype(group: GroupPlan) -> torch.dtype:
+    """That of the gradients' sum where nobody names one, in torch 2.15: what those of the parameters are promoted to."""
+    own = [param.dtype for param in group.params if param.requires_grad]
+    return reduce(torch.promote_types, own) if own else group.reduce_dtype
 
 
 def _kind(part: Part) -> str:

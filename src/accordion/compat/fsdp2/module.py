@@ -5,15 +5,40 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from accordion import _torch
 from accordion.compat.fsdp2.asked import say_once
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
 from accordion.engine.order import BACKWARD, FORWARD, Phase
-from accordion.errors import UsageError
+from accordion.errors import AssertedUsageError, UsageError
+from accordion.safety.refusals import NO_COPY
+
+_Base: Any = _torch.fsdp_module_base()
+_Handle: Any = _torch.gradient_reduction_handle()
+
+
+class GradientReductionHandle(_Handle):  # type: ignore[misc]
+    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+
+    def __init__(self, part: Part | None = None) -> None:
+        self._part = None if part is None else weakref.ref(part)
+
+    def wait(self) -> None:
+        """The gradients are there. Raises `RuntimeError` where `reset_iter_state` has dropped them."""
+        part = None if self._part is None else self._part()
+        self._part = None
+        if part is None:
+            return
+        if part.handle is not self:
+            raise RuntimeError(
+                "reset_iter_state was called between finalize_backward and wait, and dropped the gradients; call backward again."
+            )
+        part.handle = None
 
 
 class UnshardHandle:
@@ -29,21 +54,28 @@ class UnshardHandle:
             part.lease.take()
 
 
-class FSDPModule:
+class FSDPModule(_Base):  # type: ignore[misc]
     """The class that `fully_shard` mixes into a module's own. Settings act from the next forward or backward on."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Of the original class: `nn.Sequential` makes a new one of its own class for a slice."""
-        original: Any = cls.__mro__[2]
+        original: Any = next(kind for kind in cls.__mro__ if kind is not _Base and not issubclass(kind, FSDPModule))
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(
-            "a sharded model cannot be copied: its parameters are rows on many ranks; copy it before, or build it again and "
-            "load_state_dict(model.state_dict())."
-        )
+        raise AssertedUsageError(NO_COPY)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As an ordinary module's: the registry converts shards itself."""
+        last: Any = FSDPModule if _Base is object else _Base
+        return super(last, self)._apply(fn, recurse)
+
+    def _get_fsdp_state(self) -> Any:
+        """For torch's pipelines, which ask whether stages share what `share_comm_ctx` shares."""
+        part = fsdp_part(self)
+        return SimpleNamespace(_comm_ctx=part if part.shares is None else part.shares())
 
     # -- full parameters
 
@@ -66,10 +98,9 @@ class FSDPModule:
         """After an exception in a forward or backward: end what it left behind, sums of gradients included. Root only."""
         part = fsdp_part(self)
         if part.outermost() is not part:
-            raise RuntimeError(
-                f"reset_iter_state was called on {type(self).__name__}, which lies in another FSDP module; call it on the root."
-            )
+            raise RuntimeError(_not_root("reset_iter_state", self))
         if part.unit is not None:
+            part.handle = None
             part.engine().reset()
             for unit in part.engine().units:
                 unit.local_sums.drop()
@@ -79,7 +110,14 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
-            part.unit_policy.keep = not reshard_after_forward
+            part.unit_policy.keep, part.secondary = not reshard_after_forward, None
+            part.push()
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True keeps the memory of full parameters when they are let go, at one address, as graphs of a device want it."""
+        for part in _parts(self, recurse):
+            part.stays = bool(keep)
+            part.push()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps full parameters from a backward to the next forward, unless the shards have changed meanwhile."""
@@ -120,6 +158,45 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, without effect: each backward waits for its own reduces, which is right for every micro-batch."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Root only: `finalize_backward` ends the backwards of a step. Those that communicate are reduced when they come all the
+        same, those that do not when it is called."""
+        part = fsdp_part(self)
+        if part.outermost() is not part:
+            raise RuntimeError(_not_root("set_manual_backward_finalization", self))
+        if part.finalizes != enabled and _torch.current_graph_task() != -1:
+            raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
+        part.finalizes = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Root only: reduce what the backwards since the last one have added up, and let full parameters go as the settings say.
+
+        With `async_op` a handle is returned, for whose `wait` the gradients are there. Collective.
+        """
+        part = fsdp_part(self)
+        if part.outermost() is not part:
+            raise RuntimeError(_not_root("finalize_backward", self))
+        if part.handle is not None:
+            raise RuntimeError(
+                "the handle of the last finalize_backward has not been waited for; call its wait() first."
+            )
+        if part.unit is not None:
+            engine = part.engine()
+            if engine.depth or _torch.current_graph_task() != -1:
+                raise RuntimeError(
+                    "finalize_backward was called in a forward or backward; call it when these have ended."
+                )
+            for each in parts_below([self]):
+                if each.unit is not None and not each.unit_policy.keep_on:
+                    each.unit.keep_until_stale = False
+            with torch.no_grad():
+                engine.reduce_sums()
+            engine.let_go()
+        if not async_op:
+            return None
+        handle = part.handle = GradientReductionHandle(part)
+        return handle
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor`, in place of the number of ranks."""
@@ -203,6 +280,10 @@ class FSDPModule:
             torch.accelerator.current_stream().wait_event(event)
 
         handles.append(part.alive()[0].register_forward_pre_hook(torch.compiler.disable(wait), prepend=True))
+
+
+def _not_root(method: str, module: object) -> str:
+    return f"{method} was called on {type(module).__name__}, which lies in another FSDP module; call it on the root."
 
 
 @cache

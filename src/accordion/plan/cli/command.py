@@ -52,6 +52,8 @@ class Options:
         strategy: of accordion.shard, such as full_shard; without it: look for it
         units: what is gathered together: auto, blocks, min_params:N or names of classes; without it: look for it
         replicas: copies of the model with a hybrid strategy; without it: look for it
+        secondary: ranks that keep one copy of a unit from its forward to its backward, 0: none; without it and without a
+            strategy: look for it
         offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
             it: the first of them that fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
@@ -87,6 +89,7 @@ class Options:
     strategy: str | None = None
     units: str | None = None
     replicas: int | None = None
+    secondary: int | None = None
     offload: str | None = None
     checkpoint_activations: str | None = None
     gpu_memory_gib: float | None = None
@@ -135,6 +138,7 @@ def run(words: list[str]) -> int:
         disk_gbps=o.disk_gbps,
         strategy=o.strategy,
         replicas=o.replicas,
+        secondary=o.secondary,
         offload=o.offload,
         checkpoint_activations=o.checkpoint_activations,
         micro_batch=o.micro_batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accordion.plan.events import DISK_STREAM, FETCH, HOST, STEPPER, STORE, Collective, Op
+from accordion.plan.events import DISK_STREAM, FETCH, HOST, SECONDARY, STEPPER, STORE, Collective, Op
 from accordion.plan.hardware import GB, HOST_MEMORY_GBPS, LATENCY_S, LAUNCH_S, Cluster, Rates
 
 
@@ -61,8 +61,19 @@ class Costs:
         ) * self.scale
 
 
-def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, shards: int = 0, scale: float = 1.0) -> Costs:
-    """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across."""
+def costs_of(
+    cluster: Cluster,
+    rates: Rates,
+    ranks: int,
+    hybrid: bool,
+    shards: int = 0,
+    scale: float = 1.0,
+    secondary: int = 0,
+) -> Costs:
+    """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across.
+
+    `secondary`: neighbours that keep one copy from a forward to its backward.
+    """
     if hybrid:
         inside = shards or min(ranks, cluster.node)
         sizes = {"shard": inside, "replicate": ranks // inside}
@@ -70,5 +81,6 @@ def costs_of(cluster: Cluster, rates: Rates, ranks: int, hybrid: bool, shards: i
     else:
         sizes = {"shard": ranks, "replicate": ranks}
         far = dict.fromkeys(sizes, ranks > cluster.node)
+    sizes[SECONDARY], far[SECONDARY] = max(1, secondary), secondary > cluster.node
     machine = min(ranks, cluster.node)
     return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far, on_machine=machine, scale=scale)

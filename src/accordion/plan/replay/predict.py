@@ -89,4 +89,5 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
     """A step at one of the assumed rates."""
     scale = cluster.scales.get(rate, 1.0)
-    return simulate(log, costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale))
+    secondary = run.sharding.get("secondary") or 0
+    return simulate(log, costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale, secondary))

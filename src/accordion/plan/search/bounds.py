@@ -91,4 +91,4 @@ def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> 
 
 def as_full_shard(choice: Choice) -> Choice:
     """The choice whose floor bounds this one."""
-    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD, units=AUTO)
+    return replace(choice, strategy="full_shard", replicas=1, offload=NO_OFFLOAD, units=AUTO, secondary=0)

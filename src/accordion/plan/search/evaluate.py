@@ -13,7 +13,7 @@ from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import MemoryNeed, memory_of
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, messages_s
-from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices
+from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices, with_secondary
 from accordion.plan.search.traces import Traces
 from accordion.plan.trace.setup import Subject
 from accordion.units import AUTO
@@ -128,6 +128,16 @@ class Evaluator:
         near = sorted((c for c in known if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))[:BESIDE]
         near = near or sorted(known, key=lambda c: c.needed_bytes)[:1]
         return [self.candidate(replace(c.choice, units=units)) for c in near for units in self._space.units[1:]]
+
+    def with_secondary(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Secondary shards in each node, beside what is fastest of that which gathers from other nodes."""
+        if self._space.secondary is not None or self._space.engine != "accordion":
+            return []
+        node, gpus = self._cluster.node, max(self._space.gpus)
+        mine = [c for c in candidates if c.fits and (c.choice.gpus, c.choice.offload) == (gpus, NO_OFFLOAD)]
+        mine.sort(key=lambda c: -c.tokens_per_s(self._space.tokens))
+        more = [choice for c in mine if (choice := with_secondary(c.choice, node)) is not None]
+        return [self.candidate(choice) for choice in more[:BESIDE]]
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
         """Those first that could be fastest, so that what they reach rules out the others."""

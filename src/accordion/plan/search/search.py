@@ -58,8 +58,9 @@ def search(
     with ExitStack() as stack:
         candidates, less = _searched(evaluator, task, every, say, processes, fewest and len(every) > 1, stack)
         candidates += evaluator.other_units(candidates)
-        place = {choice: i for i, choice in enumerate(every)}
-        candidates.sort(key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO)])
+        candidates += evaluator.with_secondary(candidates)
+        place = {replace(choice, secondary=0): i for i, choice in enumerate(every)}
+        candidates.sort(key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO, secondary=0)])
         best = evaluator.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
         if less is not None and best is not None:
             on_less, logs = less()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, nearest, strategy_named
@@ -27,6 +27,7 @@ OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the op
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
+    `secondary`: what `shard` takes under that name; 0: nothing.
 
     `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
     """
@@ -39,9 +40,11 @@ class Choice:
     replicas: int = 1
     offload: str = NO_OFFLOAD
     units: str = AUTO
+    secondary: int = 0
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
+        parts += [f"secondary shards over {self.secondary}"] if self.secondary else []
         parts += [f"checkpointing {self.checkpoint_activations}", f"micro-batch {self.micro_batch}"]
         parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         parts += [f"offload {self.offload}"] if self.offload != NO_OFFLOAD else []
@@ -65,7 +68,7 @@ class Space:
 
     `global_batch`: samples of a step over all GPUs, from which `accumulate` follows then. `replicas`: 0 looks for it. `offloads`:
     in the order in which they are tried, each where the one before does not fit. `units`: the first one everywhere, the others
-    beside what is fastest.
+    beside what is fastest. `secondary`: wherever it can be had; None tries the ranks of a node beside what is fastest.
     """
 
     strategies: Sequence[str] = STRATEGIES
@@ -77,6 +80,7 @@ class Space:
     replicas: int = 0
     offloads: Sequence[str] = tuple(OFFLOADS)
     units: Sequence[str] = (AUTO,)
+    secondary: int | None = 0
     optimizer: str = "adamw"
     engine: str = "accordion"
     precision: Precision = field(default_factory=Precision)
@@ -92,6 +96,8 @@ class Space:
             "strategy": strategy_named(choice.strategy),
             "checkpoint_activations": choice.checkpoint_activations,
         }
+        if choice.secondary:
+            sharding["secondary"] = choice.secondary
         if choice.units != AUTO:
             sharding["units"] = units_named(choice.units)
         elif self.engine == "fsdp2":
@@ -150,10 +156,20 @@ def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
                     for micro_batch in space.micro_batches:
                         accumulate = _accumulate(space, micro_batch, gpus)
                         if accumulate:
-                            yield Choice(
+                            choice = Choice(
                                 strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
                                 gpus=gpus, accumulate=accumulate, replicas=replicas,
                             )  # fmt: skip
+                            yield with_secondary(choice, space.secondary or 0) or choice
+
+
+def with_secondary(choice: Choice, ranks: int) -> Choice | None:
+    """The choice with secondary shards over so many ranks; None where these are no part of those that shard, or no gain."""
+    strategy = strategy_named(choice.strategy)
+    copies = strategy.params is Place.REPLICATE or strategy.keep_until_backward or strategy.optim_over_replicas
+    if copies or not 1 < ranks < choice.shards or choice.shards % ranks:
+        return None
+    return replace(choice, secondary=ranks)
 
 
 def _replicas(space: Space, hybrid: bool, gpus: int, node: int) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import CallInForward, Observer, Purpose
+from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
-from accordion.plan.events import FETCH, REPLICATE, STORE, Category, Land, Launch, StepPhase, Wait
+from accordion.plan.events import FETCH, REPLICATE, SECONDARY, STORE, Category, Land, Launch, StepPhase, Wait
 from accordion.plan.trace.tracker import Tracker, storages_of
 
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
@@ -25,6 +26,10 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     """Let the engine tell the tracker where it is."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
+    for group in [g for unit in engine.units for g in unit.groups if isinstance(g, SecondaryGroup)]:
+        tracker.axes[id(group.over)] = SECONDARY
+        buffer: Any = group.full_buffer
+        vars(buffer)["close"] = _taken_for(Category.GATHERED, tracker, buffer.close)
     streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
     if context.replicate_stream is not context.reduce_stream:
         streams[REPLICATE] = context.replicate_stream
@@ -33,6 +38,14 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     for name, stream in streams.items():
         stream.makes = partial(_launched, name, tracker)
     engine.observers.attach(StepTrace(tracker))
+
+
+def _taken_for(category: Category, tracker: Tracker, take: Callable[[], None]) -> Callable[[], None]:
+    def taken() -> None:
+        with tracker.taken_for(category):
+            take()
+
+    return taken
 
 
 class StepTrace(Observer):

@@ -1,0 +1,203 @@
+"""`accordion.compat.fsdp2` with meshes of their own: experts over some ranks under data parallelism over all."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import accordion as acc
+import accordion.compat.fsdp2 as ours
+from accordion import _torch
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, describe
+from tests.devices import device
+from tests.inside import unit_in
+from tests.support import experts
+from tests.support.checks import assert_close
+from tests.support.meters import Wire
+
+RANKS = 4
+WAYS = ("a module", "a parameter")
+
+
+def sharded(api: Any, mesh: Any, way: str, **options: Any) -> experts.Model:
+    """Experts over two ranks and sharded over the other two, everything else sharded over all four."""
+    everybody, same = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
+    model, info = experts.spread(mesh), placed(same)
+    for block in model.blocks:
+        if way == "a module":
+            api.fully_shard(block.experts, mesh=same, **options)
+            # They see the tokens of all ranks, and lie over two.
+            block.experts.set_gradient_divide_factor(float(RANKS))
+            block.experts.set_force_sum_reduction_for_comms(True)  # gloo has no other for torch's
+            api.fully_shard(block, mesh=everybody, **options)
+        else:
+            mine = set(block.experts.parameters())
+            rule = partial(placed_if, mine, info)
+            api.fully_shard(block, mesh=everybody, shard_placement_fn=rule, **options)
+    return api.fully_shard(model, mesh=everybody, **options)
+
+
+def placed_if(mine: set[nn.Parameter], info: Any, param: nn.Parameter) -> Any:
+    return info if param in mine else None
+
+
+def placed(mesh: Any) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    return ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+
+def unsharded(step: int, model: experts.Model) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of all ranks' batches, and gradients of their mean."""
+    losses = [model.loss(experts.tokens(step, rank)) for rank in range(RANKS)]
+    (sum(losses) / RANKS).backward()
+    return [loss.item() for loss in losses], {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def trains_alike(mesh: Any, way: str, **options: Any) -> None:
+    pair = [sharded(api, mesh, way, **options) for api in SIDES]
+    plain = experts.seeded()
+    assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
+        n: describe(p) for n, p in pair[0].named_parameters()
+    }
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (*pair, plain)]
+    acc.wrap_optimizer(optimizers[1])
+    for step in range(3):
+        wanted_losses, wanted = unsharded(step, plain)
+        if way == "a parameter":  # sums of a parameter's own mesh are divided by its ranks, here as in torch's
+            wanted = {n: 2 * g if is_expert(n) else g for n, g in wanted.items()}
+            for name, p in plain.named_parameters():
+                p.grad = wanted[name].clone()
+        for m in pair:
+            loss = m.loss(experts.tokens(step, dist.get_rank()))
+            assert loss.item() == pytest.approx(wanted_losses[dist.get_rank()], rel=1e-6)
+            loss.backward()
+        assert_same_gradients(*pair)
+        assert_close({n: p.grad.full_tensor() for n, p in pair[1].named_parameters()}, wanted, 2e-6)
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in wanted.values()]))
+        assert torch.allclose(acc.clip_grad_norm_(pair[1], 0.5), norm, rtol=1e-6)
+        for m in (pair[0], plain):
+            for p in m.parameters():
+                p.grad.mul_(min(1.0, 0.5 / (norm.item() + 1e-6)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = {n: p.detach() for n, p in plain.named_parameters()}
+    assert_close(acc.full_state_dict(pair[1], rank0_only=False, cpu=False), whole, 1e-5)
+    assert bool(acc.full_state_dict(pair[1])) == (dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_train_as_unsharded_and_as_torchs(world: Any, way: str) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), trains_alike, way)
+
+
+def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
+    """An int that is no part of the experts' ranks lets theirs go."""
+    world.run_mesh((2, 2), ("edp", "ep"), trains_alike, "a module", reshard_after_forward=2)
+
+
+def communicates(mesh: Any) -> None:
+    """Experts are gathered and reduced over their own ranks alone, and messages say which."""
+    model = sharded(ours, mesh, "a module")
+    for step in range(2):
+        with Wire() as wire:
+            model.loss(experts.tokens(step, dist.get_rank())).backward()
+    rank = dist.get_rank()
+    same = [rank % 2, rank % 2 + 2]
+    numel = 2 * experts.EXPERTS // 2 * experts.WIDTH * experts.HIDDEN
+    for kind in ("gather", "reduce"):
+        numels = [sum(call.numels) for call in wire.of(kind) if call.group == "2"]
+        found = [n for n in numels if n >= numel]  # the others are the all-to-alls of tokens
+        assert len(found) >= 2
+        assert max(found) <= numel + 16
+    assert unit_in(model.blocks[0].experts).groups[0].context.shard.gather.ranks == same
+    place = unit_in(model.blocks[0].experts).groups[0].place
+    assert f"blocks.0.experts) of ranks {same}" in place
+    assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
+
+
+def test_experts_talk_to_their_own_ranks_alone(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), communicates)
+
+
+def written(mesh: Any, folder: str) -> dict[str, Tensor]:
+    model = sharded(ours, mesh, "a module")
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(2):
+        model.loss(experts.tokens(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.save(folder, model, optimizer)
+    return acc.full_state_dict(model)
+
+
+def read(mesh: Any, folder: str) -> dict[str, Tensor]:
+    model = acc.shard(experts.seeded(), mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    acc.load(folder, model, optimizer)
+    assert all(state["exp_avg"].full_tensor().abs().sum() > 0 for state in optimizer.state.values())
+    return acc.full_state_dict(model)
+
+
+def test_a_checkpoint_of_experts_says_the_whole(world: Any, tmp_path: Path) -> None:
+    """It is read where no expert is anywhere special, on another number of ranks."""
+    wanted = world.run_mesh((2, 2), ("edp", "ep"), written, str(tmp_path / "c"))[0]
+    found = world.run(3, read, str(tmp_path / "c"))[0]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def of_each_rank(mesh: Any) -> None:
+    """Experts that are ordinary tensors, other ones on other ranks: the norm is over all of them."""
+    everybody, same = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
+    torch.manual_seed(mesh["ep"].get_local_rank())
+    own = nn.Linear(6, 5).to(device())
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6), own).to(device())
+    model[1].gain = nn.Parameter(torch.ones((), device=device()))  # kept whole on its ranks
+    ours.fully_shard(own, mesh=same)
+    ours.fully_shard(model, mesh=everybody)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+    (model(x).square().sum() * own.gain.full_tensor().detach()).backward()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5) if p.grad is None else p.grad
+    squares = {"all": torch.zeros((), device=device()), "experts": torch.zeros((), device=device())}
+    for name, p in model.named_parameters():
+        squares["experts" if name.startswith("1.") else "all"] += p.grad.full_tensor().square().sum()
+    dist.all_reduce(squares["experts"], group=mesh["ep"].get_group())
+    wanted = (squares["all"] + squares["experts"]).sqrt()
+    assert torch.allclose(acc.clip_grad_norm_(model, 1e9), wanted, rtol=1e-5)
+
+
+def test_the_norm_is_over_all_meshes(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), of_each_rank)
+
+
+def refused(mesh: Any) -> None:
+    model = experts.seeded()
+    ours.fully_shard(model.blocks[0], mesh=mesh["edp", "ep"]._flatten("dp"))
+    ours.fully_shard(model, mesh=mesh["edp"])
+    with pytest.raises(ValueError, match="shard the outermost module on all of them"):
+        model(experts.tokens(0, 0))
+
+    info = placed(mesh["edp"])
+    info.mesh_info.shard_mesh_dim = None
+    assert _torch.is_shard_placement_result(info)
+    with pytest.raises(ValueError, match="pass FSDPMeshInfo of one axis"):
+        ours.fully_shard(experts.seeded(), mesh=mesh["edp"], shard_placement_fn=lambda p: info)
+
+
+def test_meshes_that_do_not_lie_inside_are_refused(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), refused)

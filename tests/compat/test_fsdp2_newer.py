@@ -1,0 +1,181 @@
+"""`accordion.compat.fsdp2`: names that torch's FSDP2 has from 2.15 on, here on every version; beside torch's if it has them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import accordion.compat.fsdp2 as ours
+from accordion import _torch
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, both, grads_of, sharded
+from tests.compat.test_fsdp2_parallel import layers
+from tests.devices import device, here
+from tests.inside import unit_in, units_of
+from tests.support.checks import assert_close, one_loss
+from tests.support.meters import Wire
+
+NEW = hasattr(theirs.FSDPModule, "finalize_backward")
+since_2_15 = pytest.mark.skipif(not NEW, reason="torch 2.15 has it")
+
+
+def finalized(mesh: Any, async_op: bool) -> None:
+    """Backwards that add up are reduced when the caller says that they have ended, once."""
+    sides = SIDES if NEW else (ours,)
+    plain, *pair = [sharded(ours, mesh), *[sharded(api, mesh) for api in sides]]
+    for micro in range(2):
+        one_loss(plain, micro).backward()
+    for m in pair:
+        m.set_manual_backward_finalization(True)
+        m.set_reshard_after_backward(False)
+        m.set_requires_gradient_sync(False)
+        with Wire() as wire:
+            for micro in range(2):
+                one_loss(m, micro).backward()
+        assert not wire.of("reduce")
+        m.set_requires_gradient_sync(True)
+        m.set_reshard_after_backward(True)
+        with Wire() as wire:
+            handle = m.finalize_backward(async_op=async_op)
+            if async_op:
+                with pytest.raises(RuntimeError, match="waited"):
+                    m.finalize_backward()
+                handle.wait()
+        assert len(wire.of("reduce")) == 4, type(m)
+        assert_close(grads_of(m), grads_of(plain), 1e-6)
+        m.finalize_backward()  # nothing has been added up since
+        m.set_manual_backward_finalization(False)
+    assert not any(unit.is_launched for unit in units_of(pair[-1]))
+    with pytest.raises(RuntimeError, match="root"):
+        pair[-1].blocks[0].finalize_backward()
+    with pytest.raises(RuntimeError, match="root"):
+        pair[-1].blocks[0].set_manual_backward_finalization(True)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_backwards_that_add_up_are_reduced_when_they_are_finalized(world: Any, async_op: bool) -> None:
+    world.run(2, finalized, async_op)
+
+
+def dropped(mesh: Any) -> None:
+    model = sharded(ours, mesh)
+    assert model.finalize_backward() is None, "before the first forward"
+    model.finalize_backward(async_op=True).wait()
+    model.set_requires_gradient_sync(False)
+    one_loss(model).backward()
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match="reset_iter_state was called between"):
+        handle.wait()
+    assert isinstance(handle, ours.GradientReductionHandle)
+
+
+def test_a_handle_of_what_was_reset_says_so(world: Any) -> None:
+    world.run(2, dropped)
+
+
+def stays(mesh: Any, api_index: int) -> None:
+    """The memory of full parameters is at one address until it is let go for good."""
+    model = sharded(SIDES[api_index], mesh)
+    model.set_keep_unsharded_storage(True)
+    addresses: list[set[int]] = []
+    for step in range(3):
+        seen: set[int] = set()
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(lambda m, args, s=seen: s.add(m.weight.data_ptr()))
+        one_loss(model, step).backward()
+        addresses.append(seen)
+    assert addresses[0] == addresses[1] == addresses[2]
+    if api_index:
+        memory = unit_in(model.blocks[0]).groups[0].full_buffer.flat.untyped_storage()
+        assert memory.nbytes() > 0
+        model.set_keep_unsharded_storage(False)
+        assert memory.nbytes() == 0
+    one_loss(model, 3).backward()
+
+
+@pytest.mark.parametrize("api", [pytest.param(0, marks=since_2_15), 1])
+def test_full_parameters_may_keep_their_memory(world: Any, api: int) -> None:
+    world.run(2, stays, api)
+
+
+def reduces_in(mesh: Any) -> None:
+    """Without a `reduce_dtype` gradients are summed in the dtype that the installed torch takes."""
+    pair = both(mesh, mp_policy=theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for m in pair:
+        one_loss(m).backward()
+    assert_same_gradients(*pair, tolerance=1e-6 if NEW else 3e-2)
+    wanted = torch.float32 if NEW else torch.bfloat16
+    assert {g.reduce_dtype for unit in units_of(pair[1]) for g in unit.groups} == {wanted}
+    assert _torch.reduces_in_own_dtype() == NEW
+
+
+def test_the_dtype_of_sums_is_that_of_the_installed_torch(world: Any) -> None:
+    world.run(2, reduces_in)
+
+
+def overridden(mesh: Any) -> None:
+    policy = theirs.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None,
+    )
+    seen = []
+    for api in SIDES:
+        layer = here(nn.LayerNorm(8)), here(nn.Linear(8, 8, bias=False))
+        model = api.fully_shard(nn.Sequential(*layer), mesh=mesh, mp_policy=policy)
+        model[0].register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
+        model[0].register_forward_hook(lambda m, args, out: out.bfloat16())
+        model[1].register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
+        model(torch.ones(2, 8, device=device())).sum().backward()
+    assert seen == [torch.float32, torch.bfloat16] * 2
+    wrong = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: torch.float16)
+    for api in SIDES:
+        with pytest.raises(ValueError, match="param_dtype_override_fn"):
+            api.fully_shard(here(nn.Linear(4, 4)), mesh=mesh, mp_policy=wrong)
+
+
+@since_2_15
+def test_a_parameter_may_compute_in_its_own_dtype(world: Any) -> None:
+    world.run(2, overridden)
+
+
+def stage_of(mesh: Any) -> None:
+    """torch's pipelines know a stage that is sharded here, and reduce once a step."""
+    at = mesh["pp"].get_local_rank()
+    stage = here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
+    for layer in stage:
+        ours.fully_shard(layer, mesh=mesh["dp"])
+    ours.fully_shard(stage, mesh=mesh["dp"])
+    assert isinstance(stage, theirs.FSDPModule)
+    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(running, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    x, target = torch.randn(8, 8, device=device()), torch.zeros(8, 8, device=device())
+    for _ in range(2):
+        with Wire() as wire:
+            schedule.step(x) if at == 0 else schedule.step(target=target, losses=[])
+        assert len(wire.of("reduce")) == 2, "one for each layer"
+        stage.zero_grad()
+    dist.barrier()
+
+
+@since_2_15
+def test_a_stage_of_a_pipeline_is_reduced_once_a_step(world: Any) -> None:
+    world.run_mesh((2, 2), ("pp", "dp"), stage_of)
+
+
+def test_no_method_of_torchs_class_shines_through() -> None:
+    """Where ours is a subclass of torch's, whatever that has is defined here."""
+    public = [n for n, f in vars(theirs.FSDPModule).items() if inspect.isfunction(f)]
+    assert public
+    assert not [n for n in public if n not in vars(ours.FSDPModule) and not n.startswith("_set_unshard")]
+    assert issubclass(ours.FSDPModule, theirs.FSDPModule) == NEW

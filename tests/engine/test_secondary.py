@@ -1,0 +1,222 @@
+"""Secondary shards: from a forward to its backward full parameters stay sharded over fewer ranks, which gather these alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from tempfile import gettempdir
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accordion as acc
+from accordion.engine.layout import aligned, cut, full_offsets
+from tests.inside import units_of
+from tests.support import checks, models, reference
+from tests.support.meters import Wire
+from tests.support.reference import OptimizerCopy
+
+RANKS, NEAR = 4, 2
+
+TRAINED: dict[str, tuple[OptimizerCopy, dict[str, Any]]] = {
+    "plain": (OptimizerCopy(), {}),
+    "wide": (OptimizerCopy(build="wide"), {}),
+    "uneven": (OptimizerCopy(build="uneven"), {}),
+    "tied, frozen": (OptimizerCopy(build="tied"), {}),
+    "frozen": (OptimizerCopy(build="frozen"), {}),
+    "bf16": (OptimizerCopy(build="wide", compute=torch.bfloat16), {}),
+    "recomputed": (OptimizerCopy(), {"checkpoint_activations": "full"}),
+    "accumulated": (OptimizerCopy(micros=3, no_sync=True), {}),
+    "reduced each time": (OptimizerCopy(micros=2), {}),
+    "late and filled": (OptimizerCopy(build="wide"), {"debug": "streams"}),
+    "agreed on": (OptimizerCopy(), {"debug": "order"}),
+    "on disk": (
+        OptimizerCopy(build="wide"),
+        {"offload": acc.Offload(params=f"disk:{gettempdir()}", optimizer="host"), "wrapped": True},
+    ),
+    "on the host": (OptimizerCopy(), {"offload": acc.Offload(params="host"), "wrapped": True}),
+}
+
+
+def ends_alike(mesh: Any, case: str) -> None:
+    """With and without: the same losses, gradients and parameters, bit for bit."""
+    optimizer_copy, options = TRAINED[case]
+
+    def trained(secondary: int | None) -> reference.Trace:
+        settled = partial(partial, acc.synchronize)  # what is read at the end is what the last step makes
+        return checks.train(mesh, optimizer_copy, acc.FULL_SHARD, after_step=settled, secondary=secondary, **options)
+
+    with_it, without = trained(NEAR), trained(None)
+    assert with_it.losses == without.losses
+    checks.assert_equal(with_it.params, without.params)
+    assert with_it.grads.keys() == without.grads.keys()
+    for name, grad in without.grads.items():
+        found = with_it.grads[name]
+        assert (grad is None and found is None) or torch.equal(grad, found), name
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_is_bit_for_bit_that_without_it(world: Any, case: str) -> None:
+    world.run(RANKS, ends_alike, case)
+
+
+def sent(mesh: Any, secondary: int | None, micros: int, no_sync: bool) -> dict[str, dict[str, int]]:
+    """Bytes gathered in the third step, by phase and by the ranks that take part."""
+    model = acc.shard(models.wide(), mesh=mesh, secondary=secondary, units={models.Block})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, dict[str, int]] = {}
+    for step in range(3):
+        found = {"forward": {}, "backward": {}}
+        for micro in range(micros):
+            model_syncs = not no_sync or micro == micros - 1
+            with Wire() as forward, acc.no_sync(model) if not model_syncs else torch.enable_grad():
+                loss = checks.one_loss(model, step)
+            with Wire() as backward:
+                loss.backward()
+            for phase, wire in (("forward", forward), ("backward", backward)):
+                for call in wire.of("gather"):
+                    found[phase][call.group] = found[phase].get(call.group, 0) + call.num_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def block_bytes(num_ranks: int) -> list[int]:
+    """What a full buffer of each block takes, in equal aligned parts for so many ranks."""
+    found = []
+    for block in models.wide().blocks:
+        cuts = [cut(p.shape, RANKS, 4) for p in block.parameters()]
+        share = aligned(-(-full_offsets(cuts, 4)[1] // num_ranks), 4)
+        found.append(share * num_ranks * 4)
+    return found
+
+
+def test_the_backward_gathers_from_the_near_ranks_alone(world: Any) -> None:
+    """All but the last block and the root are gathered again, over two ranks, in one message each with a tag of each rank."""
+    all_ranks, near = str(RANKS), str(NEAR)
+    without = world.run(RANKS, sent, None, 1, False)
+    for rank, found in enumerate(world.run(RANKS, sent, NEAR, 1, False)):
+        assert set(found["forward"]) == {all_ranks}
+        assert found["forward"] == without[rank]["forward"], "the forward is what it was"
+        assert set(found["backward"]) == {near}, "the backward gathers from these ranks alone"
+        again = block_bytes(NEAR)[:-1]
+        assert found["backward"][near] == sum(again) + len(again) * NEAR * 4
+        assert set(without[rank]["backward"]) == {all_ranks}
+
+
+def test_micro_batches_that_only_add_up_gather_from_near_ranks_too(world: Any) -> None:
+    """Under no_sync shards stay as they were, and so do the parts."""
+    once = world.run(RANKS, sent, NEAR, 1, True)
+    all_ranks, near = str(RANKS), str(NEAR)
+    for rank, found in enumerate(world.run(RANKS, sent, NEAR, 3, True)):
+        again = sum(block_bytes(NEAR)[:-1])
+        assert found["forward"][near] >= 2 * again
+        assert found["forward"][all_ranks] < 3 * once[rank]["forward"][all_ranks]
+
+
+def neighbours(mesh: Any) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
+    first = mesh.get_rank() - mesh.get_rank() % NEAR
+    assert all(group.over.ranks == [first, first + 1] for unit in units_of(model) for group in unit.groups)
+
+
+def test_the_near_ranks_are_those_beside_a_rank(world: Any) -> None:
+    world.run(RANKS, neighbours)
+
+
+def kept(mesh: Any) -> None:
+    """The parts stand from the forward to the end of the backward, have the bytes that `describe` says, and then go."""
+    model = acc.shard(models.wide(), mesh=mesh, secondary=NEAR, units={models.Block})
+    blocks = [unit for unit in units_of(model) if unit.name]
+    told = {unit.name: unit.secondary_bytes for unit in acc.describe(model).units}
+
+    def parts() -> dict[str, int]:
+        held = {}
+        for unit in blocks:
+            buffers = [group.full_buffer for group in unit.groups]
+            held[unit.name] = sum(b.part.untyped_storage().nbytes() for b in buffers if b.part is not None)
+        return held
+
+    for step in range(3):
+        assert not any(parts().values())
+        loss = checks.one_loss(model, step)
+        held = parts()
+        last = blocks[-1].name
+        assert {name: n for name, n in held.items() if name != last or n} == {
+            name: n for name, n in told.items() if name in held and (name != last or held[last])
+        }
+        assert [told[b.name] for b in blocks] == [n // NEAR for n in block_bytes(NEAR)]
+        loss.backward()
+        model.zero_grad()
+        assert not any(parts().values()), "they go with the end of the backward"
+    with torch.no_grad():
+        checks.one_loss(model)
+    assert not any(parts().values()), "no backward follows"
+
+
+def test_parts_take_what_describe_says_and_go_with_the_backward(world: Any) -> None:
+    world.run(RANKS, kept)
+
+
+def sees_writes(mesh: Any) -> None:
+    """What is written between a forward and the next is seen by it."""
+    model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
+    wanted = models.plain()
+    first = checks.one_loss(model)  # no backward follows: the parts stay
+    with acc.full_params(model, write=True):
+        for p in model.parameters():
+            p.data.mul_(0.5)
+    with torch.no_grad():
+        for p in wanted.parameters():
+            p.mul_(0.5)
+    tokens, targets = checks.batch(model)
+    assert models.loss_of(model(tokens), targets).item() == models.loss_of(wanted(tokens), targets).item()
+    with pytest.raises(acc.UsageError, match="were changed between this forward and its backward"):
+        first.backward()
+
+
+def test_a_write_makes_parts_stale(world: Any) -> None:
+    world.run(RANKS, sees_writes)
+
+
+def raises(mesh: Any) -> None:
+    for wrong in (0, 1, 3, 5, 8, True, 2.0, "2"):
+        with pytest.raises(acc.UsageError, match="a divisor of 4 above 1"):
+            acc.shard(models.plain(), mesh=mesh, secondary=wrong)  # type: ignore[arg-type]
+    for strategy in (acc.SHARD_GRAD_OP, acc.SHARD_OPTIM, acc.NO_SHARD):
+        with pytest.raises(acc.UsageError, match="keeps copies of its own; take full_shard"):
+            acc.shard(models.plain(), mesh=mesh, strategy=strategy, secondary=2)
+    assert all(type(p) is nn.Parameter for p in models.plain().parameters())
+
+
+def test_what_it_cannot_be_is_one_sentence(world: Any) -> None:
+    world.run(RANKS, raises)
+
+
+def differs(mesh: Any) -> None:
+    with pytest.raises(acc.DivergenceError, match="secondary"):
+        acc.shard(models.plain(), mesh=mesh, secondary=2 if dist.get_rank() else 4)
+
+
+def test_ranks_that_ask_for_other_numbers_are_named_on_all(world: Any) -> None:
+    world.run(RANKS, differs)
+
+
+def after_an_error(mesh: Any) -> None:
+    """A backward that raises leaves nothing behind that the next step would compute with."""
+    model = acc.shard(models.plain(), mesh=mesh, secondary=NEAR)
+    loss = checks.one_loss(model)
+    loss.register_hook(lambda grad: (_ for _ in ()).throw(checks.PlantedError()))
+    with pytest.raises(checks.PlantedError):
+        loss.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checks.go_on(model, optimizer, range(3))
+    wanted = acc.shard(models.plain(), mesh=mesh)
+    checks.go_on(wanted, torch.optim.SGD(wanted.parameters(), lr=0.1), range(3))
+    checks.assert_equal(checks.full(model), checks.full(wanted))
+
+
+def test_steps_after_an_error_are_those_of_a_fresh_model(world: Any) -> None:
+    world.run(RANKS, after_an_error)
