@@ -8,6 +8,9 @@ UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
+TORCH ?= 2.15.0  # of `make test-torch`, which has an environment of its own for each
+OTHER = .venv-torch-$(strip $(TORCH))
+
 # On the simulated accelerator: what asks for ranks there, but for what tests/gpu/test_grid.py and test_grid.py both ask.
 GRID_AGAIN := test_ranks_that_share_a_device test_no_option_changes_the_training
 NOT_SIMULATED := happens_before plan sim support e2e  # e2e and plan ask for no ranks of the tests
@@ -17,7 +20,7 @@ STRICT := tests/engine/test_grid.py tests/offload/test_every_strategy.py  # memo
 SEEDS := 0:100 1:0 2:30 3:300 4:1000  # SIM_SEED:SIM_DELAY_US, each of them with the tests of the simulator
 SEED := $(shell echo $$$$)  # with all the rest; make prints it
 
-.PHONY: train test test-all test-sim lint format clean
+.PHONY: train test test-torch test-all test-sim lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +33,12 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
+
+test-torch:  # what `make test` runs, on another torch; constraints hold for everything else
+	$(PYTHON) -m venv $(OTHER)
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(OTHER)/constraints.txt  # torch 2.11 wants an older one
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(strip $(TORCH)) -e '.[all]'
+	$(OTHER)/bin/python -m pytest -m "not slow" $(WORKERS) $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
@@ -53,4 +62,4 @@ format: $(STAMP)
 	$(BIN)/python -m ruff check --fix src tests
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

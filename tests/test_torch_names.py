@@ -1,0 +1,478 @@
+"""Every private name of torch that the package uses (`accordion/_torch.py`): on the installed version it is there and does so."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from accordion import _torch
+from accordion.workers import null_group
+from tests.compat.test_fsdp2_parallel import Packed
+
+CPU = torch.device("cpu")
+CHECKS: dict[str, Callable[[], None]] = {}
+
+pytestmark = pytest.mark.cpu("names are those of one version, whatever the device")
+
+
+def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """The decorated function is the check of these names."""
+
+    def note(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return note
+
+
+@contextmanager
+def one_rank() -> Iterator[DeviceMesh]:
+    """A job of the first of two ranks, whose collectives do nothing."""
+    null_group.register()
+    dist.init_process_group(null_group.NAME, store=_torch.fake_store(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh) -> nn.Parameter:
+    return nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False))
+
+
+# -- autograd
+
+
+@checks("current_graph_task", "will_execute", "walks_everything", "queue_callback", "on_gradient", "node_of")
+def _() -> None:
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    said: list[Any] = []
+    x = leaf * other
+    assert _torch.current_graph_task() == -1
+    assert _torch.node_of(x) is x.grad_fn
+    assert _torch.node_of(leaf) is not None
+
+    def note(grad: Tensor) -> None:
+        reached = _torch.will_execute(torch.autograd.graph.get_gradient_edge(other).node)
+        said.append((_torch.current_graph_task() >= 0, reached, _torch.walks_everything(other)))
+        _torch.queue_callback(lambda: said.append("end"))
+
+    _torch.on_gradient(x, note)
+    x.sum().backward(retain_graph=True)
+    torch.autograd.grad(x.sum(), leaf)
+    assert said == [(True, True, True), "end", (True, False, False), "end"]
+
+
+@checks("reserve_number", "set_number")
+def _() -> None:
+    """The newest node that is ready runs first: one with an older number later."""
+    order: list[str] = []
+
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            order.append(ctx.name)
+            return grad, None
+
+    leaf = torch.ones(1, requires_grad=True)
+    number = _torch.reserve_number()
+    first, second = Named.apply(leaf, "first"), Named.apply(leaf, "second")
+    _torch.set_number(second, number)
+    (first + second).backward()
+    assert order == ["first", "second"]
+
+
+@checks("saving_hook")
+def _() -> None:
+    assert _torch.saving_hook() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack := (lambda t: t), lambda t: t):
+        assert _torch.saving_hook() is pack
+
+
+@checks("apply", "run_at_once", "are_ours", "forget_references", "holders_of_memory", "base_of")
+def _() -> None:
+    ours: list[list[bool]] = []
+
+    @_torch.run_at_once
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.detach() for x in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            ours.append(_torch.are_ours(grads))
+            return grads
+
+    leaves = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
+    _torch.forget_references()
+    a, b = _torch.apply(Asks, *leaves)
+    (a * 2 + b.t().t() * 2).sum().backward()
+    a, b = _torch.apply(Asks, *leaves)
+    (a + b).sum().backward()  # one tensor for both
+    assert ours == [[True, True], [False, False]]
+    whole = torch.zeros(4)
+    before = _torch.holders_of_memory(whole)
+    view = whole[1:]
+    assert _torch.holders_of_memory(whole) == before + 1
+    assert _torch.base_of(view) is whole
+    assert _torch.base_of(whole) is None
+
+
+@checks("hand_over_hooks", "has_hooks", "have_hooks", "post_accumulate_hooks", "grads_of", "which_train", "marks_of")
+def _() -> None:
+    old, new = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    heard: list[str] = []
+    old.register_hook(lambda grad: heard.append("grad"))
+    handle = old.register_post_accumulate_grad_hook(lambda p: heard.append("sum"))
+    old.mark = 3  # type: ignore[attr-defined]
+    assert _torch.marks_of(old) == {"mark": 3}
+    assert not _torch.has_hooks(new)
+    _torch.hand_over_hooks(old, new)
+    assert _torch.have_hooks([old, new]) == [True, True]
+    assert len(_torch.post_accumulate_hooks(new)) == 1
+    new.sum().backward()
+    assert heard == ["grad", "sum"]
+    handle.remove()
+    assert not _torch.post_accumulate_hooks(new), "the handle of the old one takes it from the new one"
+    assert _torch.grads_of([old, new]) == [None, new.grad]
+    assert _torch.which_train([old, torch.ones(1), new]) == (0, 2)
+
+
+@checks("unseen_by_dynamo")
+def _() -> None:
+    called = _torch.unseen_by_dynamo(lambda x, y: x + y)
+    assert called(1, 2) == 3
+
+
+# -- DTensors
+
+
+@checks("local_of", "set_local", "as_dtensor", "as_dtensors", "versions_of", "plain_attributes", "StridedShard")
+def _() -> None:
+    with one_rank() as mesh:
+        param = sharded(mesh)
+        version = _torch.versions_of([param])
+        own = _torch.local_of(param)
+        with torch.no_grad():
+            own.add_(1)
+            param.mul_(2)
+        assert _torch.versions_of([param]) >= version + 2
+        _torch.set_local(param, other := torch.zeros(2, 3))
+        assert _torch.local_of(param) is other
+        made, nothing = _torch.as_dtensors([other, None], [param, param])
+        assert nothing is None
+        for dtensor in (made, _torch.as_dtensor(other, param)):
+            assert isinstance(dtensor, DTensor)
+            assert (dtensor.placements, dtensor.shape, dtensor.requires_grad) == (param.placements, param.shape, False)
+        with _torch.plain_attributes():
+            assert param.grad is None
+    assert _torch.StridedShard(1, split_factor=2).split_factor == 2
+
+
+@checks("answer_anomaly_checks", "has_rule", "answer_operator", "unanswered", "settle_before_unscale")
+def _() -> None:
+    assert _torch.has_rule(torch.ops.aten.add.Tensor)
+    operator = torch.ops.aten.sin.default
+    with one_rank() as mesh:
+        param = sharded(mesh).detach()
+        _torch.answer_operator(operator, lambda op, args, kwargs: torch.tensor(7.0))
+        try:
+            assert torch.sin(param).item() == 7.0
+            plain = _torch.unanswered(operator, (param,), {})
+            assert torch.equal(_torch.local_of(plain), torch.ones(2, 3).sin())
+            assert torch.sin(param).item() == 7.0, "the answer is back"
+        finally:
+            DTensor._op_dispatcher._custom_op_handlers.pop(operator)
+        _torch.answer_anomaly_checks()
+        if not _torch.has_rule(torch.ops.aten._is_any_true.default):
+            assert torch.ops.aten._is_any_true.default in DTensor._op_dispatcher._custom_op_handlers
+        _torch.settle_before_unscale()
+        _torch.settle_before_unscale()
+        unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+        known = DTensor._op_dispatcher._custom_op_handlers[unscale]
+        assert not isinstance(known.args[0], type(known)), "it is set once"  # type: ignore[attr-defined]
+
+
+# -- operators
+
+
+@checks("foreach_add_", "foreach_copy_", "foreach_mul_", "foreach_norm", "find_non_finite_", "chunk_cat")
+def _() -> None:
+    pair = [torch.ones(2), torch.ones(3)]
+    _torch.foreach_add_(pair, 1.0)
+    _torch.foreach_mul_(pair, 3.0)
+    assert [t.tolist() for t in pair] == [[6.0] * 2, [6.0] * 3]
+    _torch.foreach_copy_(pair, [torch.zeros(2), torch.full((3,), 2.0)])
+    assert [n.item() for n in _torch.foreach_norm(pair, float("inf"))] == [0.0, 2.0]
+    found = torch.zeros(())
+    _torch.find_non_finite_(pair, found, torch.ones(()))
+    assert found.item() == 0.0
+    _torch.find_non_finite_([torch.tensor([float("inf")])], found, torch.ones(()))
+    assert found.item() == 1.0
+    out = torch.full((2, 3), -1.0)
+    _torch.chunk_cat([torch.arange(3.0), torch.arange(2.0)], 2, out)
+    assert out.tolist() == [[0.0, 1.0, 0.0], [2.0, 0.0, 1.0]]
+
+
+@checks("is_plain", "inner_tensors", "storage_key", "ASSERT_BYTES", "assert_on_device", "free_work_memory")
+def _() -> None:
+    packed = nn.Parameter(Packed(torch.ones(2, 2)))
+    assert _torch.is_plain(nn.Parameter(torch.ones(1)))
+    assert not _torch.is_plain(packed)
+    assert [type(t) for t in _torch.inner_tensors(torch.ones(1))] == [Tensor]
+    a, b = torch.ones(4), torch.ones(4)
+    assert _torch.storage_key(a.untyped_storage()) == _torch.storage_key(a[1:].untyped_storage())
+    assert _torch.storage_key(a.untyped_storage()) != _torch.storage_key(b.untyped_storage())
+    _torch.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        _torch.assert_on_device(torch.tensor(False), "not fine" + "." * _torch.ASSERT_BYTES)
+    _torch.free_work_memory()
+
+
+@checks("mutates", "mutated_arguments", "argument_of", "named_arguments", "DispatchMode", "WITHOUT_KERNEL")
+def _() -> None:
+    add = torch.ops.aten.add_.Tensor
+    assert _torch.mutates(add)
+    assert not _torch.mutates(torch.ops.aten.add.Tensor)
+    assert _torch.mutated_arguments(add) == ["self"]
+    assert _torch.argument_of(add, "alpha", (1, 2), {"alpha": 3}) == 3
+    assert _torch.argument_of(add, "other", (1, 2), {}) == 2
+    assert _torch.argument_of(add, "nothing", (1, 2), {}) is None
+    assert _torch.named_arguments(add, (1, 2), {"alpha": 3}) == [("self", 1), ("other", 2), ("alpha", 3)]
+    seen: list[str] = []
+
+    class Sees(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name.replace("::", "."))
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(2).detach().add_(1)
+    assert any(name.startswith(_torch.WITHOUT_KERNEL) for name in seen)
+    assert "aten.add_" in seen
+
+
+@checks("fake_tensors", "told_device", "ASKS_DEVICE", "NEEDS_VALUES", "asks_for_values", "in_place_on_cpu")
+def _() -> None:
+    with _torch.fake_tensors():
+        fake = torch.ones(3)
+        assert _torch.told_device(fake) == CPU
+        with pytest.raises(_torch.NEEDS_VALUES) as caught:
+            fake.sum().item()
+        assert _torch.asks_for_values(caught.value)
+    assert _torch.told_device(torch.ones(3)) is None
+    assert not _torch.asks_for_values(ValueError("other"))
+    assert _torch.ASKS_DEVICE is not None
+    with _torch.in_place_on_cpu({"silu": lambda x: x * 0 + 5.0}):
+        assert nn.functional.silu(torch.ones(1)).item() == 5.0
+    assert nn.functional.silu(torch.zeros(1)).item() == 0.0
+
+
+@checks("around_propagation", "fake_collectives")
+def _() -> None:
+    entered: list[int] = []
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        entered.append(1)
+        yield
+
+    with one_rank() as mesh, _torch.around_propagation(inside):
+        param = sharded(mesh)
+        torch.cosh(param)
+    assert entered
+    _torch.fake_collectives()
+
+
+# -- process groups
+
+
+@checks("gather_options", "exchange_options", "reduce_scatter_options", "all_reduce_options", "checks_groups")
+def _() -> None:
+    kinds = _torch.gather_options, _torch.exchange_options, _torch.reduce_scatter_options, _torch.all_reduce_options
+    for make in kinds:
+        assert [make(way).asyncOp for way in (True, False)] == [True, False]
+    assert _torch.all_reduce_options(True).reduceOp == dist.ReduceOp.SUM
+    assert _torch.checks_groups() is False
+
+
+@checks("companion_of", "keep_companion", "keep_with_job", "kept_with_job", "name_of_group", "fake_store", "ranks_of")
+def _() -> None:
+    with one_rank() as mesh:
+        group = mesh.get_group()
+        assert _torch.companion_of(group) is None
+        _torch.keep_companion(group, thing := object())
+        assert _torch.companion_of(group) is thing
+        _torch.keep_with_job("accordion/test/1/", thing)
+        assert _torch.kept_with_job("accordion/test/1/") == [thing]
+        assert _torch.kept_with_job("accordion/test/2/") == []
+        assert _torch.name_of_group(group) == group.group_name
+        with _torch.fake_tensors():
+            assert _torch.ranks_of(mesh) == [0, 1]
+    with one_rank() as mesh:
+        assert _torch.kept_with_job("accordion/test/") == [], "it goes with the job"
+
+
+def grouped(mesh: DeviceMesh) -> None:
+    """What asks groups with a backend: gloo's."""
+    group, rank, num = mesh.get_group(), mesh.get_rank(), mesh.size()
+    assert _torch.backend_of(group, CPU) == "gloo"
+    timeout, options = _torch.options_of(group, CPU)
+    assert isinstance(timeout, timedelta)
+    assert options is None
+    assert 0 < _torch.timeout_s_of_job() < 1e5
+    assert _torch.default_store().add("accordion/test_torch_names", 1) >= 1
+    assert _torch.group_name(group)
+    full, part = torch.zeros(num), torch.zeros(1)
+    _torch.gather_single(group)(full, torch.tensor([float(rank)]), _torch.gather_options(True)).wait()
+    assert full.tolist() == [float(r) for r in range(num)]
+    swapped = torch.zeros(num)
+    _torch.exchange_single(group)(swapped, full + 10 * rank, [], [], _torch.exchange_options(True)).wait()
+    assert swapped.tolist() == [float(10 * r + rank) for r in range(num)]
+    _torch.reduce_scatter_single(group)(part, full, _torch.reduce_scatter_options(True)).wait()
+    assert part.item() == float(num * rank)
+    _torch.gather_coalesced(group)([full], [part], _torch.gather_options(True)).wait()
+    assert full.tolist() == [float(num * r) for r in range(num)]
+    assert callable(_torch.reduce_scatter_coalesced(group))
+    again = _torch.named_group(f"accordion/test/{num}", list(range(num)), None, timedelta(seconds=30))
+    assert again.size() == num
+    assert _torch.group_name(again) == f"accordion/test/{num}"
+    joined = _torch.joined_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b"))["a"])
+    assert joined.size() == num
+    assert _torch.flattened_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b")), "ab").ndim == 1
+
+
+@checks(
+    *("backend_of", "options_of", "timeout_s_of_job", "default_store", "group_name", "named_group", "gather_single"),
+    *("exchange_single", "reduce_scatter_single", "gather_coalesced", "reduce_scatter_coalesced", "joined_mesh"),
+    "flattened_mesh",
+)
+def _() -> None:
+    """`test_names_of_groups` asks them on ranks."""
+
+
+def test_names_of_groups(world: Any) -> None:
+    world.run(4, grouped)  # the whole job: meshes are made
+
+
+# -- devices
+
+
+@checks("has_bf16", "runtime_version", "blocking_events", "sleep_on_device")
+def _() -> None:
+    assert _torch.has_bf16(CPU) in (True, False)
+    assert _torch.runtime_version("xyz") is None
+
+    class Module:
+        @staticmethod
+        def Event(**given: Any) -> Any:  # noqa: N802
+            if given:
+                raise TypeError
+            return "plain"
+
+    assert _torch.blocking_events(Module)() is None
+    _torch.sleep_on_device()
+
+
+# -- other interfaces
+
+
+@checks("is_wrap_policy", "run_wrap_policy", "classes_without_mixed_precision", "PRELOADED")
+def _() -> None:
+    from torch.distributed.fsdp import MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    policy = ModuleWrapPolicy({nn.Linear})
+    assert _torch.is_wrap_policy(policy)
+    assert not _torch.is_wrap_policy(lambda: None)
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert list(_torch.run_wrap_policy(policy, net, {"x": 1})) == [net[0]]
+    norms = _torch.classes_without_mixed_precision(MixedPrecision())
+    assert norms
+    assert issubclass(nn.BatchNorm1d, tuple(norms))
+    assert all(inspect.ismodule(__import__(name, fromlist=["x"])) for name in _torch.PRELOADED)
+
+
+@checks("composed_with", "mark_fully_sharded", "homes_of_fully_shard", "data_parallel_mesh_dims", "fsdp_module_base")
+def _() -> None:
+    module = nn.Linear(2, 2)
+    assert _torch.composed_with(module) == set()
+    _torch.mark_fully_sharded(module)
+    assert _torch.composed_with(module) == {"fully_shard"}
+    assert all(hasattr(home, "fully_shard") for home in _torch.homes_of_fully_shard())
+    dims = _torch.data_parallel_mesh_dims()
+    assert dims is None or dims(shard="a").shard_names == ("a",)
+    base = _torch.fsdp_module_base()
+    assert base is object or hasattr(base, "finalize_backward")
+
+
+@checks("gradient_reduction_handle", "reduces_in_own_dtype", "is_shard_placement_result")
+def _() -> None:
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    is_new = hasattr(fsdp.FSDPModule, "finalize_backward")
+    assert (_torch.gradient_reduction_handle() is object) != is_new
+    assert _torch.reduces_in_own_dtype() == is_new
+    assert not _torch.is_shard_placement_result(Shard(0))
+    if hasattr(_fsdp_common, "ShardPlacementResult"):
+        assert _torch.is_shard_placement_result(_fsdp_common.ShardPlacementResult(None, None))
+
+
+@checks("hooks_before_any_step", "hooks_after_any_step", "has_counted_step", "count_steps")
+def _() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    for kept, register in (
+        (_torch.hooks_before_any_step, register_optimizer_step_pre_hook),
+        (_torch.hooks_after_any_step, register_optimizer_step_post_hook),
+    ):
+        before = len(kept())
+        handle = register(lambda *_: None)
+        assert len(kept()) == before + 1
+        handle.remove()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not _torch.has_counted_step(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert _torch.has_counted_step(optimizer)
+    _torch.count_steps(optimizer)
+    optimizer.step()
+    assert optimizer._opt_called  # type: ignore[attr-defined]
+
+
+@checks("TENSOR_MAKERS", "SUBCLASS_MAKERS")
+def _() -> None:
+    assert hasattr(__import__(_torch.TENSOR_MAKERS, fromlist=["x"]), "_rebuild_tensor_v2")
+    assert hasattr(__import__(_torch.SUBCLASS_MAKERS, fromlist=["x"]), "_rebuild_from_type_v2")
+
+
+@pytest.mark.parametrize("check", list(OrderedDict.fromkeys(CHECKS.values())), ids=lambda check: "")
+def test_what_we_think_of_a_name_is_so(check: Callable[[], None]) -> None:
+    check()
+
+
+def test_every_name_is_asked() -> None:
+    own = {
+        name
+        for name, thing in vars(_torch).items()
+        if not name.startswith("_") and getattr(thing, "__module__", _torch.__name__) == _torch.__name__
+    }
+    imported = {"annotations", "ctypes", "sys", "torch"}
+    assert not {n for n in own - imported - set(CHECKS) if not inspect.ismodule(getattr(_torch, n))}
