@@ -154,7 +154,7 @@ class TrainerMixin(ShardedStrategy):
         self._filled = Path(path).is_dir()  # what a folder has is in the model and its optimizers when it is read
         if not self._filled:
             read = super().load_checkpoint  # type: ignore[misc]
-            return Team.of(()).agree(lambda: read(path, *args, **kwargs))  # type: ignore[no-any-return]
+            return Team.of(()).agree(lambda: read(path, *args, **kwargs))
         averaged = (Path(path) / "average_sharded_0").is_dir()
         found = self._read_folder(
             Path(path), self._parts(bool(self.optimizers), averaged and bool(self._averages)), **kwargs

@@ -22,7 +22,8 @@ def whole(value: Any, keep: bool) -> Any:
     """
     if isinstance(value, DTensor):
         with torch.no_grad():
-            full = value.detach().full_tensor()
+            detached: Any = value.detach()
+            full = detached.full_tensor()
         return full.cpu() if keep else None
     if isinstance(value, Mapping):
         done = {key: whole(part, keep) for key, part in value.items()}
