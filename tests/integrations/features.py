@@ -80,6 +80,11 @@ FEATURES: dict[str, list[Feature]] = {
             "test_trainer::test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded",
             "`from_pretrained(AutoModelForCausalLM, folder)`",
         ),
+        works(
+            "`push_to_hub`",
+            "test_trainer::test_what_is_pushed_to_the_hub_loads",
+            "the first rank sends what `from_pretrained` loads",
+        ),
         refused("`--fsdp`, `--deepspeed`, `parallelism_config`", REFUSED, "the model is sharded already"),
         refused(
             "`bf16_full_eval`, `fp16_full_eval`", REFUSED, "they cast the model; `bf16=True` evaluates in bf16 too"
@@ -94,6 +99,7 @@ FEATURES: dict[str, list[Feature]] = {
             "test_trl::test_trl_trains_as_under_ddp",
             "DPO's reference is sharded too",
         ),
+        works("GRPO without vLLM, whole models and LoRA", "test_trl::test_grpo_generates_and_learns_as_under_ddp"),
         works(
             "checkpoints of adapters", "test_trl::test_adapters_are_saved_alone_and_resume_exactly", "without the base"
         ),
@@ -170,6 +176,10 @@ FEATURES: dict[str, list[Feature]] = {
     "PEFT": [
         works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT),
         works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
+        works("several adapters, `set_adapter`, `disable_adapter`", "test_peft::test_several_adapters"),
+        works(
+            "a quantised base", "test_peft::test_a_base_of_bytes_is_sharded", "uint8 parameters are sharded as bytes"
+        ),
         works(
             "a base that fits no rank",
             "test_peft::test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts",
