@@ -226,9 +226,21 @@ def has_rule(operator: Any) -> bool:
     return any(operator in known for known in rules)
 
 
+DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
+"""What of a module DistributedDataParallel asks for before all else. No public name (2.11 to 2.15)."""
+
+
 def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors, unless somebody is. No public name."""
     DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, answer)  # type: ignore[arg-type]
+
+
+def answer_around(operator: Any, answer: Callable[..., Any]) -> None:
+    """Have `answer(known, operator, args, kwargs)` be asked, with who was asked before as `known`, or None. No public name."""
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    known = answers.get(operator)
+    if getattr(known, "func", None) is not answer:
+        answers[operator] = partial(answer, known)
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

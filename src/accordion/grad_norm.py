@@ -48,8 +48,21 @@ def _norms(tensors: Sequence[Tensor], norm_type: float, device: torch.device) ->
     filled = [t for t in tensors if t.numel()]
     if not filled:
         return [torch.zeros(1, dtype=torch.float32, device=device)]
-    norms = [torch.stack(_torch.foreach_norm(same, norm_type, dtype=torch.float32)) for same in _by_device(filled)]
+    norms = [
+        torch.stack(_torch.foreach_norm(same, norm_type, dtype=torch.promote_types(same[0].dtype, torch.float32)))
+        for same in _alike(filled)
+    ]
     return [n.to(device=device, dtype=torch.float32) for n in norms]
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """By device, and those of float64 by themselves, whose norms torch computes in nothing less."""
+    kinds = [
+        [t for t in same if (t.dtype is torch.float64) is wide]
+        for same in _by_device(tensors)
+        for wide in (False, True)
+    ]
+    return [same for same in kinds if same]
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -37,6 +37,12 @@ PEFT = "test_peft::test_each_method_trains_as_unsharded_and_its_adapter_loads_el
 LOOP = "test_accelerate::test_a_loop_learns_as_under_ddp"
 NOT_HERE = "test_accelerate::test_what_cannot_be_meant_is_refused"
 SAVED_STATE = "test_accelerate::test_a_state_is_saved_whole_and_loads_on_any_number_of_ranks"
+LIT = "test_lightning::test_it_trains_as_under_ddp"
+LIT_CALLBACKS = "test_lightning::test_checkpoints_early_stopping_and_averages"
+LIT_RESUME = "test_lightning::test_it_resumes_after_six_steps_on_one_two_and_three_ranks"
+LIT_REFUSED = "test_lightning::test_what_cannot_be_meant_is_refused"
+LIT_MANUAL = "test_lightning::test_manual_optimisation_with_several_optimizers"
+FABRIC = "test_lightning::test_fabric_trains_as_under_ddp"
 LOW = "test_trainer::test_low_precision_gathers_in_it_and_fp16_has_its_scaler"
 
 FEATURES: dict[str, list[Feature]] = {
@@ -74,6 +80,11 @@ FEATURES: dict[str, list[Feature]] = {
             "test_trainer::test_a_model_begins_on_meta_and_is_filled_when_it_is_sharded",
             "`from_pretrained(AutoModelForCausalLM, folder)`",
         ),
+        works(
+            "`push_to_hub`",
+            "test_trainer::test_what_is_pushed_to_the_hub_loads",
+            "the first rank sends what `from_pretrained` loads",
+        ),
         refused("`--fsdp`, `--deepspeed`, `parallelism_config`", REFUSED, "the model is sharded already"),
         refused(
             "`bf16_full_eval`, `fp16_full_eval`", REFUSED, "they cast the model; `bf16=True` evaluates in bf16 too"
@@ -88,6 +99,7 @@ FEATURES: dict[str, list[Feature]] = {
             "test_trl::test_trl_trains_as_under_ddp",
             "DPO's reference is sharded too",
         ),
+        works("GRPO without vLLM, whole models and LoRA", "test_trl::test_grpo_generates_and_learns_as_under_ddp"),
         works(
             "checkpoints of adapters", "test_trl::test_adapters_are_saved_alone_and_resume_exactly", "without the base"
         ),
@@ -105,9 +117,69 @@ FEATURES: dict[str, list[Feature]] = {
         refused("`dynamo_backend`", NOT_HERE, "compile blocks"),
         refused("`save_state` of one optimizer over several models", NOT_HERE, "make one for each"),
     ],
+    "`accordion.integrations.lightning`: `AccordionStrategy`": [
+        works("`fit`: accumulation, clipping by norm and by value, schedulers", LIT, "losses and norms of DDP to 1e-5"),
+        works(
+            "`validate`, `test`, `predict`",
+            "test_lightning::test_it_validates_tests_and_predicts_as_under_ddp",
+            "also before any `fit`",
+        ),
+        works(
+            "`precision`: `bf16-mixed`, `16-mixed` with its scaler, `64-true`",
+            "test_lightning::test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler",
+            "mixed gathers parameters in that dtype, autocast as always",
+        ),
+        works(
+            "`configure_model` on meta",
+            "test_lightning::test_configure_model_on_meta_begins_as_on_one_device",
+            "reads the folder of its weights, or draws what one device would",
+        ),
+        works(
+            "manual optimisation, several optimizers, `toggle_model`", LIT_MANUAL, "each module is sharded by itself"
+        ),
+        works(
+            "`ModelCheckpoint`, full and sharded; resume",
+            LIT_RESUME,
+            "on any number of ranks; a full file is DDP's, both ways",
+        ),
+        works(
+            "a folder whose save was cut short",
+            "test_lightning::test_a_torn_folder_is_never_resumed",
+            "is never resumed",
+        ),
+        works("`EarlyStopping`, `EMAWeightAveraging`", LIT_CALLBACKS, "the average is sharded too"),
+        works("hybrid strategies", "test_lightning::test_a_hybrids_replicas_are_nodes", "replicas are nodes"),
+        works(
+            "`acc.shard` in `configure_model`, also with Lightning's `ModelParallelStrategy`",
+            "test_lightning::test_what_configure_model_shards_is_left_as_it_is",
+        ),
+        works(
+            "`pytorch_lightning`",
+            "test_lightning::test_the_older_package_trains_too",
+            "`accordion.integrations.pytorch_lightning`",
+        ),
+        refused(
+            "`find_unused_parameters`, `ddp_comm_hook` and other options of DDP", LIT_REFUSED, "nothing is wrapped"
+        ),
+        refused(
+            "manual optimisation of parameters of the LightningModule itself", LIT_MANUAL, "put them into a module"
+        ),
+    ],
+    "`accordion.integrations.lightning`: `FabricStrategy`": [
+        works("`setup`, `backward`, `no_backward_sync`, `clip_gradients`, `precision`, `init_module`", FABRIC),
+        works(
+            "`save`, `load`, `load_raw`, full and sharded",
+            "test_lightning::test_fabric_saves_and_resumes_on_one_two_and_three_ranks",
+            "on any number of ranks",
+        ),
+    ],
     "PEFT": [
         works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT),
         works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
+        works("several adapters, `set_adapter`, `disable_adapter`", "test_peft::test_several_adapters"),
+        works(
+            "a quantised base", "test_peft::test_a_base_of_bytes_is_sharded", "uint8 parameters are sharded as bytes"
+        ),
         works(
             "a base that fits no rank",
             "test_peft::test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts",

@@ -24,29 +24,46 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
 
 
 @contextmanager
-def library_job() -> Iterator[None]:
-    """Inside, this rank is one of a job as torchrun starts it, and the libraries' process-wide state is new."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
-    said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+def torchrun_job(nodes: int = 1) -> Iterator[None]:
+    """Inside, this rank is one of a job as torchrun starts it, on so many nodes with as many ranks each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    node, local = divmod(rank, size // nodes)
+    said = {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size // nodes,
+        "GROUP_RANK": node,
+    }
+    said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
+    said |= {"TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
     before = {key: os.environ.get(key) for key in said}
-    os.environ.update(said)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    os.environ.update({key: str(value) for key, value in said.items()})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # theirs
             yield
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
         for key, value in before.items():
             if value is None:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+@contextmanager
+def library_job() -> Iterator[None]:
+    """Inside, this rank is one of a job as torchrun starts it, and the libraries' process-wide state is new."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    try:
+        with torchrun_job():
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from tests.integrations.jobs import library_job, needs
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
-PROGRAMS = ["trainer", "accelerate", "trl"]
+PROGRAMS = ["trainer", "accelerate", "trl", "lightning", "fabric"]
 
 
 def program(name: str) -> Any:
@@ -47,7 +47,7 @@ def learns(mesh: Any, name: str, folder: Path) -> None:
     assert sum(found[1][-3:]) < sum(found[1][:3])
 
 
-@needs("transformers", "accelerate", "trl", "peft")
+@needs("transformers", "accelerate", "trl", "peft", "lightning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_they_learn_the_same(ranks, tmp_path, name):
     ranks(2).run(2, learns, name, tmp_path)

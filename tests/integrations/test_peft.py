@@ -220,3 +220,89 @@ def merges(mesh: Any) -> None:
 
 def test_adapters_are_merged_in_place_and_not_taken_out(ranks):
     ranks(2).run(2, merges)
+
+
+# -- several adapters, and bases of bytes
+
+
+def two_adapters(mesh: Any, folder: Path) -> None:
+    from peft import PeftModel
+
+    rank, losses, states = mesh.get_local_rank(), [], []
+    with library_job():
+        for sharded in (False, True):
+            model = tuned("LoRA")
+            model.add_adapter("second", methods()["rsLoRA, modules_to_save"])
+            model = acc.shard(model, mesh) if sharded else model
+            found = []
+            for name in ("default", "second"):
+                model.set_adapter(name)
+                found += learn(model, [rank] if sharded else [0, 1])
+            model.eval()
+            with torch.no_grad():
+                found += [float(model(input_ids=(x := batch(0, 5)), labels=x).loss)]
+                with model.disable_adapter():
+                    found += [float(model(input_ids=x, labels=x).loss)]
+            losses.append(torch.tensor(found))
+            states.append(full(model))
+        torch.distributed.all_reduce(losses[1])
+        torch.testing.assert_close(losses[1] / 2, losses[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
+        acc.save_pretrained(model, folder / "both")
+        again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), folder / "both")
+        again.load_adapter(folder / "both" / "second", adapter_name="second")
+        for name in ("default", "second"):
+            for one in (again, model):
+                one.set_adapter(name)
+                one.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(again(batch(0, 6)).logits, model(batch(0, 6)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_several_adapters(ranks, tmp_path):
+    ranks(2).run(2, two_adapters, tmp_path)
+
+
+class Bytes(torch.nn.Module):
+    """A frozen linear layer of bytes, as quantised ones keep theirs, with its scale, and LoRA beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = torch.nn.Parameter(torch.randint(0, 256, (64, 32), dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("scale", torch.rand(64, 1) / 256)
+        self.down, self.up = torch.nn.Linear(32, 4, bias=False), torch.nn.Linear(4, 64, bias=False)
+        self.back = torch.nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.packed.to(x.dtype) - 128) * self.scale
+        return x + self.back((x @ weight.T + self.up(self.down(x))).tanh())
+
+
+def of_bytes(mesh: Any, folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*[Bytes() for _ in range(3)])
+    torch.manual_seed(0)
+    model = acc.shard(torch.nn.Sequential(*[Bytes() for _ in range(3)]), mesh)
+    packed = model[0].packed
+    assert packed.dtype == torch.uint8
+    assert packed.to_local().shape == (32, 32), "each rank holds half of the bytes"
+    inputs = torch.randn(2, 4, 32)
+    rank = mesh.get_local_rank()
+    for _ in range(3):
+        for one, x in ((plain, inputs.flatten(0, 1)), (model, inputs[rank])):
+            one(x).pow(2).mean().backward()
+            with torch.no_grad():
+                for param in one.parameters():
+                    if param.grad is not None:
+                        param.sub_(param.grad, alpha=0.1)
+            one.zero_grad()
+    torch.testing.assert_close(full(model), dict(plain.state_dict()))
+    acc.save(folder / "bytes", model)
+    with torch.no_grad():
+        packed.to_local().zero_()
+    acc.load(folder / "bytes", model)
+    torch.testing.assert_close(full(model), dict(plain.state_dict()))
+
+
+def test_a_base_of_bytes_is_sharded(ranks, tmp_path):
+    ranks(2).run(2, of_bytes, tmp_path)

@@ -35,6 +35,30 @@ def test_every_underscore_method_that_is_overridden_is_in_the_table():
     assert (overridden - own) | called == named
 
 
+def test_every_underscore_name_of_lightning_is_in_the_table():
+    from accordion.integrations.seams import SEAMS
+
+    own = {
+        "_mesh",
+        "_averages",
+        "_shard",
+        "_sharded",
+        "_over_nodes",
+        "_parts",
+        "_fill",
+        "_write_folder",
+        "_read_folder",
+    }
+    own |= {"_clear", "_clip_grad_by_norm", "_filled"}
+    text = "".join((FOLDER / f"lightning_{name}.py").read_text() for name in ("common", "trainer", "fabrics"))
+    nodes = list(ast.walk(ast.parse(text.replace("from __future__ import annotations", ""))))
+    used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    asked = [n.args[1] for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "getattr"]
+    used |= {name.value for name in asked if isinstance(name, ast.Constant)}
+    found = {name for name in used if name[0] == "_" and name[1] != "_"} - own
+    assert found == {seam.name for seam in SEAMS if "lightning" in seam.module}
+
+
 def test_a_lost_seam_is_a_sentence(monkeypatch):
     pytest.importorskip("accelerate")
     import transformers
@@ -47,6 +71,6 @@ def test_a_lost_seam_is_a_sentence(monkeypatch):
 
 
 def test_no_library_is_imported_before_it_is_asked_for():
-    libraries = ["transformers", "accelerate", "peft", "trl", "lightning"]
+    libraries = ["transformers", "accelerate", "peft", "trl", "lightning", "pytorch_lightning"]
     said = f"import sys, accordion, accordion.integrations; print([x for x in {libraries} if x in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "[]"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,6 +347,7 @@ def test_a_torn_checkpoint_is_never_resumed(ranks, tmp_path):
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 import torch.distributed as dist
 from tests.integrations.test_trainer import resumable
 
@@ -436,3 +438,54 @@ def refuses(mesh: Any, folder: Path) -> None:
 
 def test_what_cannot_be_meant_beside_it_is_refused(ranks, tmp_path):
     ranks(2).run(2, refuses, tmp_path)
+
+
+class Hub:
+    """In place of the hub: writes down what each upload would send."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, set[str], Any]] = []
+
+    def create_repo(self, name: str, **_: Any) -> Any:
+        return SimpleNamespace(repo_id=f"us/{name}")
+
+    def upload_folder(self, folder_path: str, path_in_repo: str = "", run_as_future: bool = False, **_: Any) -> Any:
+        from transformers import LlamaForCausalLM
+
+        names = {p.relative_to(folder_path).parts[0] for p in Path(folder_path).rglob("*") if p.is_file()}
+        weights = LlamaForCausalLM.from_pretrained(folder_path).state_dict()
+        self.sent.append((path_in_repo, names, weights))
+        return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+
+def pushes(mesh: Any, folder: Path) -> None:
+    import transformers.trainer
+
+    before, hub = transformers.trainer.hf_api, Hub()
+    transformers.trainer.hf_api = lambda: hub
+    changes = {
+        "push_to_hub": True,
+        "hub_strategy": "checkpoint",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+    }
+    try:
+        with library_job():
+            one = train(trainer(True, folder, **changes))
+            one.push_to_hub()
+            expected = full(one.model)
+    finally:
+        transformers.trainer.hf_api = before
+    if mesh.get_local_rank():
+        assert not hub.sent
+        return
+    assert [where for where, _, _ in hub.sent] == ["", "last-checkpoint", "", "last-checkpoint", ""]
+    for where, names, _ in hub.sent:
+        assert {"config.json", "model.safetensors", "training_args.bin"} <= names
+        assert ("sharded" in names) == bool(where)
+    torch.testing.assert_close(hub.sent[-1][2], expected, rtol=0, atol=0)
+
+
+def test_what_is_pushed_to_the_hub_loads(ranks, tmp_path):
+    ranks(2).run(2, pushes, tmp_path)

@@ -117,3 +117,39 @@ def resumes(mesh: Any, folder: Path) -> None:
 
 def test_adapters_are_saved_alone_and_resume_exactly(ranks, tmp_path):
     ranks(2).run(2, resumes, tmp_path)
+
+
+def spread(completions: list[str], **_: Any) -> list[float]:
+    """A reward: how many different words."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+def grpo(ours: bool, folder: Path, adapters: bool) -> Any:
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from accordion.integrations.transformers import ShardedTrainer
+
+    trainer = type("Sharded", (ShardedTrainer, trl.GRPOTrainer), {}) if ours else trl.GRPOTrainer
+    sizes = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1 if adapters else 0.0}
+    return trainer(
+        model=llama(hidden_size=16),
+        args=trl.GRPOConfig(output_dir=str(folder), **{**USUAL, **STEPS, **sizes, "learning_rate": 1e-3}),
+        train_dataset=Dataset.from_dict({"prompt": [text(line["input_ids"][:4].tolist()) for line in sentences(32)]}),
+        processing_class=tokenizer(),
+        reward_funcs=spread,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapters else None,
+    )
+
+
+def generates_and_learns(mesh: Any, folder: Path, adapters: bool) -> None:
+    with library_job():
+        theirs, ours = (train(grpo(one, folder, adapters)) for one in (False, True))
+        alike(theirs, ours, "reward", "completions/mean_length", "loss", "grad_norm", rel=1e-4)
+        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_grpo_generates_and_learns_as_under_ddp(ranks, tmp_path, adapters):
+    ranks(2).run(2, generates_and_learns, tmp_path, adapters)

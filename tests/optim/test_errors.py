@@ -221,3 +221,20 @@ def several(mesh, path):
 
 def test_several_optimizers_are_refused_by_name(world, tmp_path):
     world.run(2, several, tmp_path / "ckpt")
+
+
+def clips_doubles(mesh):
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 5)).double()
+    model = acc.shard(copy.deepcopy(whole), mesh)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    for one in (whole, model):
+        one(x).pow(2).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    assert float(acc.clip_grad_norm_(model, 0.5)) == pytest.approx(float(expected), rel=1e-6)
+    for p, q in zip(whole.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_of_float64_are_clipped(world):
+    world.run(2, clips_doubles)

@@ -11,18 +11,16 @@ from typing import Any
 import accelerate
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
-from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
-from accordion.integrations.completeness import why_incomplete
-from accordion.integrations.sharding import Sharding
-from accordion.optim import ELEMENTWISE, clip_norm_of, inner_of, wrap_optimizer
-from accordion.shard.replaced_parameters import follow_moved
+from accordion.integrations.completeness import is_whole
+from accordion.integrations.pairs import Pair, engines_of, paired, parts
+from accordion.integrations.sharding import Sharding, step_on_shards
+from accordion.optim import clip_norm_of
 from accordion.state import full_state_dict, no_sync
 
 PLUGINS = {
@@ -145,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in given}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]
-        engines = _engines_of(models)
+        engines = engines_of(models)
         if not engines:
             return super().clip_grad_norm_(given, max_norm, norm_type)  # type: ignore[no-any-return]
         holders = [
@@ -169,25 +167,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         pairs = self._pairs()
         with self._without([model for model, _ in pairs], [o for _, own in pairs for o in own]):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        for name, model, optimizer in _parts(pairs):
+        for name, model, optimizer in parts(pairs):
             save(os.path.join(folder, name), model, optimizer)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As accelerate's, of a folder of any number of ranks. Raises `CheckpointError` where it is not complete."""
         pairs = self._pairs()
-        names = [name for name, _, _ in _parts(pairs)]
+        names = [name for name, _, _ in parts(pairs)]
         folder = Team.of(()).agree(lambda: self._complete(input_dir, names))
         with self._without([model for model, _ in pairs], [o for _, own in pairs for o in own]):
             super().load_state(str(folder), load_kwargs, **kwargs)
-        for name, model, optimizer in _parts(pairs):
+        for name, model, optimizer in parts(pairs):
             load(folder / name, model, optimizer)
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
         """The folder from which to load: without one the newest that was named by accelerate and is complete."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
-            lost = [name for name in names if not _holds(folder, name)]
+            lost = [name for name in names if not is_whole(folder, name)]
             if lost:
                 raise CheckpointError(
                     f"{folder} has no {' and no '.join(lost)}: it was not saved by this Accelerator, or its save was cut short; "
@@ -200,26 +198,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             Path(self.project_dir, "checkpoints").glob("checkpoint_*"), key=lambda p: int(p.name.rpartition("_")[2])
         )
         for folder in reversed(found):
-            if all(_holds(folder, name) for name in names):
+            if all(is_whole(folder, name) for name in names):
                 return folder
         raise CheckpointError(f"{self.project_dir}/checkpoints has no complete checkpoint of {', '.join(names)}.")
 
-    def _pairs(self) -> list[tuple[nn.Module, list[Any]]]:
-        """Each sharded model with the optimizers of its parameters. Raises `UsageError` for one of several models."""
-        models = [model for model in self._models if engine_of(model) is not None]
-        owner = {id(param): i for i, model in enumerate(models) for param in model.parameters()}
-        pairs: list[tuple[nn.Module, list[Any]]] = [(model, []) for model in models]
-        for optimizer in self._optimizers:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            of = {owner.get(id(param), -1) for param in params}
-            if len(of) > 1:
-                raise UsageError(
-                    f"an {type(inner_of(optimizer)).__name__} holds parameters of several models, and its states are saved with "
-                    "one; make an optimizer for each model."
-                )
-            if of and min(of) >= 0:
-                pairs[min(of)][1].append(optimizer)
-        return pairs
+    def _pairs(self) -> list[Pair]:
+        return paired([model for model in self._models if engine_of(model) is not None], self._optimizers)
 
     @contextmanager
     def _without(self, models: list[nn.Module], optimizers: list[Any]) -> Iterator[None]:
@@ -231,27 +215,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._models, self._optimizers = held
-
-
-def step_on_shards(optimizer: Optimizer) -> None:
-    """Let an optimizer, made before or after its model was sharded, step on the shards, fast where it looks at elements alone."""
-    inner = inner_of(optimizer)
-    follow_moved(inner)
-    if isinstance(inner, ELEMENTWISE) and any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"]):
-        wrap_optimizer(optimizer)
-
-
-def _engines_of(models: Iterable[nn.Module]) -> list[Engine]:
-    engines = [engine for model in models if (engine := engine_of(model)) is not None]
-    return list({id(engine): engine for engine in engines}.values())
-
-
-def _parts(pairs: list[tuple[nn.Module, list[Any]]]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """The checkpoints of which a saved state is made: one for a model, and one more for each further optimizer of it."""
-    for i, (model, optimizers) in enumerate(pairs):
-        for j, optimizer in enumerate(optimizers or [None]):
-            yield f"sharded_{i}" + (f"_optimizer_{j}" if j else ""), model, optimizer
-
-
-def _holds(folder: Path, name: str) -> bool:
-    return not why_incomplete(folder / name)

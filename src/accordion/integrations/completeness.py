@@ -18,3 +18,7 @@ def why_incomplete(folder: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def is_whole(folder: Path, name: str) -> bool:
+    return not why_incomplete(folder / name)

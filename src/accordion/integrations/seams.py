@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,34 @@ class Seam:
 
 
 TRAINER = ("transformers.trainer", "Trainer", "5.0.0, 5.23.0")
+LIGHTNING = [
+    (package, *rest)
+    for package, fabric in (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+    for package, *rest in (
+        (package, "strategies.parallel", "ParallelStrategy", "_layer_sync", "batch norms are synchronised as it says"),
+        (
+            package,
+            "callbacks.weight_averaging",
+            "WeightAveraging",
+            "_average_model",
+            "the copy of the model that is averaged is sharded too",
+        ),
+        (
+            fabric,
+            "strategies.ddp",
+            "DDPStrategy",
+            "_backward_sync_control",
+            "fabric.no_backward_sync adds gradients up without communication",
+        ),
+        (
+            fabric,
+            "strategies.strategy",
+            "Strategy",
+            "_convert_stateful_objects_in_state",
+            "a full checkpoint has what Fabric's own has, filtered as it is told",
+        ),
+    )
+]
 SEAMS = [
     *(
         Seam(module=TRAINER[0], owner=TRAINER[1], name=name, versions=TRAINER[2], use=use)
@@ -39,14 +68,20 @@ SEAMS = [
         versions="5.0.0, 5.23.0",
         use="a class that is no AutoModel begins on meta in the dtype of its files",
     ),
+    *(
+        Seam(module=f"{package}.{module}", owner=owner, name=name, versions="lightning 2.6.6", use=use)
+        for package, module, owner, name, use in LIGHTNING
+    ),
 ]
 
 
 def lost() -> Iterator[str]:
-    """A sentence for each seam that the installed libraries lack."""
+    """A sentence for each seam that the installed libraries lack; one that is not installed lacks none."""
     for seam in SEAMS:
+        if find_spec(seam.module.partition(".")[0]) is None:
+            continue
         owner = getattr(import_module(seam.module), seam.owner, None)
-        if owner is None or not hasattr(owner, seam.name):
+        if owner is None or not (hasattr(owner, seam.name) or seam.name in owner.__init__.__code__.co_names):
             yield (
                 f"{seam.module}.{seam.owner} has no {seam.name} any more (it had in {seam.versions}), which is needed so that "
                 f"{seam.use}; find where the library does that now, and mend accordion.integrations."

@@ -10,10 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from accordion.config import FULL_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.errors import UsageError
+from accordion.optim import ELEMENTWISE, inner_of, wrap_optimizer
 from accordion.shard.api import entry_point, shard
+from accordion.shard.replaced_parameters import follow_moved
 from accordion.units import UnitChoice
 from accordion.weights.meta_start import fill_from_source
 
@@ -83,3 +87,11 @@ def _let_generate(model: nn.Module) -> None:
     method = getattr(type(model), "generate", None)
     if callable(method) and not inspect.isgeneratorfunction(method):
         entry_point(model, "generate")
+
+
+def step_on_shards(optimizer: Optimizer) -> None:
+    """Let an optimizer, made before or after its model was sharded, step on the shards, fast where it looks at elements alone."""
+    inner = inner_of(optimizer)
+    follow_moved(inner)
+    if isinstance(inner, ELEMENTWISE) and any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"]):
+        wrap_optimizer(optimizer)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accordion import _torch
 from accordion.errors import UsageError
+from accordion.safety import mixed_tensors
 
 log = logging.getLogger("accordion")
 aten = torch.ops.aten
@@ -112,7 +113,7 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _part_written(
             base
         )  # on some accelerators `weight[:, i] = 0` is a copy, which torch refuses in other words
-    return _torch.unanswered(operator, args, kwargs)
+    return mixed_tensors.answer(None, operator, args, kwargs)
 
 
 def _refuse_lost_write(tensor: Tensor) -> None:

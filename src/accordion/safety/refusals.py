@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.errors import AssertedUsageError, UsageError
@@ -36,11 +38,43 @@ NO_COPY = (
 OWN_FORWARD = "_accordion_own_forward"  # where a guarded model keeps the forward of its own that its instance had
 
 
+class NotForDDP:
+    """Names of parameters to leave out, for DistributedDataParallel: asked for them, it refuses the module."""
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError(
+            "this model is sharded, and DistributedDataParallel, which something puts around it, keeps and sums whole ones; "
+            "leave it out, gradients are summed already. For Trainer, Accelerator and Lightning see accordion.integrations."
+        )
+
+
+def refuse_in_safetensors() -> None:
+    """Let safetensors, where the program has imported it, say of a DTensor what to call; it fails obscurely. Once a process."""
+    library: Any = sys.modules.get("safetensors.torch")
+    asked = getattr(library, "storage_ptr", None)
+    if asked is None or hasattr(asked, "refuses"):
+        return
+
+    @wraps(asked)
+    def storage_ptr(tensor: Tensor) -> int:
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                f"safetensors writes whole tensors, and was given a sharded one of shape {tuple(tensor.shape)}; call "
+                "accordion.save_pretrained(model, folder), or write what accordion.full_state_dict(model) gives the first rank; "
+                "both are called on every rank."
+            )
+        return asked(tensor)  # type: ignore[no-any-return]
+
+    storage_ptr.refuses = DTensor  # type: ignore[attr-defined]
+    library.storage_ptr = storage_ptr
+
+
 def guard(hooks: Hooks) -> None:
     """Put our sentences before what torch does to the modules of a unit; call it once they are attached."""
     for module in hooks.attached_modules():
         for name, method in (("__deepcopy__", _refuse_copy), ("__reduce_ex__", _refuse_pickle)):
             module.__dict__[name] = method  # the hooks would fail first, obscurely
+        module.__dict__[_torch.DDP_LEAVES_OUT] = NotForDDP()
         if hooks.unit.index == 0:
             _guard_forward(module, hooks.engine)
             for inner in module.modules():
@@ -52,7 +86,7 @@ def guard(hooks: Hooks) -> None:
 def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
     """Take back what `guard` did to `modules`, all of the unit's, and to those that hold its parameters."""
     for module in modules:
-        for name in ("__deepcopy__", "__reduce_ex__"):
+        for name in ("__deepcopy__", "__reduce_ex__", _torch.DDP_LEAVES_OUT):
             module.__dict__.pop(name, None)
         for inner in module.modules():
             for name in TAKES_WHOLE:

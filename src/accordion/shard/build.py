@@ -25,6 +25,8 @@ from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_dtensors
+from accordion.safety.mixed_tensors import explain_mixing
+from accordion.safety.refusals import refuse_in_safetensors
 from accordion.same_on_ranks import on_every_rank
 from accordion.shard.subclasses import extended_groups
 from accordion.units import Owned, gathered_dtype, other_units_read
@@ -74,6 +76,8 @@ def build_engine(
     attach_safety(engine, hooks, agree_always="order" in debug, finite="finite" in debug)
     _torch.answer_anomaly_checks()
     answer_for_dtensors()
+    explain_mixing(engine)
+    refuse_in_safetensors()
     return engine
 
 

@@ -1,0 +1,107 @@
+"""What torch says where a sharded parameter meets a plain tensor, "got mixed torch.Tensor and DTensor", and what to do about it.
+
+Since torch 2.12 operators on DTensors are dispatched in C++, and the one thing that it asks before it raises is whether somebody
+answers for the operator. So operators in which people meet this are answered: by torch itself, and its error gets a note. An
+operator on DTensors alone takes longer by that much; none is in the steps of a sharded model, which computes on plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accordion import _torch
+from accordion.engine.engine import Engine
+
+PLACE = "_accordion_place"  # the attribute by which a sharded parameter tells its name and its unit's
+MIXED = "got mixed torch.Tensor and DTensor"
+MOST_NODES = 1000  # of autograd's graph, that are looked at to find the parameter from which a tensor was computed
+
+# By what they are for: layers, products, arithmetic, losses, putting together and taking out. In inference mode torch asks for
+# what a function calls first (conv1d), and else for what that is made of (convolution).
+NAMES = """
+conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm rms_norm batch_norm group_norm bilinear
+instance_norm lstm.input gru.input rnn_tanh.input scaled_dot_product_attention einsum broadcast_tensors cosine_similarity prelu
+linear embedding _embedding_bag _embedding_bag_forward_only native_layer_norm _fused_rms_norm native_group_norm
+convolution _convolution native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats
+_batch_norm_with_update _batch_norm_no_update cudnn_batch_norm _prelu_kernel mkldnn_rnn_layer
+mm bmm addmm addbmm baddbmm addmv mv dot matmul
+add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor pow.Tensor_Tensor maximum minimum addcmul addcdiv
+lerp.Scalar lerp.Tensor lerp_.Scalar lerp_.Tensor addcmul_ addcdiv_
+mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits nll_loss_forward
+eq.Tensor ne.Tensor lt.Tensor gt.Tensor le.Tensor ge.Tensor
+cat stack where.self index.Tensor index_select gather masked_fill.Tensor index_put
+_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
+"""
+
+
+def explain_mixing(engine: Engine) -> None:
+    """Let the parameters of `engine` tell who they are, and torch's error name them. Once a process; more calls add nothing.
+
+    With tensor parallelism operators on DTensors are in every step, and nothing is answered for.
+    """
+    for unit in engine.units:
+        for param in unit.params:
+            vars(param.sharded)[PLACE] = param.name, unit.name
+    if any(param.around is not None for unit in engine.units for param in unit.params):
+        return
+    for operator in _operators():
+        _torch.answer_around(operator, answer)
+
+
+def answer(known: Callable[..., Any] | None, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch itself does, or who is asked for this operator; where it raises that tensors are mixed, with a note of ours."""
+    try:
+        return (known or _torch.unanswered)(operator, args, kwargs)
+    except RuntimeError as error:
+        if MIXED in str(error):
+            places = [place for tensor in _dtensors_of((*args, *kwargs.values())) if (place := _place_of(tensor))]
+            if places:
+                error.add_note(_note(*places[0]))
+        raise
+
+
+def _note(name: str, unit: str) -> str:
+    return (
+        f"parameter {name!r} of unit {unit or 'root'!r} is sharded, and was used outside of a call of that unit, where it is a "
+        "DTensor of which each rank holds rows. Ways out: compute this inside the model's forward; or make the method that does "
+        "an entry point, accordion.entry_point(module, 'name of the method'); or gather it on all ranks, param.full_tensor(), "
+        "or `with accordion.full_params(model):` for more than one."
+    )
+
+
+def _operators() -> Iterator[Any]:
+    for name in NAMES.split():
+        packet, _, overload = name.partition(".")
+        found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if found is not None:  # this version of torch has it
+            yield found
+
+
+def _dtensors_of(values: Iterable[Any]) -> Iterator[DTensor]:
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _dtensors_of(value)
+
+
+def _place_of(tensor: Tensor) -> tuple[str, str] | None:
+    """The name and the unit of a sharded parameter, or of the first one from which `tensor` was computed."""
+    base = _torch.base_of(tensor)
+    for one in (tensor, base):
+        if one is not None and PLACE in vars(one):
+            return vars(one)[PLACE]  # type: ignore[no-any-return]
+    nodes, seen = [tensor.grad_fn], 0
+    while nodes and seen < MOST_NODES:
+        node: Any = nodes.pop()
+        seen += 1
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and PLACE in vars(leaf):
+            return vars(leaf)[PLACE]  # type: ignore[no-any-return]
+        nodes += [following for following, _ in getattr(node, "next_functions", ()) if following is not None]
+    return None

@@ -1,0 +1,599 @@
+"""`integrations.lightning`: a Trainer of Lightning that shards trains, evaluates, saves and resumes as under its own DDP."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.engine.hooks import engine_of
+from tests.integrations.jobs import bytes_held, full, needs, torchrun_job
+
+pytestmark = needs("lightning")
+
+WIDTH, GLOBAL_BATCH, STEPS_OF_EPOCH = 16, 12, 6
+
+
+def blocks(depth: int = 3) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(depth)])
+
+
+def data(steps: int = STEPS_OF_EPOCH, accumulated: int = 2, seed: int = 1) -> Any:
+    """Batches of this rank: together ranks have the same in each step, however many they are."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(GLOBAL_BATCH * steps * accumulated, WIDTH, generator=g)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, x.abs()), batch_size=GLOBAL_BATCH // dist.get_world_size()
+    )
+
+
+def module(pl: Any, **options: Any) -> Any:
+    """A LightningModule that writes down its losses, and the norm of the gradients of each step before they are clipped."""
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+            self.norms: list[float] = []
+            self.net: Any = None
+            if not options.get("on_meta"):
+                torch.manual_seed(0)
+                self.net = blocks()
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                torch.manual_seed(0)
+                with torch.device(options["on_meta"]):
+                    self.net = blocks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = (self(batch[0]) - batch[1]).pow(2).mean()
+            self.losses.append(float(loss))
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+            self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val", (self(batch[0]) - batch[1]).pow(2).mean(), sync_dist=True)
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.log("test", (self(batch[0]) - batch[1]).abs().mean(), sync_dist=True)
+
+        def predict_step(self, batch: Any, index: int) -> Tensor:
+            return self(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)}
+
+    return Lit()
+
+
+def trainer(pl: Any, ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> Any:
+    name = pl.__name__.replace("lightning.pytorch", "lightning")
+    kind = importlib.import_module(f"accordion.integrations.{name}").AccordionStrategy if ours else None
+    made = kind(**(strategy or {})) if kind else pl.strategies.DDPStrategy(**(strategy or {}))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    usual = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": False}
+    here = {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": made, "default_root_dir": str(folder)}
+    return pl.Trainer(**{**here, **quiet, **usual, **changes})
+
+
+def mean(values: list[float]) -> list[float]:
+    """Of all ranks."""
+    given = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(given)
+    return (given / dist.get_world_size()).tolist()
+
+
+def lightning() -> Any:
+    return importlib.import_module("lightning.pytorch")
+
+
+# -- it trains
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation, clipped by norm": {},
+    "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "64-true": {"precision": "64-true"},
+}
+
+
+def trains(mesh: Any, folder: Path, package: str, changes: dict[str, Any]) -> None:
+    pl, found = importlib.import_module(package), []
+    for ours in (False, True):
+        with torchrun_job():
+            options = {"sharding": {"precision": acc.Precision()}} if ours else {}
+            one, lit = trainer(pl, ours, folder, options, **changes), module(pl)
+            one.fit(lit, data(), data(2, seed=2))
+            found.append((lit, one.callback_metrics["val"]))
+    (theirs, val), (mine, own_val) = found
+    assert len(mine.losses) == 24
+    assert len(mine.norms) == 12
+    assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert mine.norms == pytest.approx(theirs.norms, rel=1e-5)
+    assert float(own_val) == pytest.approx(float(val), rel=1e-5)
+    assert bytes_held(mine) < 0.6 * bytes_held(theirs)
+    for (name, a), b in zip(full(theirs).items(), full(mine).values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_under_ddp(ranks, tmp_path, case):
+    ranks(2).run(2, trains, tmp_path, "lightning.pytorch", CASES[case])
+
+
+@needs("pytorch_lightning")
+def test_the_older_package_trains_too(ranks, tmp_path):
+    ranks(2).run(2, trains, tmp_path, "pytorch_lightning", {})
+
+
+def low_precision(mesh: Any, folder: Path) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    pl = lightning()
+    with torchrun_job():
+        plain = module(pl)
+        trainer(pl, False, folder).fit(plain, data())
+        lit = module(pl)
+        one = trainer(pl, True, folder, precision="bf16-mixed")
+        one.fit(lit, data())
+        assert engine_of(lit).precision.params == torch.bfloat16
+        assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        lit = module(pl)
+        trainer(pl, True, folder, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(lit, data())
+        assert engine_of(lit).precision.params == torch.float16
+        assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
+        assert scaler.get_scale() == 8192.0, "it has grown thrice in 12 steps"
+
+
+def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(ranks, tmp_path):
+    ranks(2).run(2, low_precision, tmp_path)
+
+
+def from_meta(mesh: Any, folder: Path) -> None:
+    pl, found = lightning(), []
+    for ours in (False, True):
+        with torchrun_job():
+            lit = module(pl, on_meta="meta" if ours else "cpu")
+            trainer(pl, ours, folder).fit(lit, data())
+            found.append(lit.losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    with torchrun_job():  # ranks whose generators differ begin alike all the same
+        lit = module(pl, on_meta="meta")
+        one = trainer(pl, True, folder, max_epochs=1)
+        lit.configure_model()
+        torch.manual_seed(dist.get_rank())
+        one.fit(lit, data())
+        assert lit.losses[-1] < lit.losses[0]
+
+
+def test_configure_model_on_meta_begins_as_on_one_device(ranks, tmp_path):
+    ranks(2).run(2, from_meta, tmp_path)
+
+
+# -- it evaluates
+
+
+def evaluates(mesh: Any, folder: Path) -> None:
+    pl, found = lightning(), []
+    for ours in (False, True):
+        with torchrun_job():
+            one, lit = trainer(pl, ours, folder), module(pl)
+            before = one.validate(lit, data(2), verbose=False)
+            assert (engine_of(lit) is not None) == ours
+            one.fit(lit, data())
+            numbers = [before, one.validate(lit, data(2), verbose=False), one.test(lit, data(2), verbose=False)]
+            found.append(([n[0] for n in numbers], torch.cat(one.predict(lit, data(2)))))
+    (theirs, rows), (mine, own_rows) = found
+    for a, b in zip(theirs, mine, strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+    torch.testing.assert_close(own_rows, rows, rtol=1e-4, atol=1e-5)
+
+
+def test_it_validates_tests_and_predicts_as_under_ddp(ranks, tmp_path):
+    ranks(2).run(2, evaluates, tmp_path)
+
+
+# -- several optimizers
+
+
+def gan(pl: Any, bad: str = "") -> Any:
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.parts = nn.ModuleDict({"generator": blocks(2)})
+            self.critic = blocks(2)
+            if bad == "own":
+                self.scale = nn.Parameter(torch.ones(1))
+            if bad == "tied":
+                self.critic[0][0].weight = self.parts["generator"][0][0].weight
+            self.losses: list[float] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["generator"](x)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            real, noise = batch
+            for_generator, for_critic = self.optimizers()
+            with for_generator.toggle_model(sync_grad=index % 2 == 1):
+                loss = -self.critic(self(noise)).tanh().mean()
+                self.manual_backward(loss)
+                if index % 2 == 1:
+                    self.clip_gradients(for_generator, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+                    for_generator.step()
+                    for_generator.zero_grad()
+            with for_critic.toggle_model():
+                other = (self.critic(self(noise).detach()) - self.critic(real)).tanh().mean()
+                for_critic.zero_grad()
+                self.manual_backward(other)
+                for_critic.step()
+            self.losses += [float(loss), float(other)]
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val", self(batch[0]).mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (self.parts, self.critic)]
+
+    return Gan()
+
+
+def several(mesh: Any, folder: Path) -> None:
+    pl, manual = lightning(), {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
+    found = []
+    for ours in (False, True):
+        with torchrun_job():
+            lit = gan(pl)
+            one = trainer(pl, ours, folder, None if ours else {"find_unused_parameters": True}, **manual)
+            one.fit(lit, data(), data(2, seed=2))
+            found.append((lit.losses, float(one.callback_metrics["val"])))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    for kind in ("full", "sharded"):
+        with torchrun_job():
+            options = {"state_dict_type": kind}
+            whole, parts = gan(pl), gan(pl)
+            trainer(pl, True, folder, options, **{**manual, "max_epochs": 2}).fit(whole, data())
+            one = trainer(pl, True, folder, options, **manual)
+            one.fit(parts, data())
+            one.save_checkpoint(folder / f"{kind}.ckpt")
+            again = gan(pl)
+            trainer(pl, True, folder, options, **{**manual, "max_epochs": 2}).fit(
+                again, data(), ckpt_path=folder / f"{kind}.ckpt"
+            )
+            assert again.losses == whole.losses[len(parts.losses) :]
+    with torchrun_job():
+        for bad, words in (("own", "parameter 'scale' lies in Gan itself"), ("tied", "lies in another module too")):
+            with pytest.raises(acc.UsageError, match=words):
+                trainer(pl, True, folder, **manual).fit(gan(pl, bad), data())
+
+
+def test_manual_optimisation_with_several_optimizers(ranks, tmp_path):
+    ranks(2).run(2, several, tmp_path)
+
+
+# -- it saves and resumes
+
+
+def saves(mesh: Any, folder: Path) -> None:
+    pl = lightning()
+    with torchrun_job():
+        for name, ours, options in (
+            ("full", True, {}),
+            ("sharded", True, {"state_dict_type": "sharded"}),
+            ("ddp", False, {}),
+        ):
+            lit = module(pl)
+            kept = pl.callbacks.ModelCheckpoint(dirpath=folder / name, filename="{epoch}", save_top_k=-1)
+            one = trainer(pl, ours, folder, options, enable_checkpointing=True, callbacks=[kept])
+            one.fit(lit, data())
+            dist.barrier()
+            assert sorted(p.name for p in (folder / name).iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+            assert (folder / name / "epoch=0.ckpt").is_dir() == (name == "sharded")
+            losses = mean(lit.losses)
+            if dist.get_rank() == 0:
+                torch.save((losses, lit.norms, full(lit) if not ours else None), folder / f"{name}.losses")
+        found = torch.load(folder / "full" / "epoch=1.ckpt")
+        theirs = torch.load(folder / "ddp" / "epoch=1.ckpt")
+        assert set(found) == set(theirs)
+        torch.testing.assert_close(found["state_dict"], theirs["state_dict"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["optimizer_states"], theirs["optimizer_states"], rtol=1e-3, atol=1e-5)
+
+
+def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
+    pl = lightning()
+    losses, norms, _ = torch.load(folder / f"{name}.losses")
+    with torchrun_job():
+        lit = module(pl)
+        torch.nn.init.zeros_(lit.net[0][0].weight)  # what is resumed is not what it began with
+        one = trainer(pl, ours, folder)
+        one.fit(lit, data(), ckpt_path=folder / name / "epoch=0.ckpt")
+        assert one.global_step == 12
+        assert mean(lit.losses) == pytest.approx(losses[12:], rel=1e-5)
+        assert lit.norms == pytest.approx(norms[6:], rel=1e-5)
+        lit = module(pl)
+        one = trainer(pl, ours, folder)
+        one.validate(lit, data(1), ckpt_path=folder / name / "epoch=1.ckpt", verbose=False)
+        first = one.callback_metrics["val"]
+        assert float(first) < losses[0]
+
+
+def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path):
+    ranks(2).run(2, saves, tmp_path)
+    for count in (1, 2, 3):
+        for name in ("full", "sharded", "ddp"):
+            ranks(count).run(count, resumes, tmp_path, name, True)
+    ranks(2).run(2, resumes, tmp_path, "full", False)  # without sharding
+
+
+def torn(mesh: Any, folder: Path) -> None:
+    pl = lightning()
+    with torchrun_job():
+        options = {"state_dict_type": "sharded"}
+        one, lit = trainer(pl, True, folder, options, max_epochs=1), module(pl)
+        one.fit(lit, data())
+        one.save_checkpoint(folder / "whole.ckpt")
+        for lost, words in (("meta.pt", "its save was cut short"), ("sharded_0/manifest.json", "cannot be loaded")):
+            one.save_checkpoint(folder / "torn.ckpt")
+            dist.barrier()
+            if dist.get_rank() == 0:
+                (folder / "torn.ckpt" / lost).unlink()
+            dist.barrier()
+            with pytest.raises(acc.CheckpointError, match=words):
+                trainer(pl, True, folder).fit(module(pl), data(), ckpt_path=folder / "torn.ckpt")
+        one = trainer(pl, True, folder)  # a file takes the place of a folder, and the other way round
+        one.fit(lit, data(), ckpt_path=folder / "whole.ckpt")
+        one.save_checkpoint(folder / "whole.ckpt")
+        assert (folder / "whole.ckpt").is_file()
+        one.strategy.state_dict_type = "sharded"
+        one.save_checkpoint(folder / "whole.ckpt")
+        assert (folder / "whole.ckpt" / "meta.pt").is_file()
+
+
+def test_a_torn_folder_is_never_resumed(ranks, tmp_path):
+    ranks(2).run(2, torn, tmp_path)
+
+
+# -- callbacks
+
+
+def with_callbacks(mesh: Any, folder: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+
+    pl, found = lightning(), []
+    for name, ours, options in (
+        ("ddp", False, {}),
+        ("full", True, {}),
+        ("sharded", True, {"state_dict_type": "sharded"}),
+    ):
+        with torchrun_job():
+            lit = module(pl)
+            best = ModelCheckpoint(folder / name, "{epoch}", monitor="val", mode="max", save_top_k=1, save_last=True)
+            stop = EarlyStopping("val", mode="max", patience=2)  # the loss falls, so it stops
+            own = [best, stop, EMAWeightAveraging(decay=0.8)]
+            one = trainer(pl, ours, folder, options, max_epochs=8, callbacks=own, enable_checkpointing=True)
+            one.fit(lit, data(), data(2, seed=2))
+            values = [one.current_epoch, float(one.callback_metrics["val"]), float(best.best_model_score)]
+            names = sorted(p.name for p in (folder / name).iterdir())
+            again = module(pl)
+            one = trainer(pl, ours, folder, options, max_epochs=4, callbacks=[EMAWeightAveraging(decay=0.8)])
+            one.fit(again, data(), data(2, seed=2), ckpt_path=folder / name / "last.ckpt")
+            values += [float(one.callback_metrics["val"]), *again.losses]
+            values += [one.validate(again, data(2), ckpt_path=folder / name / "last.ckpt", verbose=False)[0]["val"]]
+            found.append((names, values, full(lit)))
+            if ours:
+                assert bytes_held(own[2]._average_model) < 0.6 * bytes_held(module(pl))
+    for names, values, weights in found[1:]:
+        assert names == found[0][0] == ["epoch=0.ckpt", "last.ckpt"]
+        assert values == pytest.approx(found[0][1], rel=1e-4), (values, found[0][1])
+        torch.testing.assert_close(weights, found[0][2], rtol=1e-4, atol=1e-5)
+    assert found[0][1][0] < 8, "it stopped early"
+
+
+def test_checkpoints_early_stopping_and_averages(ranks, tmp_path):
+    ranks(2).run(2, with_callbacks, tmp_path)
+
+
+# -- meshes, what is refused, what works without it
+
+
+def over_nodes(mesh: Any, folder: Path) -> None:
+    pl, found = lightning(), []
+    for ours in (False, True):
+        with torchrun_job(nodes=2):
+            lit = module(pl)
+            options = {"sharding": {"strategy": acc.HYBRID_SHARD}} if ours else {}
+            trainer(pl, ours, folder, options, num_nodes=2, devices=2, max_epochs=1).fit(lit, data())
+            found.append(lit)
+    weight = found[1].net[0][0].weight
+    assert weight.device_mesh.mesh_dim_names == ("replicate", "shard")
+    assert weight.device_mesh.shape == (2, 2)
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
+
+
+def test_a_hybrids_replicas_are_nodes(ranks, tmp_path):
+    ranks(4).run(4, over_nodes, tmp_path)
+
+
+def refuses(mesh: Any, folder: Path) -> None:
+    from accordion.integrations.lightning import AccordionStrategy, FabricStrategy
+
+    pl = lightning()
+    for kind in (AccordionStrategy, FabricStrategy):
+        with pytest.raises(acc.UsageError, match="find_unused_parameters=True is not taken: nothing is wrapped"):
+            kind(find_unused_parameters=True)
+        with pytest.raises(acc.UsageError, match="state_dict_type='ful' is none of 'full', 'sharded'"):
+            kind(state_dict_type="ful")
+        with pytest.raises(acc.UsageError, match=r"sharding has meshes, which accordion\.shard does not take"):
+            kind(sharding={"meshes": 1})
+    with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not taken"):
+        AccordionStrategy(model_averaging_period=3)
+
+    class Half(type(module(pl))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            if not hasattr(self, "more"):
+                acc.shard(self.net)
+                self.more = nn.Linear(2, 2)
+
+    with torchrun_job(), pytest.raises(acc.UsageError, match=r"and not its parameter .more\.weight"):
+        trainer(pl, True, folder).fit(Half(), data())
+
+
+def test_what_cannot_be_meant_is_refused(ranks, tmp_path):
+    ranks(2).run(2, refuses, tmp_path)
+
+
+def sharded_in_configure_model(mesh: Any, folder: Path) -> None:
+    """With our strategy, and with Lightning's own for meshes."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    pl = lightning()
+    kind = type(module(pl))
+
+    class Own(kind):  # type: ignore[misc, valid-type]
+        def configure_model(self) -> None:
+            if engine_of(self.net) is None:
+                acc.shard(self.net)
+
+    with torchrun_job():
+        plain = module(pl)
+        trainer(pl, False, folder, gradient_clip_val=None).fit(plain, data())
+        for strategy in (None, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
+            one = trainer(pl, True, folder, gradient_clip_val=None)
+            if strategy is not None:
+                one = pl.Trainer(
+                    accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, accumulate_grad_batches=2, logger=False,
+                    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+                )  # fmt: skip
+            lit = Own()
+            one.fit(lit, data())
+            assert lit.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_what_configure_model_shards_is_left_as_it_is(ranks, tmp_path):
+    ranks(2).run(2, sharded_in_configure_model, tmp_path)
+
+
+# -- Fabric
+
+
+def fabric(ours: bool, options: Any = None, package: str = "lightning.fabric", **changes: Any) -> Any:
+    made = importlib.import_module(package)
+    name = "lightning" if package == "lightning.fabric" else "pytorch_lightning"
+    mine = importlib.import_module(f"accordion.integrations.{name}").FabricStrategy
+    strategy = mine(**(options or {})) if ours else made.strategies.DDPStrategy(**(options or {}))
+    one = made.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **changes)
+    one.launch()
+    return one
+
+
+def fabric_loop(one: Any, model: Any, optimizer: Any, by: str = "norm", steps: int = 12) -> list[float]:
+    found = []
+    loader = one.setup_dataloaders(data(STEPS_OF_EPOCH * 2), use_distributed_sampler=True)
+    batches = iter(loader)
+    for _ in range(steps):
+        for micro in range(2):
+            x, y = next(batches)
+            with one.no_backward_sync(model, enabled=micro == 0):
+                loss = (model(x) - y).pow(2).mean()
+                one.backward(loss)
+            found.append(float(loss))
+        if by == "norm":
+            found.append(float(one.clip_gradients(model, optimizer, max_norm=0.1)))
+        elif by == "value":
+            one.clip_gradients(model, optimizer, clip_val=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def fabric_trains(mesh: Any, package: str) -> None:
+    for by in ("norm", "value"):
+        found = []
+        for ours in (False, True):
+            with torchrun_job():
+                one = fabric(ours, package=package)
+                torch.manual_seed(0)
+                model = blocks()
+                model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+                found.append(fabric_loop(one, model, optimizer, by))
+                assert (engine_of(model) is not None) == ours
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+    with torchrun_job():
+        one = fabric(True, package=package, precision="bf16-mixed")
+        torch.manual_seed(0)
+        with one.init_module(empty_init=True):
+            model = blocks()
+        assert next(model.parameters()).is_meta
+        model = one.setup_module(model)
+        optimizer = one.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        low = fabric_loop(one, model, optimizer)
+        assert engine_of(model).precision.params == torch.bfloat16
+        assert low[-3] < low[0]
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_trains_as_under_ddp(ranks, package):
+    ranks(2).run(2, fabric_trains, package)
+
+
+def fabric_saves(mesh: Any, folder: Path) -> None:
+    for kind in ("full", "sharded"):
+        with torchrun_job():
+            one = fabric(True, {"state_dict_type": kind})
+            torch.manual_seed(0)
+            model = blocks()
+            model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            fabric_loop(one, model, optimizer, steps=6)
+            one.save(folder / kind, {"model": model, "optimizer": optimizer, "step": 6})
+            expected = fabric_loop(one, model, optimizer, steps=3)
+            if dist.get_rank() == 0:
+                torch.save(expected[2::3], folder / f"{kind}.norms")
+
+
+def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
+    with torchrun_job():
+        one = fabric(True)
+        model = blocks()
+        model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        rest = one.load(folder / kind, state)
+        assert (state["step"], rest) == (6, {})
+        assert fabric_loop(one, model, optimizer, steps=3)[2::3] == pytest.approx(
+            torch.load(folder / f"{kind}.norms"), rel=1e-5
+        )
+        with pytest.raises(KeyError, match="has no 'epoch'"):
+            one.load(folder / kind, {**state, "epoch": 1})
+        if kind == "full":
+            other = one.setup_module(blocks())
+            found = torch.load(folder / kind)
+            if dist.get_rank() == 0:
+                torch.save(found["model"], folder / f"raw-{dist.get_world_size()}")
+            dist.barrier()
+            one.load_raw(folder / f"raw-{dist.get_world_size()}", other)
+            torch.testing.assert_close(full(other._forward_module), found["model"])
+
+
+def test_fabric_saves_and_resumes_on_one_two_and_three_ranks(ranks, tmp_path):
+    ranks(2).run(2, fabric_saves, tmp_path)
+    for count in (1, 2, 3):
+        for kind in ("full", "sharded"):
+            ranks(count).run(count, fabric_loads, tmp_path, kind)
