@@ -34,9 +34,6 @@ def test_what_is_left_out_is_planned(what, apart, most):
         assert abs(e.bias) <= 0.04, card
     covered = sum(e.covered * e.count for e in errors.values()) / len(ROWS)
     assert covered >= 0.65  # of rows that did not make the range; of those that made it 0.8
-        assert e.covered >= 0.6, (
-            card
-        )  # of rows by which the range was not made; inside of it are 8 in ten of those that made it
 
 
 def test_the_package_has_what_the_rows_make():
