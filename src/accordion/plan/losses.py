@@ -89,7 +89,8 @@ def rows_at_a_time(rows: int, vocab: int, width: int) -> int:
 def with_chunked_head(model: nn.Module, where: str) -> nn.Module:
     """`model`, whose head makes the loss, changed in place. Raises `UsageError` where it has no plain head."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if type(head) is not nn.Linear or head.bias is not None:
+    is_plain = type(head) is nn.Linear and head.bias is None
+    if not is_plain:
         raise UsageError(f"{where} has no head that is one product without a bias; take --loss fused or plain.")
     head.__class__ = ChunkedHead
     head.labels = []
