@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -684,9 +685,29 @@ def asks_for_values(error: BaseException) -> bool:
     return isinstance(error, NEEDS_VALUES) or ".numpy() is not supported" in str(error)
 
 
-def fake_tensors() -> Any:
-    """A mode in which tensors have shapes and no memory. No public name (all versions)."""
-    return _fake.FakeTensorMode(allow_non_fake_inputs=True)
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """A mode in which tensors have shapes and no memory. Of an operator that fails it says nothing beside the error, which torch
+    writes to the log with a traceback. No public name (all versions).
+    """
+    log = logging.getLogger(_fake.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        with _fake.FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = before
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `Module.compile` was called, of it or of a module inside. No public name (all versions)."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """What `torch.compile` was given; other modules as they are. No public name (all versions)."""
+    inner = vars(model).get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default

@@ -119,7 +119,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + (self.key if self.group else self.key.replace("_", "-"))
+        return "--" + (self.key if self.group else self.key.rstrip("_").replace("_", "-"))  # `from_`: Python's word
 
     @property
     def kind(self) -> Any:

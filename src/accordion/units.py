@@ -228,7 +228,10 @@ def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[n
             raise UsageError(f"units has {cls!r}, which is no module class; pass classes, min_params(n) or a callable.")
         if not found:
             name = cls if isinstance(cls, str) else cls.__name__
-            raise UsageError(f"units names {name}, but the model has no such module; {nearest(name, classes)}")
+            raise UsageError(
+                f"units names {name}, but the model has no such module; {nearest(name, classes)} Or take auto, blocks, "
+                "min_params:N: of shard, None, only_blocks() or min_params(N)."
+            )
         chosen |= found
     return chosen
 

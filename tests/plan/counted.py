@@ -17,8 +17,8 @@ from accordion.config import Place
 from accordion.engine.hooks import engine_of
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.trace import fsdp2
+from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.own_engine import AtOnce
-from accordion.plan.trace.setup import OPTIMIZERS
 from tests.plan import subjects
 
 MARK = "the step that is counted"
@@ -33,13 +33,16 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
         clip: Callable[[Any, float], object]
         if name == "fsdp2":
             fsdp2.apply(model, mesh, **{**run.sharding, "units": run.units})
-            optimizer, clip = OPTIMIZERS[run.optimizer](model.parameters()), fsdp2.clip
+            optimizer, clip = OPTIMIZERS[run.optimizer].make(model.parameters()), fsdp2.clip
         else:
             acc.shard(model, mesh, **run.sharding)
             engine = engine_of(model)
             if "offload" in run.sharding and engine is not None:  # the profiler follows no other thread
                 vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)
-            optimizer, clip = acc.wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters())), acc.clip_grad_norm_
+            optimizer, clip = (
+                acc.wrap_optimizer(OPTIMIZERS[run.optimizer].make(model.parameters())),
+                acc.clip_grad_norm_,
+            )
         for step in range(2):
             with record_function(MARK) if step else nullcontext():
                 for i in range(run.accumulate):

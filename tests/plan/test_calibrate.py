@@ -15,20 +15,35 @@ def planned(**options: object) -> Plan:
 
 
 def test_a_measured_step_calibrates_its_own_configuration_and_others():
-    plain, made = planned(), planned(measured_step_s=0.5)
+    plain = planned()
+    measured_s = 3 * plain.chosen.steps["middle"].seconds
+    made = planned(measured_step_s=measured_s)
     steps = made.chosen.steps
-    assert {name: step.seconds for name, step in steps.items()} == pytest.approx(dict.fromkeys(steps, 0.5))
-    before = plain.chosen.steps["middle"]
-    assert steps["middle"].exposed_s == pytest.approx(before.exposed_s * 0.5 / before.seconds)
+    assert {name: step.seconds for name, step in steps.items()} == pytest.approx(
+        dict.fromkeys(steps, measured_s), rel=1e-3
+    )
     assert (plain.cluster.tellable, made.cluster.tellable) == (0.10, 0.05)
     told = made.as_dict()["assumed"]
-    assert told["time"].startswith("calibrated by one measured step: 0.5 s of full_shard")
+    assert told["time"].startswith(f"calibrated by one measured step: {measured_s:g} s of full_shard")
     assert plain.as_dict()["assumed"]["time"].startswith("uncalibrated")
 
-    other = planned(measured_step_s=0.5, measured_at="full_shard,full,1,1")
-    found = {name: step.seconds for name, step in other.chosen.steps.items()}
-    assert len(set(found.values())) == 3  # another mixture of work: a range
-    assert max(found.values()) < 2 * min(found.values())
+
+def test_kernels_are_scaled_and_messages_that_nothing_waits_for_are_not():
+    made = planned(measured_step_s=3 * planned().chosen.steps["middle"].seconds)
+    for rate in ("middle", "high"):  # at the low one a step this small waits for the host
+        scale = made.cluster.scales[rate]
+        assert scale.kernels > 1.5
+        assert scale.messages == 1.0
+    other = planned(measured_step_s=made.chosen.steps["middle"].seconds, measured_at="full_shard,full,1,1")
+    found = [step.seconds for step in other.chosen.steps.values()]
+    assert max(found) > 1.001 * min(found)  # of messages one GPU says nothing: a range
+
+
+def test_a_step_that_would_exceed_the_peaks_is_refused():
+    with pytest.raises(
+        acc.UsageError, match=r"measured_step_s is 1e-06, and full_shard.* at the peaks of a100-80 .*check the time"
+    ):
+        planned(measured_step_s=1e-6)
 
 
 def test_what_calibrates_is_one_configuration():

@@ -47,7 +47,9 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--gpu measured --measured-file README.md", "README.md holds no measured card"),
         ("--gpu measured --measured-file /no-such-folder/card", "no measured card at /no-such-folder/card"),
         ("--gpus 8.5", "takes a whole number"),
-        ("--gpus 1000000000000", "1,000,000"),
+        ("--gpus 1000000000000", "1 to 65,536"),
+        ("--gpus 1000000", "1 to 65,536"),
+        ("--units Nonsense", "auto, blocks, min_params"),
         ("--nodes -2", "--nodes is -2"),
         ("--gpuss 8", "did you mean '--gpus'"),
         ("--micro_bach 8", "did you mean '--micro-batch'"),
@@ -88,7 +90,7 @@ def test_every_flag_is_hyphened_and_told(capsys):
     assert cli.main(["plan", "--help"]) == 0
     said = capsys.readouterr().out
     for field in fields(Options):
-        assert f"--{field.name.replace('_', '-')}" in said
+        assert f"--{field.name.rstrip('_').replace('_', '-')}" in said
     assert "--json true" not in said
     assert "_gib" not in said.partition("options:")[2]
 
@@ -154,11 +156,11 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     api = import_module("accordion.plan.api")
-    monkeypatch.setattr(api, "language_model", lambda config, where: nn.Linear(1, 1))
+    monkeypatch.setattr(api, "trained_model", lambda config, where, kernels: nn.Linear(1, 1))
     for name in ("search", "calibrated"):
         monkeypatch.setattr(api, name, reached)
     draw = random.Random(seed)
-    flags = [f"--{f.name.replace('_', '-')}" for f in fields(Options) if f.name != "measure"]
+    flags = [f"--{f.name.rstrip('_').replace('_', '-')}" for f in fields(Options) if f.name != "measure"]
     taken = 0
     for _ in range(120 if seed == 0 else 3000):
         words = ["plan"]

@@ -10,7 +10,7 @@ import pytest
 import accordion as acc
 from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.offload import offloaded
-from accordion.plan.hardware import GB, GPUS, HOST_MEMORY_GBPS, REACHED, Cluster
+from accordion.plan.hardware import GB, GPUS, HOST_MEMORY_GBPS, REACHED, Cluster, Scale
 from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.timeline import simulate
@@ -38,10 +38,10 @@ def choice(offload: str, gpus: int = RANKS) -> Choice:
 
 def log_of(units: int, forward_s: float) -> Log:
     """Gathered one ahead, reduced behind the backward of the unit before; a backward takes twice as long; messages nothing."""
-    gpu, rate = CLUSTER.gpu, REACHED["middle"]
+    gpu = CLUSTER.gpu
 
     def product(seconds: float) -> Op:
-        flops = seconds * gpu.tflops * 1e12 * gpu.products * rate.products
+        flops = seconds * gpu.tflops * 1e12 * gpu.products
         return Op("aten.mm.default", flops, 0, "bfloat16", "compute")
 
     events: list[Event] = [Enter(StepPart(StepPhase.FORWARD, -1)), Launch(100, "gather")]
@@ -69,7 +69,8 @@ def log_of(units: int, forward_s: float) -> Log:
 
 
 def costs(scale: float = 1.0) -> Costs:
-    return costs_of(CLUSTER, REACHED["middle"], RANKS, hybrid=False, scale=scale)
+    both = Scale(kernels=scale, messages=scale)
+    return costs_of(CLUSTER, REACHED["middle"], RANKS, hybrid=False, scale=both)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +149,13 @@ def test_one_rank_is_planned_as_the_engine_holds_it():
     space = Space(strategies=["full_shard"], micro_batches=[2], gpus=[1], precision=acc.Precision())
     job = SearchTask(subject_for=lambda size: gpt(3, batch=size), space=space, cluster=CLUSTER, num_params=1)
     asked = replace(choice("disk", 1), micro_batch=2)
-    made = Evaluator(job, lambda text: None).candidate(asked)
+    evaluator = Evaluator(job, lambda text: None)
+    made = evaluator.candidate(asked)
     whole = TrainingSetup(ranks=1, sharding={"offload": acc.Offload(params="host", optimizer="host")})
     assert made.memory is not None
     assert made.memory.peak.num_bytes == peak_of(trace(gpt(3), whole)).num_bytes
     assert made.memory.peak.highest["gathered"] > 0
+    evaluator.at_all_rates(made)
     streams = {s.stream for s in made.steps["middle"].stretches}
     assert {"compute", "fetch", "store", "host step", "host", "disk"} <= streams
 

@@ -10,7 +10,7 @@ import pytest
 
 import accordion as acc
 from accordion.plan.events import Log
-from accordion.plan.hardware import GPUS, Cluster
+from accordion.plan.hardware import GPUS, Cluster, Scale
 from accordion.plan.replay.predict import memory_of, step_of
 from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.search import why_not
@@ -51,7 +51,7 @@ def off_by(most: float, draw: random.Random) -> Cluster:
     )
 
 
-@pytest.mark.parametrize("scales", [{}, {"middle": 1.0}])
+@pytest.mark.parametrize("scales", [{}, {"middle": Scale()}])
 def test_an_order_that_is_claimed_holds(traced, scales):
     """Uncalibrated, 10 % outweigh rates that are 4.7 % off, each in its own way; calibrated, 5 % outweigh 2.4 %."""
     cluster, space, draw = replace(SLOW, scales=scales), Space(gpus=[8]), random.Random(0)

@@ -13,8 +13,26 @@ from accordion.errors import UsageError
 from accordion.garbage import without_collections
 
 
-def language_model(config: Any, where: str) -> nn.Module:
-    """The causal language model of a configuration on the meta device, in float32. Raises `UsageError` where it is none."""
+def is_encoder(config: Any) -> bool:
+    """Whether a configuration describes a model that fills in masked tokens, and does not say that it is a causal one."""
+    with without_collections():
+        from transformers import MODEL_FOR_MASKED_LM_MAPPING
+    named = getattr(config, "architectures", None) or ()
+    causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not causal and not getattr(config, "is_decoder", False)
+
+
+def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
+    """The model of an encoder that fills in masked tokens, as `language_model` gives a causal one."""
+    from transformers import AutoModelForMaskedLM
+
+    return _built(AutoModelForMaskedLM, config, where, attention)
+
+
+def language_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
+    """The causal language model of a configuration on the meta device, in float32. `attention`: transformers' name of the
+    implementation; None: its own choice. Raises `UsageError` where it is none.
+    """
     with without_collections():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -22,11 +40,16 @@ def language_model(config: Any, where: str) -> nn.Module:
             f"{where} is of type {config.model_type!r}, of which transformers has no causal language model; plan and "
             "train a module of any other kind from Python, with accordion.plan(model, loss, batch) and accordion.shard."
         )
+    return _built(AutoModelForCausalLM, config, where, attention)
+
+
+def _built(auto: Any, config: Any, where: str, attention: str | None) -> nn.Module:
+    how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: nn.Module = auto.from_config(config, dtype=torch.float32, **how)
     except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
-        raise UsageError(f"{where} is no causal language model that transformers can build: {brief(error)}") from None
+        raise UsageError(f"{where} is no language model that transformers can build: {brief(error)}") from None
     return model.train()
 
 

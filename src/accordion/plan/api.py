@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from accordion import _torch
 from accordion.config import Place, Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
-from accordion.models.language import language_model
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import offloaded
-from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named
+from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named, with_attention
+from accordion.plan.losses import LOSSES
 from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
 from accordion.plan.search.search import SearchResult, search
 from accordion.plan.search.space import (
     CHECKPOINTING,
+    LARGEST_GPUS,
     MICRO_BATCHES,
     NO_OFFLOAD,
     OFFLOADS,
@@ -33,12 +35,25 @@ from accordion.plan.search.space import (
 )
 from accordion.plan.search.traces import moved_as, traced_as
 from accordion.plan.trace import fsdp2
-from accordion.plan.trace.setup import OPTIMIZERS, Subject
-from accordion.plan.trained_models import Built, configuration, language_subject, unit_rules
+from accordion.plan.trace.optimizers import OPTIMIZERS
+from accordion.plan.trace.setup import Subject
+from accordion.plan.trained_models import (
+    ATTENTIONS,
+    Built,
+    Kernels,
+    configuration,
+    language_subject,
+    remarks_on,
+    trained_model,
+    unit_rules,
+)
 from accordion.units import AUTO, choose_units
 
 ENGINES = {"accordion": STRATEGIES, "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard")}
 """Engines that can be traced, each with the strategies that it has."""
+COMPILED = (
+    "the model is compiled; it is traced as it was written: fused kernels move fewer bytes and keep fewer activations"
+)
 LARGEST = 10**9  # of numbers that are asked for
 LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a tensor in 63 bits
 
@@ -72,6 +87,10 @@ def plan(
     measured_step_s: float | None = None,
     measured_at: str = "",
     precision: Precision | None = None,
+    kernels: Kernels | None = None,
+    mean_tokens: int | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
     say: Callable[[str], None] = quiet,
     processes: int = 1,
     **sharding: Any,
@@ -79,15 +98,16 @@ def plan(
     """Predict memory and time of a training step, before anything is launched; no GPU, no weights and no other rank are needed.
 
     `model`: a module, with `loss(model, batch)` (0-d) and an example `batch` of one rank, whose size is the micro-batch; or
-    the name of a preset, a transformers folder or a config.json. `gpu`: of the table, or a description. `gpus`: in all, the last
-    of several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all,
-    disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `secondary`: what `shard` takes, 0 for
-    nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence.
-    `global_batch`: samples of a step over all GPUs, from which `accumulate` follows. `host_memory_gib`, `disk_gbps`: a machine's.
-    `engine`: "fsdp2" traces PyTorch's own in this one's place. `measured_step_s`: seconds of one step on these cards, which
-    calibrates all times; of the configuration `measured_at` ("full_shard,selective,2,8": strategy, checkpointing, micro-batch,
-    GPUs), or of the only one there is. `processes`: 2 shares the search with a second process. `sharding`: more keyword
-    arguments of `shard`, such as `units`.
+    the name of a preset, a transformers folder or a config.json, whose loss and attention `kernels` choose. `gpu`: of the table,
+    or a description. `gpus`: in all, the last of several is what is asked for. `node`: GPUs of one machine. `strategy`,
+    `replicas`, `offload` (none, optimizer, all, disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked
+    for. `secondary`: what `shard` takes, 0 for nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a
+    sequence. `global_batch`: samples of a step over all GPUs, from which `accumulate` follows.
+    `host_memory_gib`, `disk_gbps`: a machine's. `engine`: "fsdp2" traces PyTorch's own in this one's place.
+    `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration `measured_at`
+    ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is. `mean_tokens`: of a
+    sample that is padded to `seq`; the others are not counted as trained. `tokens`, `price`: of a whole run, and dollars for an
+    hour of a GPU. `processes`: 2 shares the search with a second process. `sharding`: more keyword arguments of `shard`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
@@ -98,6 +118,7 @@ def plan(
         optimizer=optimizer,
         engine=engine,
         precision=precision or Precision(params=torch.bfloat16),
+        kernels=kernels or Kernels(),
         sharding=sharding,
     )
     fixed = Fixed(
@@ -111,22 +132,45 @@ def plan(
     _check_numbers(counts, node, training, fixed)
     for rate, value in (("network_gbps", network_gbps), ("host_memory_gib", host_memory_gib), ("disk_gbps", disk_gbps)):
         check_rate(rate, 1 if value is None else value)
+    for what, value in (("tokens", tokens), ("price", price)):
+        check_rate(what, 1 if value is None else value, 1e18)
+    if mean_tokens is not None and not 1 <= mean_tokens <= seq:
+        raise UsageError(f"lengths has a mean of {mean_tokens} tokens; it takes 1 to the longest, {seq}.")
     _check_names(training, fixed)
     cluster = Cluster(
-        gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu,
+        gpu=_with_kernels(gpu_named(gpu) if isinstance(gpu, str) else gpu, training),
         node=node,
         network_gbps=network_gbps,
         host_memory_gib=host_memory_gib,
         disk_gbps=disk_gbps,
     )
-    task = _named(model, seq, micro_batch) if isinstance(model, str) else _given(model, loss, batch)
+    task = _named(model, seq, micro_batch, training.kernels) if isinstance(model, str) else _given(model, loss, batch)
     space = _left_by(fixed, training, task, counts)
     num_params, measured = sum(p.numel() for p in task.model.parameters()), ""
+    num_trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     if measured_step_s is not None or measured_at:
         cluster, measured = _calibrated(cluster, task, space, measured_step_s, measured_at)
-    found = search(task.subject_for, space, cluster, num_params, say, processes, fewest=True)
+    if mean_tokens is not None:
+        space = replace(space, tokens=mean_tokens)
+    found = search(task.subject_for, space, cluster, num_trained, say, processes, fewest=True)
     made = Plan(
-        model=task.name, cluster=cluster, space=space, found=found, log=None, num_params=num_params, measured=measured
+        model=task.name,
+        cluster=cluster,
+        space=space,
+        found=found,
+        log=None,
+        num_params=num_params,
+        measured=measured,
+        tokens=tokens,
+        price=price,
+        seq=seq if task.vocab else 0,
+        vocab=task.vocab,
+        asked={
+            "model": task.name,
+            "gpu": cluster.gpu.name,
+            **({"seq": seq, "mean_tokens": mean_tokens or seq} if task.vocab else {}),
+        },
+        remarks=task.remarks,
     )
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
 
@@ -143,6 +187,7 @@ class Training:
     optimizer: str
     engine: str
     precision: Precision
+    kernels: Kernels
     sharding: Mapping[str, Any]
 
 
@@ -169,19 +214,31 @@ class Task:
     subject_for: Callable[[int], Subject]
     micro_batches: Sequence[int]
     tokens: int
+    remarks: Sequence[str] = ()
+    vocab: int = 0
 
 
-def _named(model: str, seq: int, micro_batch: int | None) -> Task:
+def _with_kernels(gpu: Gpu, training: Training) -> Gpu:
+    """The card as these kernels use it. Raises `UsageError` for a dtype that it does not compute with."""
+    params = training.precision.params
+    if gpu.half != "bf16" and params == torch.bfloat16:
+        raise UsageError(f"{gpu.name} does not compute with bf16; take --precision {gpu.half} or fp32.")
+    return with_attention(gpu, ATTENTIONS[training.kernels.attention])
+
+
+def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> Task:
     """A language model by preset, folder or file. Raises `UsageError`."""
     config, where = configuration(model, seq), f"model {model!r}"
-    made = language_model(config, where)
-    built = Built(made, partial(language_model, config, where))  # 80 blocks take a third of a second
+    made = trained_model(config, where, kernels)
+    built = Built(made, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
     return Task(
         name=model,
         model=made,
-        subject_for=partial(language_subject, config, where, seq=seq, make=built),
+        subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
         micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
         tokens=seq,
+        remarks=remarks_on(config, made),
+        vocab=int(config.get_text_config().vocab_size),
     )
 
 
@@ -189,6 +246,9 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     """Any module, whose batch is as large as it is. Raises `UsageError`."""
     if loss is None:
         raise UsageError("plan() takes loss=, a function of the model and the batch, for a module; none was given.")
+    plain = _torch.without_compile(model)
+    compiled = plain is not model or _torch.is_compiled(plain)
+    model = plain
     subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
     return Task(
         name=type(model).__name__,
@@ -196,6 +256,7 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
         subject_for=lambda size: subject,
         micro_batches=[1],
         tokens=1,
+        remarks=[COMPILED] if compiled else (),
     )
 
 
@@ -233,6 +294,7 @@ def _left_by(fixed: Fixed, training: Training, task: Task, counts: Sequence[int]
         optimizer=training.optimizer,
         engine=training.engine,
         precision=training.precision,
+        kernels=training.kernels,
         tokens=task.tokens,
         sharding=training.sharding,
     )
@@ -267,11 +329,15 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
     for name, value in [*(("gpus", n) for n in counts), *numbers.items()]:
         if value is not None and not 1 <= value <= LARGEST:
             raise UsageError(f"{name} is {value}; it takes 1 or more{f', up to {LARGEST:,}' if value > 1 else ''}.")
+    if max(counts, default=0) > LARGEST_GPUS:
+        raise UsageError(f"gpus is {max(counts):,}; it takes up to {LARGEST_GPUS:,}.")
     tokens = training.seq * (fixed.micro_batch or 1)
     if tokens > LARGEST_TOKENS:
         raise UsageError(
             f"micro_batch x seq is {tokens:,} tokens at a time; it takes up to {LARGEST_TOKENS:,}: what is larger fits no card."
         )
+    if not 0 <= training.kernels.lora_rank <= 4096:
+        raise UsageError(f"lora_rank is {training.kernels.lora_rank}; it takes 0 (no adapters) to 4,096.")
     if not counts:
         raise UsageError("gpus is empty; name at least one number of GPUs.")
 
@@ -279,13 +345,17 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
 def _check_names(training: Training, fixed: Fixed) -> None:
     """That what is named exists, and goes together."""
     engine, strategy, offload = training.engine, fixed.strategy, fixed.offload
-    for kind, name, known in (("optimizer", training.optimizer, OPTIMIZERS), ("engine", engine, ENGINES)):
+    named: tuple[tuple[str, str, Iterable[str]], ...] = (
+        ("optimizer", training.optimizer, OPTIMIZERS),
+        ("engine", engine, ENGINES),
+        ("loss", training.kernels.loss, LOSSES),
+        ("attention", training.kernels.attention, ATTENTIONS),
+    )
+    for kind, name, known in named:
         if name not in known:
-            raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, known)}")
-    if strategy is not None:
-        named = strategy_named(strategy)
-        if engine == "fsdp2":
-            fsdp2.check(named)
+            raise UsageError(f"{kind} {name!r} is not known to plan; {nearest(name, list(known))}")
+    if strategy is not None and engine == "fsdp2":
+        fsdp2.check(strategy_named(strategy))
     if offload is not None:
         check_offload(offload, strategy)
     if engine == "fsdp2" and offload not in (None, NO_OFFLOAD):

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from accordion.errors import UsageError
 from accordion.files import read_text
+from accordion.plan.efficiency import ATTENTION, GUESSED, MADE, efficiency_of
 
 GIB, GB = 2**30, 10**9
 OUTSIDE_BYTES = 2 * GIB  # of the card: context, NCCL's buffers, kernels; what torch does not count
 MARGIN = 1.05  # on what is reserved
+TIGHT_BYTES = 2 * GIB  # with less than this left published runs lost 15 to 35 % of their speed to the allocator
 LATENCY_S = {"node": 20e-6, "network": 40e-6}  # of one collective, start to end, beside its bytes
 PCIE_4, PCIE_5 = 31.5, 63.0  # GB/s of 16 lanes each way, after line coding: PCI-SIG
 HOST_MEMORY_GBPS = (
@@ -23,18 +25,17 @@ HOST_GIB_PER_GPU = 64.0  # of a machine's memory, where nobody says; what clouds
 DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
 LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
 
-HOST_LINKS: Mapping[str, float] = {  # as the same data sheets have it: "PCIe Gen4: 64 GB/s", "Gen5: 128 GB/s" both ways together
-    "a100-40": PCIE_4, "a100-80": PCIE_4, "h100": PCIE_5, "h100-96": PCIE_5, "h200": PCIE_5, "b200": PCIE_5,
-    "mi300x": PCIE_5, "l40s": PCIE_4, "rtx4090": PCIE_4, "rtx5090": PCIE_5,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One card. Rates are peaks: `tflops` dense bf16, `bandwidth_gbps` GB/s of its memory, `link_gbps` GB/s that one card sends
     to others in its node, `host_gbps` GB/s to the host and from it at the same time. `fp32_tflops`: products of float32 as
-    torch does them by default, without TF32. `products`: share of the peak that the best product of matrices reaches;
-    `attention`: that of FlashAttention-2's forward on long sequences. `latency_s`: of one collective in a node, beside its bytes.
+    torch does them by default, without TF32.
+
+    What training reaches of them: `products` and `attention` (the forward) of the arithmetic, `elementwise` of the memory's
+    bandwidth. `slow`, `fast`: of a step's speed by these, what the slower and the faster tenth of steps reach. `rows`: published
+    steps that say so; 0: a guess. `kind`: of whose efficiency they are; "" for the guess. `latency_s`: of one collective in a
+    node, beside its bytes. `half`: what 16-bit numbers it computes with. `watts`: at which it reaches its peaks; 0: not known.
     """
 
     name: str
@@ -45,128 +46,169 @@ class Gpu:
     link: str
     link_gbps: float
     source: str
-    products: float = 0.80
-    attention: float = 0.35
+    products: float = GUESSED.products
+    elementwise: float = GUESSED.elementwise
+    attention: float = GUESSED.attention["fa2"]
+    slow: float = GUESSED.slow
+    fast: float = GUESSED.fast
+    rows: int = 0
+    kind: str = ""
     latency_s: float = LATENCY_S["node"]
     host_gbps: float = PCIE_4
+    half: str = "bf16"
+    watts: float = 0.0
+
+    @property
+    def efficiency_is(self) -> str:
+        """Where the shares of its peaks come from."""
+        if self.rows:
+            return f"of {self.rows} published steps on such cards ({MADE})"
+        return "guessed: no published step on such a card was fitted"
 
 
 def _gpu(
     name: str,
-    memory: float,
+    memory_gib: float,
     tflops: float,
-    fp32: float,
-    bandwidth: float,
+    fp32_tflops: float,
+    bandwidth_gbps: float,
     link: str,
     link_gbps: float,
     source: str,
-    products: float = 0.80,
-    attention: float = 0.35,
+    *,
+    like: str = "",
+    host_gbps: float = PCIE_4,
+    watts: float = 0.0,
+    half: str = "bf16",
+    elementwise: float | None = None,
 ) -> Gpu:
+    """A card of the table. `like`: the kind of card whose efficiency it has, as far as anybody knows. `elementwise`: its own."""
+    own = efficiency_of(like)
+    is_own = name in own.cards
     return Gpu(
-        products=products,
-        attention=attention,
         name=name,
-        memory_gib=memory,
+        memory_gib=memory_gib,
         tflops=tflops,
-        fp32_tflops=fp32,
-        bandwidth_gbps=bandwidth,
+        fp32_tflops=fp32_tflops,
+        bandwidth_gbps=bandwidth_gbps,
         link=link,
         link_gbps=link_gbps,
         source=source,
-        host_gbps=HOST_LINKS[name],
+        products=own.products,
+        elementwise=own.elementwise if elementwise is None else elementwise,
+        attention=own.attention[ATTENTION],
+        slow=own.slow if is_own else GUESSED.slow,
+        fast=own.fast if is_own else GUESSED.fast,
+        rows=own.rows if is_own else 0,
+        kind=like,
+        host_gbps=host_gbps,
+        half=half,
+        watts=watts,
     )
 
 
-def _at_power(share: float, watts: float, of_watts: float) -> float:
-    """A share of the peak at less power than the data sheet's: power grows with the cube of the clock (voltage follows it)."""
-    return share * float((watts / of_watts) ** (1 / 3))
+def at_watts(gpu: Gpu, watts: float) -> Gpu:
+    """A card with less power than the data sheet's: power grows with the cube of the clock (voltage follows it), and what
+    computes goes with the clock. Raises `UsageError`.
+    """
+    if not gpu.watts:
+        raise UsageError(f"the power of card {gpu.name!r} is not known; leave --gpu-watts out, or take --gpu-tflops.")
+    if not 0.2 * gpu.watts <= watts <= gpu.watts:
+        raise UsageError(f"gpu_watts is {watts:g}; {gpu.name} takes {0.2 * gpu.watts:g} to {gpu.watts:g} W.")
+    slower = (watts / gpu.watts) ** (1 / 3)
+    return replace(gpu, products=gpu.products * slower, attention=gpu.attention * slower, watts=watts)
 
 
-# Memory in GiB as the driver shows it, where known, else the data sheet's. `products`: the table of maximum achievable matmul
-# rates in S. Bekman's "Machine Learning Engineering" (bf16: A100 271.2 of 312, H100 794.5 of 989, B200 1745 of 2250, MI300X
-# 668.4 of 1300). `attention`: FlashAttention-2's paper for A100 (50 to 73 %), FlashAttention-3's for H100 (35 %). The rest:
-# guessed.
+def with_attention(gpu: Gpu, kernel: str) -> Gpu:
+    """A card that runs attention with that kernel, at the share of its peak that is known of it."""
+    known = efficiency_of(gpu.kind).attention
+    return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
+
+
+# Memory in GiB as the driver shows it, where known, else the data sheet's.
 GPUS: Mapping[str, Gpu] = {
     g.name: g
     for g in (
-        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", 0.869, 0.61),
-        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", 0.869, 0.61),
-        _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB", 0.803, 0.35),
-        _gpu(
-            "h100-96",
-            94.5,
-            989,
-            67,
-            2400,
-            "NVLink 4",
-            450,
-            "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs",
-            _at_power(0.803, 500, 700),
-            _at_power(0.35, 500, 700),
+        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", like="a100", watts=400),
+        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", like="a100", watts=400),
+        _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB", like="h100", host_gbps=PCIE_5,
+             watts=700),
+        at_watts(
+            _gpu("h100-96", 94.5, 989, 67, 2400, "NVLink 4", 450,
+                 "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs", watts=700, like="h100", host_gbps=PCIE_5,
+                 elementwise=efficiency_of("h100").elementwise * 3350 / 2400), 500,  # the same chip asks for as many bytes
         ),
-        _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB", 0.803, 0.35),
-        _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB", 0.776, 0.20),
-        _gpu(
-            "mi300x",
-            191.5,
-            1307,
-            163,
-            5300,
-            "Infinity Fabric",
-            448,
-            "AMD Instinct MI300X data sheet, 192 GB",
-            0.514,
-            0.30,
-        ),
-        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB"),
-        _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB"),
-        _gpu(
-            "rtx5090",
-            31.4,
-            209,
-            104.8,
-            1792,
-            "PCIe 5 x16",
-            64,
-            "NVIDIA Blackwell RTX whitepaper: fp32 accumulation, 32 GB",
-        ),
+        _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB", like="h100",
+             host_gbps=PCIE_5, watts=700),
+        _gpu("gh200", 94.5, 989, 67, 4000, "NVLink 4", 450, "NVIDIA GH200 data sheet, 96 GB HBM3, 700 W of 1,000 for the GPU",
+             like="h100", host_gbps=450, watts=700),
+        _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB", like="b200",
+             host_gbps=PCIE_5, watts=1000),
+        _gpu("mi300x", 191.5, 1307, 163, 5300, "Infinity Fabric", 448, "AMD Instinct MI300X data sheet, 192 GB", like="mi300x",
+             host_gbps=PCIE_5, watts=750),
+        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB", watts=350),
+        _gpu("a10g", 22.1, 70, 35, 600, "PCIe 4 x16", 32, "AWS's A10G, 24 GB: 70 TFLOP/s dense of its tensor cores", watts=300),
+        _gpu("v100-16", 15.8, 125, 15.7, 900, "NVLink 2", 150, "NVIDIA V100 data sheet, SXM2 16 GB; 16 bits are fp16 alone",
+             half="fp16", host_gbps=15.75, watts=300),
+        _gpu("v100-32", 31.7, 125, 15.7, 900, "NVLink 2", 150, "NVIDIA V100 data sheet, SXM2 32 GB; 16 bits are fp16 alone",
+             half="fp16", host_gbps=15.75, watts=300),
+        _gpu("t4", 14.6, 65, 8.1, 320, "PCIe 3 x16", 16, "NVIDIA T4 data sheet, 16 GB; 16 bits are fp16 alone",
+             half="fp16", host_gbps=15.75, watts=70),
+        _gpu("rtx3090", 23.6, 71, 35.6, 936, "PCIe 4 x16", 32, "NVIDIA Ampere GA102 whitepaper: fp32 accumulation, 24 GB",
+             watts=350),
+        _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB", watts=450),
+        _gpu("rtx5090", 31.4, 209, 104.8, 1792, "PCIe 5 x16", 64, "NVIDIA Blackwell RTX whitepaper: fp32 accumulation, 32 GB",
+             host_gbps=PCIE_5, watts=575),
     )
-}
-ALIASES: Mapping[str, str] = {"h100-80": "h100", "a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
+}  # fmt: skip
+ALIASES: Mapping[str, str] = {
+    "h100-80": "h100", "a100": "a100-80", "v100": "v100-16", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
+    "gh200-96": "gh200",
+}  # fmt: skip
 NETWORK_GBPS = 50.0  # GB/s a card between nodes: InfiniBand NDR, 400 Gbit/s a card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What is reached: `products` and `attention` as a share of the card's best ones, memory and link of their peaks.
+    """One end, or the middle, of what is reached. `end`: which of the card's `slow` and `fast` kernels have: -1, 0 (neither), 1.
 
-    Assumptions, to be replaced by a measured step. `attention_backward`: of the forward's best. `host`: of the guessed rates of
-    a machine's memory and disk. `caller_s`: of Python and torch on the host for one kernel; the device waits for it where it has
-    nothing else left to do.
+    `link`: of the link in a node. `network`: of all links between nodes that an axis of the mesh has. `host`: of the guessed
+    rates of a machine's memory and disk. `caller_s`: of Python and torch on the host for one kernel; the device waits for it
+    where it has nothing else left to do.
     """
 
-    products: float
-    attention: float
-    attention_backward: float
-    memory: float
+    end: int
     link: float
+    network: float
     host: float
     caller_s: float = 0.0
 
+    def kernels(self, gpu: Gpu) -> float:
+        """By how much a card's kernels are faster than in the middle."""
+        return (1.0, gpu.fast, gpu.slow)[self.end]
 
-# Products: 1 is the best shape; cuBLAS on 8192 x 8192 x 8192 on an H100 reaches 0.90 of that (716 TFLOP/s, P. Shankhdhar's
-# "Outperforming cuBLAS on H100"); the low end is a guess. Attention: FlashAttention-2's paper has backwards at 44 to 63 % of an
-# A100 where forwards are at 50 to 73, so 0.87. Memory: large copies reach 0.90 to 0.92. Links: NCCL's tests in nodes of 8.
+
+# Links: NCCL's tests in nodes of 8. Network: what published steps leave room for; a ring over nodes enters and leaves each by
+# all of its links at best.
 # Caller: transformers' Llama of 8 layers, tensors of a few numbers, on one CPU core of 2.5 GHz: 20 to 40 us of a step for each of
 # its operators that runs a kernel, 24 in the middle. A faster host is not waited for, so the middle and high ends leave it out.
 REACHED: Mapping[str, Rates] = {
-    "low": Rates(
-        products=0.75, attention=0.85, attention_backward=0.74, memory=0.75, link=0.55, host=0.67, caller_s=25e-6
-    ),
-    "middle": Rates(products=0.90, attention=1.00, attention_backward=0.87, memory=0.85, link=0.73, host=1.00),
-    "high": Rates(products=1.00, attention=1.15, attention_backward=1.00, memory=0.92, link=0.89, host=1.33),
+    "low": Rates(end=-1, link=0.55, network=0.35, host=0.67, caller_s=25e-6),
+    "middle": Rates(end=0, link=0.73, network=0.60, host=1.00),
+    "high": Rates(end=1, link=0.89, network=1.00, host=1.33),
 }
+ATTENTION_BACKWARD = (
+    0.87  # of the forward's share: FlashAttention-2's paper has 44 to 63 % of an A100 where forwards have 50 to 73
+)
+MANY_RANKS, DRAG = 128, 0.03  # beyond so many ranks each doubling costs this share of a step: published steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much longer kernels and messages take than assumed, by a measured step."""
+
+    kernels: float = 1.0
+    messages: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +223,7 @@ class Cluster:
     network_gbps: float = NETWORK_GBPS
     host_memory_gib: float | None = None
     disk_gbps: float = DISK_GBPS
-    scales: Mapping[str, float] = field(default_factory=dict)
+    scales: Mapping[str, Scale] = field(default_factory=dict)
 
     @property
     def tellable(self) -> float:
@@ -207,7 +249,8 @@ def gpu_from(path: Path) -> Gpu:
         raise UsageError(f"no measured card at {path}; `accordion plan --measure` writes one.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} holds no measured card ({error}); `accordion plan --measure` writes one.") from None
-    numbers = [made.memory_gib, made.tflops, made.fp32_tflops, made.bandwidth_gbps, made.link_gbps, made.attention]
+    numbers = [made.memory_gib, made.tflops, made.fp32_tflops, made.bandwidth_gbps, made.link_gbps]
+    numbers += [made.products, made.elementwise, made.attention, made.slow, made.fast]
     if not all(isinstance(n, (int, float)) and n > 0 for n in numbers):
         raise UsageError(f"{path} holds a card whose rates are not all positive; measure it again.")
     return made
@@ -235,7 +278,7 @@ def gpu_named(
     if key in GPUS:
         return replace(GPUS[key], **told)  # type: ignore[arg-type]
     if len(told) == len(given):
-        return Gpu(name=name, fp32_tflops=told["tflops"] / 16, link="as given", source="as given", **told)
+        return Gpu(name=name, fp32_tflops=told["tflops"] / 16, link="as given", source="as given", **told)  # type: ignore[arg-type]
     near = get_close_matches(key, GPUS, n=3, cutoff=0.3) or list(GPUS)
     raise UsageError(
         f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it with "
@@ -243,7 +286,7 @@ def gpu_named(
     )
 
 
-def check_rate(name: str, value: float) -> None:
+def check_rate(name: str, value: float, most: float = 1e6) -> None:
     """Raises `UsageError`."""
-    if not 0 < value < 1e6:
+    if not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

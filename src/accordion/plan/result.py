@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from accordion.plan.events import Log
-from accordion.plan.hardware import GIB, HOST_GIB_PER_GPU, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.hardware import (
+    GIB,
+    HOST_GIB_PER_GPU,
+    HOST_MEMORY_GBPS,
+    MARGIN,
+    OUTSIDE_BYTES,
+    REACHED,
+    TIGHT_BYTES,
+    Cluster,
+)
+from accordion.plan.parts import PeakPart, RunCost, TimePart, by_kind, by_unit, cost_of, peak_parts
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
@@ -25,7 +38,8 @@ NOT_KNOWN = (
 class Plan:
     """The answer. `found`: every candidate. `log`: of the best one, or of the one that comes closest. `num_params`: in all.
 
-    `measured`: which step, if any, was measured and calibrates the times.
+    `measured`: which step, if any, was measured and calibrates the times. `tokens`, `price`: of a whole
+    run, and dollars for an hour of a GPU. `asked`: the arguments of `plan`. `remarks`: on the model.
     """
 
     model: str
@@ -35,6 +49,12 @@ class Plan:
     log: Log | None
     num_params: int
     measured: str = ""
+    tokens: float | None = None
+    price: float | None = None
+    seq: int = 0
+    vocab: int = 0
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
 
     @property
     def time_is(self) -> str:
@@ -42,6 +62,12 @@ class Plan:
         if self.measured:
             return f"calibrated by one measured step: {self.measured}"
         return "uncalibrated: rates assumed, no step measured"
+
+    @property
+    def is_tight(self) -> bool:
+        """It fits with so little left that published runs lost time to the allocator."""
+        memory = self.chosen.memory
+        return self.fits and memory is not None and self.cluster.card_bytes - memory.needed_bytes < TIGHT_BYTES
 
     @property
     def chosen(self) -> Candidate:
@@ -81,12 +107,67 @@ class Plan:
                 "source": self.cluster.gpu.source,
                 "ranks_in_a_node": self.cluster.node,
             },
+            "inputs": self.inputs(),
             "verdict": self.verdict,
+            "time": self._time(chosen),
+            "peak_parts": [{"name": p.name, "bytes": p.num_bytes} for p in self.peak_parts],
+            "run": None if self.run_cost is None else self.run_cost.as_dict(),
+            "next": [{"name": n.name, "gain": n.gain, "costs": n.costs} for n in next_gains(self)],
             "peak": self._peak(chosen),
             "ranges": self._ranges(chosen),
             "assumed": self.assumptions(),
             "candidates": others,
         }
+
+    def inputs(self) -> dict[str, Any]:
+        """All that the plan was made from, versions included."""
+        space, cluster, precision = self.space, self.cluster, self.space.precision
+        return {
+            **self.asked,
+            "gpus": list(space.gpus),
+            "ranks_in_a_node": cluster.node,
+            "network_gbps": cluster.network_gbps,
+            "host_memory_gib": cluster.host_bytes / GIB,
+            "disk_gbps": cluster.disk_gbps,
+            "optimizer": space.optimizer,
+            "engine": space.engine,
+            "loss": space.kernels.loss,
+            "attention": space.kernels.attention,
+            "lora_rank": space.kernels.lora_rank,
+            "four_bits": space.kernels.four_bits,
+            "precision": {key: _name_of(getattr(precision, key)) for key in ("params", "reduce", "master")},
+            "versions": versions(),
+        }
+
+    def _time(self, c: Candidate) -> dict[str, Any] | None:
+        if c.steps is None or self.log is None:
+            return None
+        step = c.steps["middle"]
+        keys = TimePart.__dataclass_fields__
+        return {
+            "by_kind": [{key: getattr(part, key) for key in keys} for part in by_kind(step)],
+            "by_unit": [{key: getattr(part, key) for key in keys} for part in by_unit(step, self.log.units)],
+        }
+
+    @property
+    def peak_parts(self) -> list[PeakPart]:
+        """The peak of the chosen configuration in people's words."""
+        memory = self.chosen.memory
+        return [] if memory is None else peak_parts(memory.peak, self.logits_bytes)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of a micro-batch's logits in float32; 0 for a model without a vocabulary."""
+        return 4 * self.vocab * self.seq * self.chosen.choice.micro_batch
+
+    @property
+    def run_cost(self) -> RunCost | None:
+        """Of a run over `tokens`; None where none were asked for."""
+        c = self.chosen
+        if self.tokens is None or c.steps is None:
+            return None
+        rates = [c.tokens_per_s(self.space.tokens, rate) for rate in c.steps]
+        return cost_of(self.tokens, rates, c.choice.gpus, self.cluster, self.price)
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
         memory, steps = c.memory, c.steps
@@ -160,6 +241,14 @@ class Plan:
         return {
             "torch": torch.__version__,
             "time": self.time_is,
+            "tight": self.is_tight,
+            "efficiency": {
+                "is": self.cluster.gpu.efficiency_is,
+                **{
+                    key: getattr(self.cluster.gpu, key)
+                    for key in ("products", "elementwise", "attention", "slow", "fast")
+                },
+            },
             "tellable": self.cluster.tellable,
             "rates": {name: {k: getattr(r, k) for k in r.__slots__} for name, r in REACHED.items()},
             "fits": f"the larger reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the card's memory",
@@ -167,8 +256,49 @@ class Plan:
             "host": host_assumed(self.cluster),
             "substituted": {} if self.log is None else self.log.substituted,
             "unmodelled": {} if self.log is None else self.log.unmodelled,
+            "remarks": list(self.remarks),
             "not_known": NOT_KNOWN,
         }
+
+
+def _name_of(dtype: object) -> str:
+    return "as the model's" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def versions() -> dict[str, str]:
+    """Of what a plan depends on."""
+    names = ("accordion", "torch", "transformers")
+    found = {name: version(name) for name in names if find_spec(name) is not None}
+    return {**found, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextGain:
+    """Another configuration, by how much it is faster, and what it costs."""
+
+    name: str
+    gain: float
+    costs: str
+
+
+def next_gains(plan: Plan) -> list[NextGain]:
+    """What would make a step faster by the tenth that can be told apart, the cheapest of each kind: memory, or other cards."""
+    best = plan.found.best
+    if best is None or best.steps is None:
+        return []
+    own, found = best.tokens_per_s(plan.space.tokens), list[NextGain]()
+    for c in plan.found.candidates:
+        if c.fits or c.memory is None or c.steps is None or c.choice.gpus != best.choice.gpus:
+            continue
+        gain = c.tokens_per_s(plan.space.tokens) / own - 1
+        if gain >= plan.cluster.tellable:
+            more = (c.needed_bytes - plan.cluster.card_bytes) / GIB
+            found.append(NextGain(name=str(c.choice), gain=gain, costs=f"{more:,.1f} GiB more on each card"))
+    found.sort(key=lambda n: float(n.costs.partition(" ")[0].replace(",", "")))
+    step = best.steps["middle"]
+    without = step.exposed_s / (step.seconds - step.exposed_s) if step.seconds > step.exposed_s else 0.0
+    faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs="another network")]
+    return [*found[:2], *(faster if without >= plan.cluster.tellable else [])]
 
 
 def host_assumed(cluster: Cluster) -> str:

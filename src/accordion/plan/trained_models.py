@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accordion import _torch
 from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
 from accordion.garbage import without_collections
-from accordion.models.language import brief, language_model
+from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
+from accordion.plan.adapters import ALL, with_adapters
+from accordion.plan.losses import expect_labels, loss_of_logits, with_chunked_head
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
 
@@ -53,12 +55,71 @@ def configuration(model: str, seq: int) -> Any:
         config = AutoConfig.for_model(**described)
     except Exception as error:  # transformers checks its configurations with errors of many kinds
         raise UsageError(f"model {model!r}: {brief(error)}") from None
+    _check_config(config, model)
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and seq > longest:
         raise UsageError(
             f"seq is {seq}, longer than the {longest} positions of {model!r}; take --seq {longest} or less."
         )
     return config
+
+
+LOOPS = re.compile("Mamba.*Mixer|GatedDelta|RgLru|xLSTM|mLSTM|Rwkv.*Attention")
+"""Classes of transformers that go over tokens one by one, or in pieces, where their fused kernels are not installed."""
+ATTENTIONS = {  # by name, the kernel of which a card's share of the peak is known
+    "auto": "fa2", "eager": "fa2", "fa1": "fa1", "fa2": "fa2", "fa3": "fa3", "cudnn": "cudnn", "flex": "flex",
+}  # fmt: skip
+
+
+def _check_config(config: Any, model: str) -> None:
+    """Raises `UsageError` for what is built, and is not what somebody trains."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
+    quantized = getattr(config, "quantization_config", None)
+    if quantized and not _is_four_bits(config):
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+        raise UsageError(
+            f"model {model!r} has weights quantized by {how or 'a method that it does not name'} (quantization_config), of which "
+            "no training is planned; plan the model that it was made from, or remove the quantization_config."
+        )
+
+
+def _is_four_bits(config: Any) -> bool:
+    """Whether its weights are kept as bitsandbytes does for QLoRA."""
+    told = getattr(config, "quantization_config", None) or {}
+    return bool(told.get("load_in_4bit") if isinstance(told, dict) else getattr(told, "load_in_4bit", False))
+
+
+def remarks_on(config: Any, model: nn.Module) -> list[str]:
+    """What a reader should know of how a named model is planned."""
+    found = []
+    if is_encoder(config):
+        found.append(
+            f"an encoder: planned as {type(model).__name__}, which fills in masked tokens, and not as a causal model"
+        )
+    loops = sorted({type(m).__name__ for m in model.modules() if LOOPS.search(type(m).__name__)})
+    if loops:
+        found.append(
+            f"{', '.join(loops)}: timed by a reference loop over tokens, whose fused kernels take a small part of that; the step "
+            "time and tokens/s are no prediction"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which of several ways a language model takes. `loss`: of LOSSES. `attention`: of ATTENTIONS. `pure`: parameters in bf16.
+    `lora_rank`: of adapters, with all else frozen; 0: all is trained. `lora_targets`: the layers that have them. `four_bits`: the
+    frozen ones are kept in so many.
+    """
+
+    loss: str = "plain"
+    attention: str = "auto"
+    pure: bool = False
+    lora_rank: int = 0
+    lora_targets: str = ALL
+    four_bits: bool = False
 
 
 class Built:
@@ -75,15 +136,36 @@ class Built:
         return Built, (None, self._make)
 
 
+def trained_model(config: Any, where: str, kernels: Kernels) -> nn.Module:
+    """The language model, with those of its kernels that it is built with. Raises `UsageError`."""
+    make = masked_model if is_encoder(config) else language_model
+    model = make(config, where, "eager" if kernels.attention == "eager" else None)
+    if kernels.pure:
+        model = model.to(torch.bfloat16)
+    if kernels.lora_rank:
+        four_bits = kernels.four_bits or _is_four_bits(config)
+        model = with_adapters(model, where, kernels.lora_rank, kernels.lora_targets, four_bits)
+    elif kernels.four_bits or _is_four_bits(config):
+        raise UsageError(
+            f"{where} is kept in four bits, which cannot be trained; train adapters beside it: --lora-rank 16."
+        )
+    return with_chunked_head(model, where) if kernels.loss == "chunked" else model
+
+
 def language_subject(
-    config: Any, where: str, micro_batch: int, seq: int, make: Callable[[], nn.Module] | None = None
+    config: Any,
+    where: str,
+    micro_batch: int,
+    seq: int,
+    make: Callable[[], nn.Module] | None = None,
+    kernels: Kernels | None = None,
 ) -> Subject:
-    """Training on text as `accordion train` does it: logits in float32 in the loss, no cache of keys."""
-    vocab = int(config.get_text_config().vocab_size)
+    """Training on text as `accordion train` does it, unless `kernels` say otherwise; no cache of keys."""
+    vocab, kernels = int(config.get_text_config().vocab_size), kernels or Kernels()
     return Subject(
-        make=make or partial(language_model, config, where),
+        make=make or partial(trained_model, config, where, kernels),
         batch=partial(_tokens, micro_batch, seq, vocab),
-        loss=partial(_token_loss, where),
+        loss=partial(_token_loss, where, kernels.loss),
     )
 
 
@@ -93,8 +175,10 @@ def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _token_loss(where: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _token_loss(where: str, loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     tokens, labels = batch
+    if loss == "chunked":
+        expect_labels(model, labels)
     try:
         logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
     except Exception as error:  # of sizes that do not go together torch and transformers say so in many ways
@@ -103,7 +187,7 @@ def _token_loss(where: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
         if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
             raise
         raise UsageError(f"{where} can be built, but not run: {brief(error)}") from error
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+    return loss_of_logits(loss, logits, labels)
 
 
 # -- what repeats

@@ -5,27 +5,33 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
-from accordion.models.language import end_at_once, language_model
+from accordion.files import read_text
+from accordion.garbage import without_collections
+from accordion.models.language import end_at_once
 from accordion.models.llama import PUBLISHED
-from accordion.options import read
+from accordion.options import made as made_of
+from accordion.options import values_of
 from accordion.pages.page import Page
 from accordion.plan.api import plan
-from accordion.plan.cli.pages import of_plan, of_table
-from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, gpu_named
+from accordion.plan.cli.pages import of_comparison, of_plan, of_table
+from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, at_watts, gpu_named
 from accordion.plan.result import Plan
+from accordion.plan.search.space import LARGEST_GPUS
 from accordion.plan.search.suggest import NODE, smallest_change
-from accordion.plan.trained_models import configuration, language_subject
+from accordion.plan.trained_models import Kernels, configuration, language_subject, trained_model
 from accordion.units import units_named
 
+PURE = "bf16-pure"
 NOT_FOUND = 1  # exit code where nothing fits
-LARGEST = 1_000_000  # GPUs
 ABOUT = (
     "Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits. What a flag "
     f"fixes is not looked for. Presets: {', '.join(PUBLISHED)}. Cards: {', '.join(GPUS)}."
@@ -47,8 +53,15 @@ class Options:
         accumulate: micro-batches of a step
         engine: accordion, or fsdp2: PyTorch's own in its place
         global_batch: sequences of a step over all GPUs; accumulation follows from it
-        optimizer: adamw (fused), adamw_foreach or sgd (fused, with momentum)
-        precision: what the model computes in, over float32 masters
+        optimizer: adamw (fused), adamw_foreach, sgd (fused, with momentum), or adamw_bf16, adamw_8bit, adamw_4bit: AdamW with
+            moments in so many bits
+        precision: what the model computes in, over float32 masters; bf16-pure: without them
+        reduce: in which gradients are summed over ranks
+        loss: plain (a float32 copy of the logits), fused (one kernel over them) or chunked (head and loss by rows, no logits)
+        lora_rank: of adapters beside frozen weights; 0: all is trained
+        lora_targets: all (linear layers but the head), or the last parts of names of layers, such as q_proj,v_proj
+        quantize: nf4 keeps the frozen weights in four bits (QLoRA)
+        attention: auto (FlashAttention-2 where it can be), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex
         strategy: of accordion.shard, such as full_shard; without it: look for it
         units: what is gathered together: auto, blocks, min_params:N or names of classes; without it: look for it
         replicas: copies of the model with a hybrid strategy; without it: look for it
@@ -57,6 +70,12 @@ class Options:
         offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
             it: the first of them that fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
+        lengths: tokens of a sample as mean,longest: all are padded to the longest, and the mean counts as trained
+        tokens: of a whole run, whose hours, GPU-hours and energy are told
+        price: dollars for an hour of one GPU, for the price of that run
+        compare: file of another plan's --json, shown beside this one
+        from_: file of a plan's --json, whose options are taken where no other is given
+        gpu_watts: power of the card where it is less than its data sheet's
         gpu_memory_gib: memory of the card; this and the next three correct a card of the table, or describe another one
         gpu_tflops: dense bf16, in units of 10^12 a second
         gpu_bandwidth_gbps: GB/s of its memory
@@ -85,13 +104,25 @@ class Options:
     engine: str = "accordion"
     global_batch: int | None = None
     optimizer: str = "adamw"
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32", "bf16-pure"] = "bf16"
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    loss: str = "plain"
+    attention: str = "auto"
+    lora_rank: int = 0
+    lora_targets: str = "all"
+    quantize: Literal["none", "nf4"] = "none"
     strategy: str | None = None
     units: str | None = None
     replicas: int | None = None
     secondary: int | None = None
     offload: str | None = None
     checkpoint_activations: str | None = None
+    lengths: str | None = None
+    tokens: float | None = None
+    price: float | None = None
+    compare: str | None = None
+    from_: str | None = None
+    gpu_watts: float | None = None
     gpu_memory_gib: float | None = None
     gpu_tflops: float | None = None
     gpu_bandwidth_gbps: float | None = None
@@ -111,7 +142,7 @@ class Options:
 
 def run(words: list[str]) -> int:
     """The subcommand. Returns the exit code: 1 where nothing fits."""
-    o = read(Options, words, "accordion plan", ABOUT)
+    o = _options(words)
     if o is None:
         return 0
     end_at_once()
@@ -122,49 +153,132 @@ def run(words: list[str]) -> int:
     if o.measure:
         return _measure(o, file)
     gpus, node = counts_of(o)
+    other = None if o.compare is None else saved(o.compare, "compare")
+    seq, mean_tokens = (o.seq, None) if o.lengths is None else lengths_of(o.lengths)
     gpu = file if o.gpu == "measured" else o.gpu
     card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
+    if o.gpu_watts is not None:
+        card = at_watts(card, o.gpu_watts)
     if o.html is not None:
         check_place(Path(o.html))
     units: dict[str, Any] = {} if o.units is None else {"units": units_named(o.units)}
     say = partial(print, file=sys.stderr)
-    made = plan(
-        o.model,
-        gpu=card,
-        gpus=gpus,
-        node=node,
-        network_gbps=o.network_gbps,
-        host_memory_gib=o.host_memory_gib,
-        disk_gbps=o.disk_gbps,
-        strategy=o.strategy,
-        replicas=o.replicas,
-        secondary=o.secondary,
-        offload=o.offload,
-        checkpoint_activations=o.checkpoint_activations,
-        micro_batch=o.micro_batch,
-        seq=o.seq,
-        accumulate=o.accumulate,
-        engine=o.engine,
-        global_batch=o.global_batch,
-        optimizer=o.optimizer,
-        precision=Precision(params=COMPUTE_DTYPES[o.precision]),
-        measured_step_s=o.measured_step_s,
-        measured_at=o.measured_at,
-        say=say,
-        processes=2,
-        **units,
-    )
+    with without_collections():  # of millions of small objects that no cycle holds
+        made = plan(
+            o.model,
+            gpu=card,
+            gpus=gpus,
+            node=node,
+            network_gbps=o.network_gbps,
+            host_memory_gib=o.host_memory_gib,
+            disk_gbps=o.disk_gbps,
+            strategy=o.strategy,
+            replicas=o.replicas,
+            secondary=o.secondary,
+            offload=o.offload,
+            checkpoint_activations=o.checkpoint_activations,
+            micro_batch=o.micro_batch,
+            seq=seq,
+            mean_tokens=mean_tokens,
+            tokens=o.tokens,
+            price=o.price,
+            accumulate=o.accumulate,
+            engine=o.engine,
+            global_batch=o.global_batch,
+            optimizer=o.optimizer,
+            precision=precision_of(o),
+            kernels=kernels_of(o),
+            measured_step_s=o.measured_step_s,
+            measured_at=o.measured_at,
+            say=say,
+            processes=2,
+            **units,
+        )
     change = "" if made.fits else _change(o, made, say)
     if o.json:
-        print(json.dumps({**made.as_dict(), **({"smallest_change": change} if change else {})}, indent=1))
+        more = {"smallest_change": change} if change else {}
+        print(json.dumps({**made.as_dict(), **more, "command": asked(o)}, indent=1))
     else:
         show(of_plan(made, explain=o.explain, change=change))
+        if other is not None:
+            show(of_comparison(made.as_dict(), other, o.compare or ""))
     if o.html is not None:
         from accordion.plan.cli.html import write
 
         write(made, Path(o.html))
         say(f"written: {o.html}")
     return 0 if made.fits else NOT_FOUND
+
+
+def _options(words: list[str]) -> Options | None:
+    """As `words` say, over those of the plan that `--from` names. Raises `UsageError`."""
+    given = values_of(Options, words, "accordion plan", ABOUT)
+    if given is None:
+        return None
+    if given.get("from_") is None:
+        return made_of(Options, given)
+    told = saved(given["from_"], "from").get("command")
+    known = {f.name for f in fields(Options)}
+    if not isinstance(told, dict) or not known.issuperset(told):
+        raise UsageError(
+            f"--from {given['from_']!r} holds no options of a plan; it takes what `accordion plan --json` printed."
+        )
+    flags = [w for key, value in told.items() for w in _words(key, value)]
+    before = values_of(Options, flags, "accordion plan", ABOUT) or {}
+    return made_of(Options, {**before, **given})
+
+
+def _words(key: str, value: object) -> list[str]:
+    """An option as it is typed."""
+    flag = f"--{key.rstrip('_').replace('_', '-')}"
+    return [flag] if value is True else [flag, str(value)]
+
+
+OUTPUTS = ("json", "html", "explain", "compare", "from_", "measure", "gpus_table")
+
+
+def asked(o: Options) -> dict[str, Any]:
+    """Options that are not as by default, for `--from`."""
+    return {f.name: getattr(o, f.name) for f in fields(o) if getattr(o, f.name) != f.default and f.name not in OUTPUTS}
+
+
+def saved(file: str, flag: str) -> dict[str, Any]:
+    """A plan that `--json` printed. Raises `UsageError`."""
+    try:
+        found = json.loads(read_text(Path(file)))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--{flag} {file!r} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict) or "config" not in found:
+        raise UsageError(f"--{flag} {file!r} holds no plan; it takes what `accordion plan --json` printed.")
+    return found
+
+
+def lengths_of(text: str) -> tuple[int, int]:
+    """(longest, mean) of "mean,longest". Raises `UsageError`."""
+    words = text.split(",")
+    if len(words) != 2 or not all(w.strip().isdecimal() and len(w.strip()) < 10 for w in words):
+        raise UsageError(f"--lengths {text!r} is not understood; it takes mean,longest in tokens, such as 900,4096.")
+    mean, longest = (int(w) for w in words)
+    return longest, mean
+
+
+def precision_of(o: Options) -> Precision:
+    """`pure`: the model is in bf16, and so are what the optimizer steps and its states."""
+    reduce = {"fp32": torch.float32, "bf16": torch.bfloat16}[o.reduce]
+    if o.precision == PURE:
+        return Precision(params=torch.bfloat16, reduce=reduce, master=None)
+    return Precision(params=COMPUTE_DTYPES[o.precision], reduce=reduce)
+
+
+def kernels_of(o: Options) -> Kernels:
+    return Kernels(
+        loss=o.loss,
+        attention=o.attention,
+        pure=o.precision == PURE,
+        lora_rank=o.lora_rank,
+        lora_targets=o.lora_targets,
+        four_bits=o.quantize == "nf4",
+    )
 
 
 def show(page: Page) -> None:
@@ -196,19 +310,18 @@ def _measure(o: Options, file: Path) -> int:
 
 
 def _change(o: Options, made: Plan, say: Any) -> str:
-    config = configuration(o.model, o.seq)
-    where = f"model {o.model!r}"
-    num_params = sum(p.numel() for p in language_model(config, where).parameters())
-    return smallest_change(
-        partial(language_subject, config, where, seq=o.seq), made.space, made.cluster, num_params, say
-    )
+    config = configuration(o.model, made.seq)
+    where, kernels = f"model {o.model!r}", made.space.kernels
+    num_params = sum(p.numel() for p in trained_model(config, where, kernels).parameters() if p.requires_grad)
+    subject_for = partial(language_subject, config, where, seq=made.seq, kernels=kernels)
+    return smallest_change(subject_for, made.space, made.cluster, num_params, say)
 
 
 def counts_of(o: Options) -> tuple[list[int], int]:
     """Numbers of GPUs to look at, and GPUs of a node. Raises `UsageError` where --gpus and --nodes contradict."""
     for flag, value in (("--gpus", o.gpus), ("--nodes", o.nodes)):
-        if value is not None and not 1 <= value <= LARGEST:
-            raise UsageError(f"{flag} is {value}; it takes 1 to {LARGEST:,}.")
+        if value is not None and not 1 <= value <= LARGEST_GPUS:
+            raise UsageError(f"{flag} is {value}; it takes 1 to {LARGEST_GPUS:,}.")
     gpus = o.gpus or NODE * (o.nodes or 1)
     if o.nodes and gpus % o.nodes:
         raise UsageError(f"{gpus} GPUs do not divide over {o.nodes} nodes; take a multiple of {o.nodes} for --gpus.")

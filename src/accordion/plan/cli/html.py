@@ -38,7 +38,9 @@ def write(plan: Plan, path: Path) -> None:
 def as_html(plan: Plan) -> str:
     """The whole page, plotly's script included once."""
     page = of_plan(plan, explain=True)
-    charts = [*([memory_chart(plan), streams_chart(plan)] if plan.log is not None else []), map_chart(plan)]
+    charts = [memory_chart(plan), streams_chart(plan)] if plan.log is not None else []
+    if len(plan.found.candidates) > 1:  # of one choice there is no map
+        charts.append(map_chart(plan))
     verdict, *tables = map(html_table, page.tables)
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.notes)
     body = "".join([verdict, *drawn(charts), *tables, f"<ul>{notes}</ul>"])

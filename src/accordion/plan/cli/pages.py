@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
-from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib
+from accordion.plan.parts import TimePart, by_kind, by_unit
+from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib, next_gains
 from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.space import NO_OFFLOAD
 
@@ -27,7 +29,13 @@ def of_table() -> Page:
 
 def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
     """Verdict, where the bytes go, what the step takes, and why others lost."""
-    tables = [_verdict(plan), *([_bytes(plan), _live(plan)] if plan.chosen.memory is not None else [])]
+    tables = [_verdict(plan)]
+    if plan.chosen.memory is not None:
+        tables += [*_time(plan), _peak(plan), _bytes(plan), _live(plan)]
+    gains = next_gains(plan)
+    if gains:
+        rows = [[n.name, f"{n.gain:+.0%}", n.costs] for n in gains]
+        tables.append(Table(title="what would be faster", columns=["", "speed", "costs"], rows=rows))
     if explain:
         tables.append(Table(title="by hand", columns=["", "by hand", "traced, one rank"], rows=explanation(plan)))
     tables.append(_candidates(plan))
@@ -55,6 +63,22 @@ def _verdict(plan: Plan) -> Table:
             [f"{unit}/s a GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
+    cost = plan.run_cost
+    if cost is not None:
+        rows.append(
+            [f"{cost.tokens:,.0f} tokens take", f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}"]
+        )
+        rows += [["price", f"{_range(cost.dollars, 'dollars')}"]] if cost.dollars else []
+        rows += (
+            [
+                [
+                    "energy",
+                    f"{_range(cost.kwh, 'kWh')} at most, at {plan.cluster.gpu.watts:g} W a card and 30 % beside it",
+                ]
+            ]
+            if cost.kwh
+            else []
+        )
     if c.host_bytes:
         rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
     if c.disk_bytes:
@@ -64,6 +88,62 @@ def _verdict(plan: Plan) -> Table:
     return Table(
         title=f"{plan.model}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}", columns=["", ""], rows=rows
     )
+
+
+def _time(plan: Plan) -> list[Table]:
+    """Where the step's time goes, at middle rates."""
+    steps = plan.chosen.steps
+    if steps is None or plan.log is None:
+        return []
+    step = steps["middle"]
+
+    def share(part: TimePart) -> str:
+        return "beside it" if part.hidden else f"{part.seconds / step.seconds:.0%}"
+
+    kinds = [[p.name, _ms(p.seconds), share(p)] for p in by_kind(step)]
+    units = [[p.name, _ms(p.seconds), _ms(p.waited), share(p)] for p in by_unit(step, plan.log.units)]
+    return [
+        Table(title="where the time goes, by kind", columns=["", "ms", "of the step"], rows=kinds),
+        Table(title="where the time goes, by unit", columns=["", "ms", "waiting", "of the step"], rows=units),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return _digits(seconds * 1e3) if seconds else "0"
+
+
+def _peak(plan: Plan) -> Table:
+    parts, memory = plan.peak_parts, plan.chosen.memory
+    assert memory is not None
+    whole = memory.peak.num_bytes
+    rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}"] for p in parts]
+    return Table(title="what the peak is", columns=["", "GiB", ""], rows=rows)
+
+
+COMPARED = (  # (name, key, factor, unit)
+    ("allocated, peak", "peak_allocated_bytes", 1 / GIB, "GiB"),
+    ("reserved, peak", "peak_reserved_bytes", 1 / GIB, "GiB"),
+    ("step", "step_s", 1.0, "s"),
+    ("of it waiting for others", "exposed_comm_s", 1.0, "s"),
+    ("/s a GPU", "tokens_per_s_per_gpu", 1.0, ""),
+    ("MFU", "mfu", 100.0, "%"),
+)
+
+
+def of_comparison(this: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Page:
+    """Two plans as JSON has them, side by side: what differs in their inputs and configurations, and all figures."""
+    rows = []
+    for part in ("inputs", "config"):
+        mine, theirs = this.get(part) or {}, other.get(part) or {}
+        differ = [key for key in dict.fromkeys((*mine, *theirs)) if mine.get(key) != theirs.get(key)]
+        rows += [[key.replace("_", " "), str(mine.get(key, "")), str(theirs.get(key, "")), ""] for key in differ]
+    rows.append(["verdict", str(this.get("verdict")), str(other.get("verdict")), ""])
+    for said, key, factor, unit in COMPARED:
+        a, b = (plan.get(key) for plan in (this, other))
+        cells = ["" if v is None else f"{_digits(v * factor)} {unit}".strip() for v in (a, b)]
+        rows.append([said, *cells, f"{a / b - 1:+.0%}" if a and b else ""])
+    table = Table(title=f"beside {name}", columns=["", "this plan", name, "this beside it"], rows=rows)
+    return Page(name="comparison", title=f"beside {name}", notes=[], tables=[table])
 
 
 def _needed(plan: Plan) -> str:
@@ -129,12 +209,19 @@ def _speed(plan: Plan, c: Candidate) -> float:
 
 def _notes(plan: Plan, change: str) -> list[str]:
     notes = [f"nothing fits; the smallest change that would make it: {change}"] if change else []
+    notes += plan.remarks
     assumed = plan.assumptions()
     notes += [
         f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) below the card's memory",
         f"torch {assumed['torch']}, {plan.space.optimizer}; card: {plan.cluster.gpu.source}",
+        f"efficiency: {plan.cluster.gpu.efficiency_is}",
         f"time is {plan.time_is}; choices closer than {plan.cluster.tellable:.0%} are not told apart",
     ]
+    if plan.is_tight:
+        notes.insert(
+            0,
+            "less than 2 GiB of the card is left: published runs lost 15 to 35 % of their speed there, to the allocator",
+        )
     if any(c.choice.offload != NO_OFFLOAD for c in plan.found.candidates):
         notes.append(f"offload: {assumed['host']}; its times are uncalibrated, whatever was measured")
     if plan.log is not None:

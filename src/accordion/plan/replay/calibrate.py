@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from accordion.config import checkpointing_named, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.extrapolate.accumulate import step_of_choice
-from accordion.plan.hardware import REACHED, Cluster
+from accordion.plan.hardware import REACHED, Cluster, Gpu, Scale
 from accordion.plan.replay.predict import log_of
 from accordion.plan.search.space import Choice, Space, choices
 from accordion.plan.trace.setup import Subject
@@ -43,8 +44,10 @@ def calibrated(
 ) -> Cluster:
     """`cluster` with the scales at which each of its assumed rates gives `measured_s` for a step of `choice`.
 
-    Kernels and collectives are scaled alike. What the low, middle and high rates then say of another configuration differs by
-    as much as its mixture of work does, which is what one measured step leaves open.
+    One time says nothing of messages that nothing waited for. So kernels are scaled, once for each of the assumed rates of
+    links; messages only where kernels alone would have to be faster than the card's peaks. What the low, middle and high rates
+    then say of another configuration differs by as much as one measured step leaves open. Raises `UsageError` where no rates up
+    to the peaks give so short a step.
     """
     if not 0 < measured_s < 1e6:
         raise UsageError(f"measured_step_s is {measured_s:g}; it takes the seconds of a step, a positive number.")
@@ -53,6 +56,52 @@ def calibrated(
     choice = replace(choice, accumulate=max(choice.accumulate, space.accumulate))
     run = space.run_of(choice, cluster)
     log, _ = log_of(subject_for(choice.micro_batch), run)
-    plain = replace(cluster, scales={})
-    scales = {name: measured_s / step_of_choice(log, run, choice, plain, name).seconds for name in REACHED}
+
+    def seconds(rate: str, scale: Scale) -> float:
+        return step_of_choice(log, run, choice, replace(cluster, scales={rate: scale}), rate).seconds
+
+    least = min(seconds(rate, _peaks(cluster.gpu, rate)) for rate in REACHED)
+    if least > measured_s:
+        raise UsageError(
+            f"measured_step_s is {measured_s:g}, and {choice} takes {least:.3g} s at the peaks of {cluster.gpu.name} and of its "
+            "links; check the time, what it was measured of (measured_at), and the card."
+        )
+    scales = {rate: _scale(partial(seconds, rate), _peaks(cluster.gpu, rate), measured_s) for rate in REACHED}
     return replace(cluster, scales=scales)
+
+
+def _peaks(gpu: Gpu, rate: str) -> Scale:
+    """At which kernels reach the card's peaks, and messages those of the links."""
+    rates = REACHED[rate]
+    kernels = rates.kernels(gpu) * max(gpu.products, gpu.elementwise, gpu.attention)
+    return Scale(kernels=kernels, messages=max(rates.link, rates.network))
+
+
+def _scale(seconds: Callable[[Scale], float], peaks: Scale, wanted_s: float) -> Scale:
+    """The scale with a step of `wanted_s`. `seconds`: of a step, by scale. `peaks`: beyond which messages are scaled first."""
+    if seconds(Scale(kernels=peaks.kernels)) <= wanted_s:
+        return Scale(kernels=_root(lambda k: seconds(Scale(kernels=k)) - wanted_s, peaks.kernels))
+    if seconds(Scale(messages=peaks.messages)) <= wanted_s:
+        return Scale(messages=_root(lambda m: seconds(Scale(messages=m)) - wanted_s, peaks.messages))
+    messages = peaks.messages  # a host that was assumed too slow for this goes with the kernels
+    kernels = _root(lambda k: seconds(Scale(kernels=k, messages=messages)) - wanted_s, 1e-3)
+    return Scale(kernels=kernels, messages=messages)
+
+
+def _root(excess: Callable[[float], float], low: float) -> float:
+    """Where a growing function that is not positive at `low` is 0, to 0.01 %: by the line through both ends (Illinois)."""
+    high, below = 2 * low, excess(low)
+    while (above := excess(high)) < 0:
+        high *= 2
+    for _ in range(60):
+        middle = (low * above - high * below) / (above - below) if above != below else low
+        found = excess(middle)
+        if found <= 0:
+            moved = middle - low
+            low, below, above = middle, found, above / 2
+        else:
+            moved = high - middle
+            high, above, below = middle, found, below / 2
+        if found == 0 or abs(moved) < 1e-9 * middle or high - low < 1e-4 * low:
+            break
+    return middle

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log2
 
 from accordion.plan.events import DISK_STREAM, FETCH, HOST, SECONDARY, STEPPER, STORE, Collective, Op
-from accordion.plan.hardware import GB, HOST_MEMORY_GBPS, LATENCY_S, LAUNCH_S, Cluster, Rates
+from accordion.plan.hardware import (
+    ATTENTION_BACKWARD,
+    DRAG,
+    GB,
+    HOST_MEMORY_GBPS,
+    LATENCY_S,
+    LAUNCH_S,
+    MANY_RANKS,
+    Cluster,
+    Rates,
+    Scale,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis:
+    """An axis of the mesh. `ranks`: along it. `on_node`: how many of them one node has, each with a link of its own to others."""
+
+    ranks: int
+    on_node: int
+
+    @property
+    def far(self) -> bool:
+        """It leaves the node."""
+        return self.ranks > self.on_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds on a cluster at assumed rates. `ranks`: by axis of the mesh. `spans_nodes`: which axes leave a node.
-
-    `on_machine`: ranks of one machine, which share its memory and its disk. `scale`: of all times of kernels and collectives:
-    what a measured step on the device says nothing of, copies to the host and work there, keeps its assumed rates.
+    """Seconds on a cluster at assumed rates. `axes`: of the mesh. `on_machine`: ranks of one machine, which share its memory and
+    its disk. `scale`: what a measured step on the device made of kernels and messages; of copies to the host and of work there it
+    says nothing. `drag`: how much longer all ranks take together than one of them alone.
     """
 
     cluster: Cluster
     rates: Rates
-    ranks: dict[str, int]
-    spans_nodes: dict[str, bool]
+    axes: Mapping[str, MeshAxis]
     on_machine: int = 1
-    scale: float = 1.0
+    scale: Scale = field(default_factory=Scale)
+    drag: float = 1.0
 
     @property
     def caller_s(self) -> float:
         """Seconds of the host for one kernel."""
-        return self.rates.caller_s * self.scale
+        return self.rates.caller_s * self.scale.kernels
 
     def of(self, op: Op) -> float:
         """Seconds of an operator on the device, or of a copy, a kernel or files of the host."""
@@ -35,30 +60,37 @@ class Costs:
         if op.stream in (HOST, STEPPER, DISK_STREAM):
             gbps = self.cluster.disk_gbps if op.stream == DISK_STREAM else HOST_MEMORY_GBPS
             return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
-        return self._of(op) * self.scale
+        return self._of(op) * self.scale.kernels * self.drag
 
     def _of(self, op: Op) -> float:
-        gpu, rates = self.cluster.gpu, self.rates
-        by_memory = op.num_bytes / (gpu.bandwidth_gbps * GB * rates.memory)
+        gpu, speed = self.cluster.gpu, self.rates.kernels(self.cluster.gpu)
+        by_memory = op.num_bytes / (gpu.bandwidth_gbps * GB * gpu.elementwise * speed)
         if not op.flops:
             return max(by_memory, LAUNCH_S)
         peak = (gpu.fp32_tflops if op.dtype in ("float32", "float64") else gpu.tflops) * 1e12
         if "attention" in op.name:
-            reached = rates.attention_backward if "backward" in op.name else rates.attention
-            return max(op.flops / (peak * gpu.attention * reached), LAUNCH_S)
-        return max(op.flops / (peak * gpu.products * rates.products), by_memory, LAUNCH_S)
+            reached = gpu.attention * speed * (ATTENTION_BACKWARD if "backward" in op.name else 1.0)
+            return max(op.flops / (peak * reached), LAUNCH_S)
+        return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S)
 
     def of_collective(self, c: Collective) -> float:
         """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum."""
-        num = self.ranks[c.axis]
-        if num == 1:
+        axis = self.axes[c.axis]
+        if axis.ranks == 1:
             return 0.0
-        far = self.spans_nodes[c.axis]
-        gbps = self.cluster.network_gbps if far else self.cluster.gpu.link_gbps
-        sent = c.num_bytes * (num - 1) / num * (2 if c.kind == "sum" else 1)
-        return (
-            sent / (gbps * GB * self.rates.link) + (LATENCY_S["network"] if far else self.cluster.gpu.latency_s)
-        ) * self.scale
+        sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
+        latency_s = LATENCY_S["network"] if axis.far else self.cluster.gpu.latency_s
+        return (sent / (self.gbps(axis) * GB) + latency_s) * self.scale.messages * self.drag
+
+    def gbps(self, axis: MeshAxis) -> float:
+        """What one rank of an axis sends, and receives, in a second. A ring over nodes enters and leaves a node by the links of
+        all ranks that it has there.
+        """
+        inside = self.cluster.gpu.link_gbps * self.rates.link
+        if not axis.far:
+            return inside
+        outside = self.cluster.network_gbps * axis.on_node * self.rates.network
+        return min(inside, outside) if axis.on_node > 1 else outside
 
 
 def costs_of(
@@ -67,20 +99,22 @@ def costs_of(
     ranks: int,
     hybrid: bool,
     shards: int = 0,
-    scale: float = 1.0,
+    scale: Scale | None = None,
     secondary: int = 0,
 ) -> Costs:
     """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across.
 
     `secondary`: neighbours that keep one copy from a forward to its backward.
     """
-    if hybrid:
-        inside = shards or min(ranks, cluster.node)
-        sizes = {"shard": inside, "replicate": ranks // inside}
-        far = {"shard": inside > cluster.node, "replicate": ranks > cluster.node}
-    else:
-        sizes = {"shard": ranks, "replicate": ranks}
-        far = dict.fromkeys(sizes, ranks > cluster.node)
-    sizes[SECONDARY], far[SECONDARY] = max(1, secondary), secondary > cluster.node
     machine = min(ranks, cluster.node)
-    return Costs(cluster=cluster, rates=rates, ranks=sizes, spans_nodes=far, on_machine=machine, scale=scale)
+    axes = dict.fromkeys(("shard", "replicate"), MeshAxis(ranks=ranks, on_node=machine))
+    if hybrid:
+        inside = shards or machine
+        axes = {
+            "shard": MeshAxis(ranks=inside, on_node=min(inside, machine)),
+            "replicate": MeshAxis(ranks=ranks // inside, on_node=max(1, machine // inside)),
+        }
+    near = max(1, secondary)
+    axes[SECONDARY] = MeshAxis(ranks=near, on_node=min(near, cluster.node))
+    drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
+    return Costs(cluster=cluster, rates=rates, axes=axes, on_machine=machine, scale=scale or Scale(), drag=drag)

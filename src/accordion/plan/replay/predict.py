@@ -86,8 +86,9 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
     return MemoryNeed(peak=peak, reserved_bytes=reserved)
 
 
-def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
-    """A step at one of the assumed rates."""
-    scale = cluster.scales.get(rate, 1.0)
+def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
+    """A step at one of the assumed rates. `drawn`: with its stretches."""
+    scale = cluster.scales.get(rate)
     secondary = run.sharding.get("secondary") or 0
-    return simulate(log, costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale, secondary))
+    costs = costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale, secondary)
+    return simulate(log, costs, drawn=drawn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accordion.plan.events import (
@@ -29,6 +30,9 @@ from accordion.plan.hardware import LAUNCH_S
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import name_of
 
+KERNELS_OF = " stream's kernels"
+IN_LINE = "messages in line"  # of the compute stream itself, such as the sum of norms
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
@@ -42,64 +46,109 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`exposed_s`: how long the compute stream waited for others. `flops`: of products and attention, recomputation left out."""
+    """`exposed_s`: how long the compute stream waited for others. `flops`: of products and attention, recomputation left out.
+
+    `by_kind`: seconds of all streams, by what they do. `waits`: what `exposed_s` is made of, by the stream that was waited for.
+    `by_place`: seconds of the compute stream, and what of them is waiting, by phase and unit.
+    """
 
     seconds: float
     exposed_s: float
     flops: float
-    by_kind: dict[str, float]
-    stretches: tuple[Stretch, ...]
+    by_kind: Mapping[str, float]
+    waits: Mapping[str, float]
+    by_place: Mapping[StepPart, tuple[float, float]]
+    stretches: tuple[Stretch, ...] = ()
 
 
-def simulate(log: Log, costs: Costs) -> Step:
+def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
     """Run a log on streams that work side by side. A transfer starts behind the compute stream's work so far, ends in order on
     its stream, and the compute stream waits where it lands, as the engine has it. What the caller waits for holds up all that
-    it begins later. Other than that it takes time for kernels alone, where the rates say so.
+    it begins later. Other than that it takes time for kernels alone, where the rates say so. `drawn`: with its stretches.
     """
     now: dict[str, float] = defaultdict(float)  # until when each stream is busy
     ends: dict[int, float] = {}  # of transfers; of the one that runs on a stream, so far
+    streams: dict[int, str] = {}  # of transfers
     running: dict[str, int] = {}
-    exposed = flops = asked = 0.0  # `asked`: when the caller asked for the last kernel
+    flops = asked = entered = (
+        0.0  # `asked`: when the caller asked for the last kernel; `entered`: the place, on the compute stream
+    )
     by_kind: dict[str, float] = defaultdict(float)
+    waits: dict[str, float] = defaultdict(float)
+    places: dict[StepPart, list[float]] = {}
     stretches, place = _Stretches(), StepPart(StepPhase.FORWARD, -1)
+    here = places.setdefault(place, [0.0, 0.0])
+    taken: dict[int, tuple[str, float]] = {}  # by id of the event, which a deep model's log has many times
     for event in log.events:
-        if type(event) is Alloc or type(event) is Free:  # most are
+        kind = type(event)
+        if kind is Alloc or kind is Free:  # most are
             continue
-        if isinstance(event, Enter):
-            place = event.place
+        if isinstance(event, (Op, Collective)):
+            known = taken.get(id(event))
+            if known is None:
+                if isinstance(event, Collective):
+                    kind_said = event.kind if event.stream != COMPUTE else IN_LINE
+                    known = kind_said, costs.of_collective(event)
+                else:
+                    known = kind_of(event), costs.of(event)
+                taken[id(event)] = known
+            name, seconds = known
+            stream = event.stream
+            held_up = now[HOST] - now[stream]
+            if held_up > 0:
+                now[stream] += held_up
+                if stream == COMPUTE:
+                    waits[HOST] += held_up
+                    here[1] += held_up
+            if stream == COMPUTE:
+                asked = max(asked, now[HOST]) + costs.caller_s
+                late = asked - now[COMPUTE]
+                if late > 0:
+                    now[COMPUTE] = asked
+                    by_kind["the caller"] += late
+            if drawn:
+                stretches.add(stream, label_of(event, place, log), now[stream], seconds)
+            now[stream] += seconds
+            by_kind[name] += seconds
+            if isinstance(event, Op) and not event.again:
+                flops += event.flops
+            if stream in running:
+                ends[running[stream]] = now[stream]
+        elif isinstance(event, Enter):
+            here[0] += now[COMPUTE] - entered
+            place, entered = event.place, now[COMPUTE]
+            here = places.setdefault(place, [0.0, 0.0])
         elif isinstance(event, Launch):
             now[event.stream] = max(now[event.stream], now[COMPUTE])
             running[event.stream], ends[event.transfer] = event.transfer, now[event.stream]
-        elif isinstance(event, Land):
-            waited = max(0.0, ends.get(event.transfer, 0.0) - now[COMPUTE])
-            exposed += waited
-            now[COMPUTE] += waited
+            streams[event.transfer] = event.stream
+        elif isinstance(event, (Land, Wait)):
+            stream = event.stream if isinstance(event, Wait) else COMPUTE
+            waited = max(0.0, ends.get(event.transfer, 0.0) - now[stream])
+            now[stream] += waited
+            if stream == COMPUTE and waited:
+                waits[streams.get(event.transfer, "")] += waited
+                here[1] += waited
+            if isinstance(event, Wait) and stream in running:
+                ends[running[stream]] = now[stream]
         elif isinstance(event, Mark):
             ends[event.transfer] = now[event.stream]
-        elif isinstance(event, Wait):
-            waited = max(0.0, ends.get(event.transfer, 0.0) - now[event.stream])
-            exposed += waited if event.stream == COMPUTE else 0.0
-            now[event.stream] += waited
-            if event.stream in running:
-                ends[running[event.stream]] = now[event.stream]
-        elif isinstance(event, (Op, Collective)):
-            kind = event.kind if isinstance(event, Collective) else kind_of(event)
-            seconds = costs.of_collective(event) if isinstance(event, Collective) else costs.of(event)
-            held_up = max(0.0, now[HOST] - now[event.stream])
-            exposed += held_up if event.stream == COMPUTE else 0.0
-            now[event.stream] += held_up
-            if event.stream == COMPUTE:
-                asked = max(asked, now[HOST]) + costs.caller_s
-                now[COMPUTE] = max(now[COMPUTE], asked)
-            stretches.add(event.stream, label_of(event, place, log), now[event.stream], seconds)
-            now[event.stream] += seconds
-            by_kind[kind] += seconds
-            flops += 0.0 if isinstance(event, Collective) or event.again else event.flops
-            if event.stream in running:
-                ends[running[event.stream]] = now[event.stream]
+            streams[event.transfer] = event.stream
     total = max(now.values(), default=0.0)
-    exposed += total - now[COMPUTE]
-    return Step(seconds=total, exposed_s=exposed, flops=flops, by_kind=dict(by_kind), stretches=tuple(stretches.found))
+    here[0] += total - entered
+    last = max(now, key=lambda name: now[name], default=COMPUTE)
+    if total > now[COMPUTE]:
+        waits[last] += total - now[COMPUTE]
+        here[1] += total - now[COMPUTE]
+    return Step(
+        seconds=total,
+        exposed_s=sum(waits.values()),
+        flops=flops,
+        by_kind=dict(by_kind),
+        waits=dict(waits),
+        by_place={place: (busy, waited) for place, (busy, waited) in places.items()},
+        stretches=tuple(stretches.found),
+    )
 
 
 def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
@@ -109,8 +158,11 @@ def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:
 
 
 def kind_of(op: Op) -> str:
+    """What a kernel of the compute stream does; of others, the stream that they run on."""
     if op.stream in (FETCH, STORE, HOST, STEPPER, DISK_STREAM):
         return op.stream
+    if op.stream != COMPUTE:
+        return f"{op.stream}{KERNELS_OF}"
     if op.flops:
         return "attention" if "attention" in op.name else "products"
     return "optimizer" if "adam" in op.name or "sgd" in op.name else "element-wise"

@@ -17,7 +17,7 @@ ROUNDING = 0.99  # of messages: another number of ranks pads differently
 
 
 def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
-    """What no trace can fall below: parameters and two states in the master's dtype, and full copies that stay."""
+    """What no trace can fall below: what is trained and its states, in the master's dtype, and full copies that stay."""
     strategy = strategy_named(choice.strategy)
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim.value == "replicate":
@@ -25,7 +25,7 @@ def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
     stays = strategy.params.value == "replicate" or strategy.keep_until_backward
     copies = space.compute_bytes if stays and choice.gpus > 1 else 0
     if choice.offload == NO_OFFLOAD:
-        return int(num_params * (12 / over + copies))
+        return int(num_params * (space.master_bytes / over + copies))
     return int(num_params * (space.compute_bytes / over * (OFFLOADS[choice.offload][0] == "device") + copies))
 
 
@@ -69,7 +69,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> 
     Inside of a node the engine may send gradients in the dtype of the computation and sum them itself.
     """
     strategy = strategy_named(choice.strategy)
-    scale = cluster.scales.get("middle", 1.0)
+    scale = cluster.scales.get("middle")
     costs = costs_of(cluster, REACHED["middle"], choice.gpus, strategy.hybrid, choice.shards, scale)
 
     def seconds(kind: str, sizes: tuple[int, ...], axis: str, share: float) -> float:

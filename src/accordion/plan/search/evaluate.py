@@ -193,16 +193,16 @@ class Evaluator:
         self._bound(candidate)
         return candidate
 
-    def _step(self, moved: Log, choice: Choice, rate: str) -> Step:
-        return step_of_choice(moved, self._space.run_of(choice, self._cluster), choice, self._cluster, rate)
+    def _step(self, moved: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
+        run = self._space.run_of(choice, self._cluster)
+        return step_of_choice(moved, run, choice, self._cluster, rate, drawn=drawn)
 
     def at_all_rates(self, candidate: Candidate) -> None:
         if candidate.steps is None:
             return
         log = self.traces.of(candidate.choice)
         moved = offloaded(log, candidate.choice, self._space.compute_bytes)
-        steps = candidate.steps
-        candidate.steps = {rate: steps.get(rate) or self._step(moved, candidate.choice, rate) for rate in REACHED}
+        candidate.steps = {rate: self._step(moved, candidate.choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """The fastest that fits by a trace of its own."""

@@ -56,7 +56,9 @@ def search(
     every = choices(space, cluster)
     evaluator = Evaluator(task, say)
     with ExitStack() as stack:
-        candidates, less = _searched(evaluator, task, every, say, processes, fewest and len(every) > 1, stack)
+        # Copies of a hybrid are not fixed by anything but the GPUs; with all else fixed, no other number is asked for.
+        is_open = len({replace(c, replicas=1) for c in every}) > 1
+        candidates, less = _searched(evaluator, task, every, say, processes, fewest and is_open, stack)
         candidates += evaluator.other_units(candidates)
         candidates += evaluator.with_secondary(candidates)
         place = {replace(choice, secondary=0): i for i, choice in enumerate(every)}
@@ -67,7 +69,7 @@ def search(
             candidates += on_less
             evaluator.traces.traced.update(logs)
     least = min((c.choice.gpus for c in candidates if c.fits), default=0)
-    looked = len(every) > 1 or max(space.gpus) == 1
+    looked = is_open or max(space.gpus) == 1
     on_fewest = evaluator.fastest([c for c in candidates if c.choice.gpus == least]) if looked else None
     evaluator.at_all_rates(best or closest(candidates, space))
     for candidate in candidates:

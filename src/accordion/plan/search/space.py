@@ -9,12 +9,15 @@ from typing import Any, Literal
 from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.hardware import Cluster
+from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import TrainingSetup
+from accordion.plan.trained_models import Kernels
 from accordion.units import AUTO, only_blocks, units_named
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+LARGEST_GPUS = 1 << 16  # a trace knows each rank of its world by number
 NO_OFFLOAD = "none"
 OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the optimizer
     NO_OFFLOAD: (DEVICE, DEVICE),
@@ -84,6 +87,7 @@ class Space:
     optimizer: str = "adamw"
     engine: str = "accordion"
     precision: Precision = field(default_factory=Precision)
+    kernels: Kernels = field(default_factory=Kernels)
     tokens: int = 1
     device: Literal["cuda", "cpu"] = "cuda"
     sharding: Mapping[str, Any] = field(default_factory=dict)
@@ -119,6 +123,12 @@ class Space:
     def compute_bytes(self) -> int:
         """Of an element in the dtype of the computation."""
         return self.precision.params.itemsize if self.precision.params is not None else 4
+
+    @property
+    def master_bytes(self) -> float:
+        """Of an element that is trained, and of the optimizer's states of it."""
+        share = 0.5 if self.kernels.pure else 1.0  # states are in the dtype of what is stepped
+        return 4 * share + OPTIMIZERS[self.optimizer].state_bytes * share
 
     def tiers_of(self, choice: Choice) -> Sequence[str]:
         """The offloads to try for a choice. In a search offload goes with what keeps no full copies."""

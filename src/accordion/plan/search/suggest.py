@@ -8,7 +8,7 @@ from dataclasses import replace
 from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.search.evaluate import Candidate, Say
 from accordion.plan.search.search import search
-from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.search.space import LARGEST_GPUS, NO_OFFLOAD, OFFLOADS, Space
 from accordion.plan.trace.setup import Subject
 
 DOUBLINGS = 7  # of the GPUs, at most
@@ -56,6 +56,8 @@ def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Clus
     offloads = space.offloads if len(space.offloads) == 1 else [NO_OFFLOAD]
     for _ in range(DOUBLINGS):
         gpus *= 2
+        if gpus > LARGEST_GPUS:
+            return
         node = min(gpus, NODE) if cluster.node == min(max(space.gpus), NODE) else cluster.node
         nodes = f" --nodes {gpus // node}" if gpus > node else ""
         more, batch = replace(space, gpus=[gpus], offloads=offloads), ""

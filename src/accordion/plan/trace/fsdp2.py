@@ -17,7 +17,8 @@ from accordion.config import FULL_SHARD, Place, Precision, Strategy, checkpointi
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 from accordion.plan.events import COMPUTE, Mark, StepPhase, Wait
-from accordion.plan.trace.setup import OPTIMIZERS, Rig, TrainingSetup
+from accordion.plan.trace.optimizers import OPTIMIZERS
+from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.units import UnitChoice, choose_units
@@ -34,7 +35,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
         _tell(module, i, tracker)  # ahead of FSDP2's own hooks
     apply(model, mesh, **{**run.sharding, "units": run.units})
     model.to_empty(device="cpu")
-    optimizer = OPTIMIZERS[run.optimizer](model.parameters())
+    optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
     return Rig(
         optimizer=optimizer,
         units=[name for name, _ in chosen],

@@ -146,6 +146,11 @@ def _grouped_backward(args: Any) -> float:
     return 2 * _grouped(args)
 
 
+def _added(args: Any) -> float:
+    """Of a product that is added to something in its place: (target, left, right)."""
+    return float(2 * args[1].numel() * args[2].shape[-1])
+
+
 # -- bytes moved
 
 
@@ -221,6 +226,8 @@ CUSTOM = Operator(
 CUDNN = "cuDNN chooses an algorithm by its size; the input unfolded, and copies in another layout"
 
 OPERATORS: Mapping[str, Operator] = {
+    "aten::addmm_": Operator(flops=_added),
+    "aten::baddbmm_": Operator(flops=_added),
     "aten::_grouped_mm": Operator(flops=_grouped),
     "aten::_scaled_grouped_mm": Operator(flops=_grouped),
     "transformers::grouped_mm_fallback": replace(CUSTOM, flops=_grouped),

@@ -23,7 +23,8 @@ from accordion.offload.step.deferred_step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.trace.instrument import owners_of, watch
-from accordion.plan.trace.setup import OPTIMIZERS, Rig, TrainingSetup
+from accordion.plan.trace.optimizers import OPTIMIZERS
+from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard_over
 from accordion.shard.topology import CommunicatorMaker
@@ -48,7 +49,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
                 group.shard_buffer.grads.comes_from_device = run.device == "cuda"
                 for slot in group.shard_buffer.grads.slots:  # fake ones of one arena share a storage
                     slot.num_holders = sys.maxsize
-    optimizer = wrap_optimizer(OPTIMIZERS[run.optimizer](model.parameters()))
+    kind = OPTIMIZERS[run.optimizer]
+    optimizer = wrap_optimizer(kind.make(model.parameters()), elementwise=kind.elementwise)
     return Rig(
         optimizer=optimizer,
         units=[unit.name for unit in engine.units],

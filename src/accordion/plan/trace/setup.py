@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,7 @@ class TrainingSetup:
     """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: the keyword arguments of `shard`.
 
     `node`: ranks of one machine. `replicas`: of a hybrid strategy; 0: one a machine. `device`: "cuda" traces what a GPU would
-    do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: adamw, adamw_foreach, sgd.
+    do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS.
     """
 
     engine: str = "accordion"
@@ -60,13 +59,6 @@ class TrainingSetup:
         if not self.strategy.hybrid:
             return self.ranks
         return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)
-
-
-OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
-    "adamw_foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

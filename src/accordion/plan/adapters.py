@@ -1,0 +1,89 @@
+"""Low-rank adapters beside frozen weights (LoRA), which may be kept in four bits (QLoRA): as peft and bitsandbytes have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+
+ALL = "all"
+NF4_BLOCK = 64  # elements that share a scale, kept in 8 bits
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer and two narrow ones beside it, which are trained."""
+
+    def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(width, rank, bias=False, device="meta", dtype=dtype)
+        self.up = nn.Linear(rank, out, bias=False, device="meta", dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + self.up(self.down(x))
+        return out
+
+
+class FourBitLinear(nn.Module):
+    """A frozen linear layer of four bits a weight; forward and backward make the weights in the dtype of what comes in."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        out, width = plain.weight.shape
+        self.weight = nn.Parameter(torch.empty(out, width // 2, dtype=torch.uint8, device="meta"), requires_grad=False)
+        scales = torch.empty(out, -(-width // NF4_BLOCK), dtype=torch.uint8, device="meta")
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = plain.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _FourBit.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out if self.bias is None else out + self.bias
+
+
+class _FourBit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, _widened(weight, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return grads[0] @ _widened(weight, grads[0].dtype), None
+
+
+def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """(out, width / 2) of two weights a byte -> (out, width), by one kernel."""
+    both = weight.unsqueeze(-1).expand(*weight.shape, 2)
+    return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
+
+
+def with_adapters(model: nn.Module, where: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
+    """`model` with all of it frozen and adapters at linear layers, changed in place. `targets`: "all" but the head, or the last
+    names of layers, with commas between. Raises `UsageError` where none has that name.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    wanted = known if targets == ALL else [name.strip() for name in targets.split(",")]
+    for name in wanted:
+        if name not in known:
+            raise UsageError(
+                f"lora_targets names {name!r}, which is no linear layer of {where}; {nearest(name, known)}"
+            )
+    if not linear:
+        raise UsageError(f"{where} has no linear layers (nn.Linear) beside its head, to which adapters could be given.")
+    model.requires_grad_(False)
+    for name, plain in linear.items():
+        inner = FourBitLinear(plain) if four_bits and plain.in_features % 2 == 0 else plain
+        if name.rpartition(".")[2] in wanted:
+            made: nn.Module = AdaptedLinear(inner, plain.in_features, plain.out_features, rank, plain.weight.dtype)
+        else:
+            made = inner
+        model.set_submodule(name, made)
+    return model

@@ -1,0 +1,158 @@
+"""What a plan's step is made of, in people's words: where the time goes, what the peak is, and what a run of many steps costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from accordion.plan.events import DISK_STREAM, FETCH, HOST, REPLICATE, STEPPER, STORE, StepPart, StepPhase
+from accordion.plan.hardware import GIB, Cluster
+from accordion.plan.replay.peak import MemoryPeak, name_of
+from accordion.plan.replay.timeline import KERNELS_OF, Step
+
+MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
+WAITED_FOR = {  # streams, as a user thinks of them
+    "gather": "waiting for parameters (gather)",
+    "copy in": "waiting for parameters (gather)",
+    "reduce": "waiting for gradients (reduce)",
+    "all-reduce": "waiting for gradients between nodes",
+    REPLICATE: "waiting for gradients between nodes",
+    FETCH: "waiting for the host",
+    STORE: "waiting for the host",
+    HOST: "waiting for the host",
+}
+OTHERS = 1.3  # watts of a machine for each watt of its cards: hosts, network, cooling; a guess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePart:
+    """`seconds` of a step for one thing; `waited`: of them, for others. `hidden`: beside the compute stream, in no sum."""
+
+    name: str
+    seconds: float
+    waited: float = 0.0
+    hidden: bool = False
+
+
+def by_kind(step: Step) -> list[TimePart]:
+    """The compute stream's seconds by what it does, the most first, which sum up to the step; then what is done beside it."""
+    waits: dict[str, float] = {}
+    for stream, seconds in step.waits.items():
+        name = WAITED_FOR.get(stream, "waiting for others")
+        waits[name] = waits.get(name, 0.0) + seconds
+    others = (*MESSAGES, FETCH, STORE, HOST, STEPPER, DISK_STREAM)
+    own = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
+    parts = [TimePart(name=name, seconds=s) for name, s in own.items() if s > 0]
+    parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
+    aside = [
+        TimePart(name=name, seconds=s, hidden=True) for name, s in step.by_kind.items() if name not in own and s > 0
+    ]
+    return [*sorted(parts, key=lambda p: -p.seconds), *sorted(aside, key=lambda p: -p.seconds)]
+
+
+def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
+    """The compute stream's seconds by phase and unit, in the order of a step; equal blocks that follow each other as one."""
+    found: dict[str, list[float]] = {}
+    counts: dict[str, set[str]] = {}
+    for place, (seconds, waited) in step.by_place.items():
+        name = _stem(place, units)
+        sums = found.setdefault(name, [0.0, 0.0])
+        sums[0] += seconds
+        sums[1] += waited
+        counts.setdefault(name, set()).add(name_of(place, units))
+    return [
+        TimePart(
+            name=f"{name}, {len(counts[name])} of them" if name.endswith(".*") else name, seconds=seconds, waited=waited
+        )
+        for name, (seconds, waited) in found.items()
+        if seconds > 0
+    ]
+
+
+def _stem(place: StepPart, units: Sequence[str]) -> str:
+    if place.phase is StepPhase.STEP:
+        return "optimizer's step, clipping"
+    unit = ".".join("*" if part.isdecimal() else part for part in name_of(place, units).split("."))
+    return f"{place.phase.value} {unit or '(before the model)'}".strip()
+
+
+# -- the peak
+
+
+WORDS = (  # (part of an operator's name, what memory it takes is to a user)
+    ("_log_softmax_backward", "the gradient of the loss in float32, for each token and each word of the vocabulary"),
+    ("_log_softmax", "the loss's log-probabilities in float32, for each token and each word of the vocabulary"),
+    ("_fused_", "the optimizer's states"),
+    ("flash_attention", "attention's outputs"),
+    ("efficient_attention", "attention's outputs"),
+    ("native_dropout", "dropout's outputs and masks"),
+    ("embedding", "embeddings"),
+    ("resize_", "gathered parameters"),
+)
+OF_CATEGORY = {
+    "parameters": "shards of the parameters", "gradients": "gradients", "optimizer": "the optimizer's states",
+    "gathered": "gathered parameters", "activations": "what the forward keeps for the backward",
+    "other": "temporaries of the backward",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakPart:
+    """Bytes that are live at the peak, in words."""
+
+    name: str
+    num_bytes: int
+
+
+def peak_parts(peak: MemoryPeak, logits_bytes: int) -> list[PeakPart]:
+    """What is live at the peak, the most first. `logits_bytes`: of a micro-batch's logits in float32; 0: not known."""
+    found: dict[str, int] = {}
+    for held in peak.live:
+        each = held.num_bytes // held.count
+        name = next((words for part, words in WORDS if part in held.operator), OF_CATEGORY[held.category])
+        if logits_bytes and each == logits_bytes and held.category in ("activations", "other"):
+            name = "the loss's float32 logits and what is made of them"
+        elif logits_bytes and 2 * each == logits_bytes and held.category in ("activations", "other"):
+            name = "logits in 16 bits"
+        found[name] = found.get(name, 0) + held.num_bytes
+    rest = peak.num_bytes - sum(found.values())
+    parts = [PeakPart(name=name, num_bytes=n) for name, n in sorted(found.items(), key=lambda item: -item[1])]
+    return [*parts, PeakPart(name="the rest", num_bytes=rest)] if rest > 0 else parts
+
+
+# -- a whole run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """Of a run over so many tokens, from the fast end to the slow one. `dollars`: None where no price was given; `kwh` where the
+    card's power is not known.
+    """
+
+    tokens: float
+    hours: tuple[float, float]
+    gpu_hours: tuple[float, float]
+    dollars: tuple[float, float] | None
+    kwh: tuple[float, float] | None
+
+    def as_dict(self) -> Mapping[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def cost_of(tokens: float, rates: Sequence[float], gpus: int, cluster: Cluster, price: float | None) -> RunCost:
+    """`rates`: useful tokens a second of one GPU. `price`: dollars for an hour of one GPU."""
+    seconds = sorted(tokens / (rate * gpus) for rate in rates)
+    hours = (seconds[0] / 3600, seconds[-1] / 3600)
+    gpu_hours = (hours[0] * gpus, hours[1] * gpus)
+    watts = cluster.gpu.watts * OTHERS
+    return RunCost(
+        tokens=tokens,
+        hours=hours,
+        gpu_hours=gpu_hours,
+        dollars=None if price is None else (gpu_hours[0] * price, gpu_hours[1] * price),
+        kwh=(gpu_hours[0] * watts / 1e3, gpu_hours[1] * watts / 1e3) if watts else None,
+    )
+
+
+def gib_of(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB"

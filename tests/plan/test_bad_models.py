@@ -1,0 +1,131 @@
+"""Models and numbers that cannot be planned, or not as they seem: each is told of in one sentence."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion import _torch, cli
+from accordion.plan.hardware import GPUS, Cluster
+from accordion.plan.search.space import LARGEST_GPUS, Space
+from accordion.plan.search.suggest import _attempts
+
+ONE = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --units blocks"
+FIXED = f"--seq 64 --gpus 2 --json {ONE}"
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def planned(tmp_path, capsys, config, more=""):
+    """(exit code, stdout, stderr) of the command on a configuration."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = cli.main(["plan", "--model", str(tmp_path), *FIXED.split(), *more.split()])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_model_without_layers_is_refused(tmp_path, capsys):
+    code, _, said = planned(tmp_path, capsys, {**LLAMA, "num_hidden_layers": 0})
+    assert code == cli.BAD_INPUT
+    assert "has 0 layers (num_hidden_layers); it takes 1 or more" in said
+
+
+def test_units_that_are_not_there_say_what_else_there_is(tmp_path, capsys):
+    code, _, said = planned(tmp_path, capsys, LLAMA, "--units Nonsense")
+    assert code == cli.BAD_INPUT
+    for name in ("auto", "blocks", "min_params:N"):
+        assert name in said
+
+
+def test_an_encoder_is_planned_as_one_and_says_so(tmp_path, capsys):
+    bert = {
+        "model_type": "bert", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "max_position_embeddings": 64,
+    }  # fmt: skip
+    code, out, _ = planned(tmp_path, capsys, bert)
+    assert code == 0
+    assert "planned as BertForMaskedLM" in json.loads(out)["assumed"]["remarks"][0]
+    code, out, _ = planned(tmp_path, capsys, {**bert, "is_decoder": True})
+    assert code == 0
+    assert json.loads(out)["assumed"]["remarks"] == []
+
+
+def test_a_loop_over_tokens_is_no_prediction_of_a_fused_kernel(tmp_path, capsys):
+    mamba = {"model_type": "mamba", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    code, out, _ = planned(tmp_path, capsys, mamba, "--seq 8")
+    assert code == 0
+    assert "MambaMixer: timed by a reference loop" in json.loads(out)["assumed"]["remarks"][0]
+
+
+class Clashes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.reshape(-1, 4)).sum()
+
+
+def test_of_shapes_that_clash_the_log_says_nothing(tmp_path, capsys, caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError):
+        acc.plan(Clashes(), lambda model, x: model(x), torch.zeros(2, 8), gpus=2, strategy="full_shard", micro_batch=1)
+    assert caplog.text == ""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    assert not log.disabled
+
+
+def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().sum()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_a_compiled_model_is_planned_as_it_was_written(how):
+    fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    plain = acc.plan(model, total, torch.zeros(4, 32), **fixed)
+    if how == "torch.compile":
+        model = torch.compile(model)
+    else:
+        model.compile()
+    made = acc.plan(model, total, torch.zeros(4, 32), **fixed)
+    assert made.chosen.memory.peak.num_bytes == plain.chosen.memory.peak.num_bytes
+    assert "compiled" in made.as_dict()["assumed"]["remarks"][0]
+    assert plain.as_dict()["assumed"]["remarks"] == []
+    assert _torch.without_compile(model) is not None
+
+
+def test_more_gpus_than_any_world_has_are_not_tried():
+    cluster = Cluster(gpu=GPUS["h100"], node=8)
+    space = Space(
+        strategies=["full_shard"],
+        checkpointing=["full"],
+        micro_batches=[1],
+        offloads=["none"],
+        gpus=[LARGEST_GPUS // 4],
+    )
+    tried = [max(attempt.gpus) for _, attempt, _ in _attempts(space, cluster)]
+    assert max(tried) == LARGEST_GPUS
+    with pytest.raises(acc.UsageError, match=r"gpus is 1,000,000; it takes up to 65,536"):
+        acc.plan(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=1_000_000)
+
+
+def test_a_hybrid_whose_copies_nobody_fixed_does_not_look_at_other_gpus():
+    fixed = {
+        "strategy": "hybrid_shard",
+        "checkpoint_activations": "none",
+        "offload": "none",
+        "units": acc.only_blocks(),
+    }
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
+    made = acc.plan(model, total, torch.zeros(4, 32), gpus=32, **fixed)
+    assert {c.choice.gpus for c in made.found.candidates} == {32}
+    assert {c.choice.replicas for c in made.found.candidates} == {4, 2}
+    assert made.found.fewest is None

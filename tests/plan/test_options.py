@@ -1,0 +1,264 @@
+"""What users run, by flag: each changes what is traced, by as much as arithmetic says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import accordion as acc
+from accordion import cli
+from accordion.plan.hardware import GPUS, at_watts
+from accordion.plan.losses import LOSSES, rows_at_a_time
+from accordion.plan.replay.peak import peak_of
+from accordion.plan.result import Plan
+from accordion.plan.trained_models import Kernels
+
+SEQ, WIDTH, LAYERS, MLP, VOCAB = 512, 256, 4, 768, 32000
+LOGITS = 4 * SEQ * VOCAB  # bytes in float32
+FIXED = {"strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "offload": "none", "gpus": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": MLP, "max_position_embeddings": SEQ,
+        "bos_token_id": None,
+    }  # fmt: skip
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def planned(folder, **options: object) -> Plan:
+    return acc.plan(str(folder), seq=SEQ, **{**FIXED, "units": acc.only_blocks(), **options})
+
+
+def peak(plan: Plan) -> int:
+    return plan.chosen.memory.peak.num_bytes
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> Plan:
+    return planned(folder)
+
+
+def test_a_fused_loss_has_no_logits_in_float32_and_a_chunked_one_has_no_logits(folder):
+    plain, fused, chunked = (planned(folder, micro_batch=4, kernels=Kernels(loss=loss)) for loss in LOSSES)
+    # In float32: log-probabilities, their gradient, and that of the copy.
+    assert peak(plain) - peak(fused) >= 1.9 * 4 * LOGITS
+    assert peak(fused) - peak(chunked) >= 0.5 * 4 * LOGITS
+    logits = [
+        a
+        for a in chunked.log.events
+        if getattr(a, "num_bytes", 0) in (4 * LOGITS, 2 * LOGITS) and hasattr(a, "category")
+    ]
+    assert not logits
+    assert "float32 logits" in " ".join(part.name for part in plain.peak_parts)
+    assert "float32 logits" not in " ".join(part.name for part in fused.peak_parts)
+    for other in (fused, chunked):
+        assert other.chosen.steps["middle"].flops == pytest.approx(plain.chosen.steps["middle"].flops, rel=1e-3)
+    assert fused.chosen.steps["middle"].seconds < plain.chosen.steps["middle"].seconds
+
+
+def test_rows_of_a_chunk_take_what_hidden_states_do():
+    assert rows_at_a_time(16384, 128256, 4096) == 512  # 16,384 / 32, as Liger's kernel has it
+    assert rows_at_a_time(4, 128256, 4096) == 1
+
+
+def test_attention_by_kernel_differs_in_time_and_eager_in_memory(folder, plain):
+    seconds = {}
+    for kernel in ("fa1", "fa2", "fa3"):
+        made = planned(folder, kernels=Kernels(attention=kernel), gpu=replace(GPUS["h100"], tflops=1.0))
+        assert peak(made) == peak(plain)
+        seconds[kernel] = made.chosen.steps["middle"].by_kind["attention"]
+    assert seconds["fa1"] > seconds["fa2"] > seconds["fa3"]
+    eager = planned(folder, kernels=Kernels(attention="eager"))
+    assert peak(eager) > peak(plain)
+    assert "attention" not in eager.chosen.steps["middle"].by_kind
+
+
+def test_gradients_summed_in_bf16_are_half_the_message(folder):
+    wide, narrow = (
+        planned(folder, gpus=16, precision=acc.Precision(params=torch.bfloat16, reduce=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+
+    def reduced(plan: Plan) -> int:
+        return sum(e.num_bytes for e in plan.log.events if getattr(e, "kind", "") in ("scatter_sum", "exchange"))
+
+    assert reduced(narrow) * 2 == reduced(wide)
+
+
+def held(plan: Plan, category: str) -> int:
+    return sum(a.num_bytes for a, _ in plan.log.held if a.category.value == category)
+
+
+def test_states_in_fewer_bits_take_fewer_bytes(folder, plain):
+    own = plain.num_params / 2  # of two ranks
+    for optimizer, each in (
+        ("adamw", 8),
+        ("adamw_bf16", 4),
+        ("adamw_8bit", 2 + 8 / 256),
+        ("adamw_4bit", 1 + 8 / 128),
+        ("sgd", 4),
+    ):
+        made = planned(folder, optimizer=optimizer)
+        assert held(made, "optimizer") == pytest.approx(own * each, rel=0.01), optimizer
+
+
+def test_a_model_that_is_all_bf16_has_no_masters(folder, plain):
+    pure = planned(
+        folder,
+        precision=acc.Precision(params=torch.bfloat16, master=None),
+        kernels=Kernels(pure=True),
+    )
+    for category in ("parameters", "optimizer"):
+        assert held(pure, category) == pytest.approx(held(plain, category) / 2, rel=0.01)
+
+
+def test_adapters_alone_are_trained_and_frozen_weights_may_have_four_bits(folder, plain):
+    lora, narrow = (planned(folder, kernels=Kernels(lora_rank=8, four_bits=bits)) for bits in (False, True))
+    per_block = 4 * (WIDTH + WIDTH) + 3 * (WIDTH + MLP)  # attention's four products and the three of the MLP
+    trained = 8 * per_block * LAYERS
+    assert held(lora, "optimizer") == pytest.approx(8 * trained / 2, rel=0.02)
+    assert held(plain, "optimizer") > 20 * held(lora, "optimizer")
+    frozen = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP) / 2
+    assert held(lora, "parameters") - held(narrow, "parameters") == pytest.approx(frozen * (4 - 0.5 - 1 / 64), rel=0.02)
+    flops = [p.chosen.steps["middle"].flops for p in (plain, lora, narrow)]
+    assert flops[0] > 1.2 * flops[1]  # no gradients of weights
+    assert flops[1] == pytest.approx(flops[2], rel=1e-3)
+    one = planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_proj,v_proj"))
+    assert held(one, "optimizer") < held(lora, "optimizer") / 2
+    with pytest.raises(acc.UsageError, match=r"lora_targets names 'q_prj'.*q_proj"):
+        planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_prj"))
+
+
+def test_what_is_padded_is_computed_and_not_counted(folder, plain):
+    padded = planned(folder, mean_tokens=SEQ // 4)
+    assert peak(padded) == peak(plain)
+    assert padded.chosen.tokens_per_s(padded.space.tokens) == pytest.approx(plain.chosen.tokens_per_s(SEQ) / 4)
+    with pytest.raises(acc.UsageError, match="lengths has a mean of"):
+        planned(folder, mean_tokens=SEQ + 1)
+
+
+def test_less_power_is_slower_products(capsys):
+    slower = at_watts(GPUS["h100"], 350)
+    assert slower.products == pytest.approx(GPUS["h100"].products * 0.5 ** (1 / 3))
+    assert slower.elementwise == GPUS["h100"].elementwise
+    for watts in (0.0, 71, 701):
+        with (
+            pytest.raises(acc.UsageError, match=r"gpu_watts is|positive")
+            if watts != 71
+            else pytest.raises(acc.UsageError)
+        ):
+            at_watts(GPUS["h100"], watts)
+
+
+@pytest.mark.parametrize("card", ["v100-16", "t4"])
+def test_a_card_without_bf16_says_so(folder, card):
+    with pytest.raises(acc.UsageError, match="does not compute with bf16; take --precision fp16"):
+        planned(folder, gpu=card)
+
+
+def test_where_the_time_goes_sums_up_to_the_step(folder, plain):
+    told = plain.as_dict()["time"]
+    step = plain.chosen.steps["middle"]
+    assert sum(p["seconds"] for p in told["by_kind"] if not p["hidden"]) == pytest.approx(step.seconds, rel=1e-6)
+    assert sum(p["seconds"] for p in told["by_unit"]) == pytest.approx(step.seconds, rel=1e-6)
+    assert sum(p["waited"] for p in told["by_unit"]) == pytest.approx(step.exposed_s, rel=1e-6, abs=1e-9)
+    assert any(f"model.layers.*, {LAYERS} of them" in p["name"] for p in told["by_unit"])
+    four = planned(folder, accumulate=4)
+    kinds, step = four.as_dict()["time"]["by_kind"], four.chosen.steps["middle"]
+    assert sum(p["seconds"] for p in kinds if not p["hidden"]) == pytest.approx(step.seconds, rel=0.02)
+    assert step.by_kind["products"] == pytest.approx(4 * plain.chosen.steps["middle"].by_kind["products"], rel=1e-3)
+
+
+def test_a_run_has_hours_and_a_price(folder):
+    made = planned(folder, tokens=1e9, price=2.5)
+    cost = made.run_cost
+    slow = made.chosen.tokens_per_s(SEQ, "low")
+    assert cost.hours[1] == pytest.approx(1e9 / (2 * slow) / 3600)
+    assert cost.gpu_hours[1] == pytest.approx(2 * cost.hours[1])
+    assert cost.dollars == pytest.approx([2.5 * h for h in cost.gpu_hours])
+    assert cost.kwh[1] == pytest.approx(cost.gpu_hours[1] * 0.7 * 1.3)
+    assert planned(folder).run_cost is None
+
+
+def test_what_is_live_at_the_peak_is_all_of_it(plain):
+    assert sum(p.num_bytes for p in plain.peak_parts) == peak(plain)
+
+
+WORDS = "--strategy full_shard --checkpoint-activations none --micro-batch 1 --offload none --gpus 2 --units blocks"
+
+
+def test_a_saved_plan_is_made_again_and_compared(folder, tmp_path, capsys):
+    words = [
+        "plan",
+        "--model",
+        str(folder),
+        "--seq",
+        "256",
+        *WORDS.split(),
+        "--loss",
+        "fused",
+        "--price",
+        "2",
+        "--tokens",
+        "1e9",
+        "--json",
+    ]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    assert cli.main(["plan", "--from", str(file), "--json"]) == 0
+    again = capsys.readouterr().out
+    assert json.loads(again) == json.loads(text)
+    told = json.loads(text)["inputs"]
+    assert (told["seq"], told["loss"], told["precision"]["params"]) == (256, "fused", "bfloat16")
+    assert set(told["versions"]) >= {"accordion", "torch", "transformers", "python"}
+
+    assert cli.main(["plan", "--from", str(file), "--loss", "plain", "--compare", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "where the time goes, by kind" in shown
+    assert "what the peak is" in shown
+    assert "dollars" in shown
+    assert "kWh" in shown
+    line = next(line for line in shown.splitlines() if line.strip().startswith("loss "))
+    assert line.split() == ["loss", "plain", "fused"]
+
+
+@pytest.mark.parametrize("flag", ["from", "compare"])
+def test_a_file_that_is_no_plan_is_told_of(tmp_path, capsys, flag):
+    for text, said in (
+        ("{", "cannot be read as JSON"),
+        ("{}", "holds no plan"),
+        ('{"config": {}, "command": {"gpuss": 8}}', "no options"),
+    ):
+        file = tmp_path / "plan.json"
+        file.write_text(text)
+        if flag == "compare" and said == "no options":
+            continue
+        assert cli.main(["plan", f"--{flag}", str(file)]) == cli.BAD_INPUT
+        assert said in capsys.readouterr().err
+
+
+def test_weights_in_four_bits_are_heeded_with_adapters_and_other_quantization_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for told, said in (
+        ({"quant_method": "fp8"}, "quantized by fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--lora-rank"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
+        with pytest.raises(acc.UsageError, match=said):
+            planned(tmp_path)
+    made, asked = (
+        planned(f, kernels=Kernels(lora_rank=8, four_bits=b)) for f, b in ((tmp_path, False), (folder, True))
+    )
+    assert peak(made) == peak(asked)
+    assert peak_of(made.log).num_bytes == peak(made)
+    assert replace(made.space, tokens=1).kernels.lora_rank == 8
