@@ -139,6 +139,7 @@ def does_alone(mesh, what: str, folder: str) -> str:
     return str(caught.value)
 
 
+@IN_STREAMS
 @pytest.mark.parametrize(
     "what",
     [
@@ -165,7 +166,7 @@ def raises_alone(mesh, steps: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=IN_STREAMS)])
 def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
     for rank, text in enumerate(alone.run(3, raises_alone, steps)):
         assert "missing" in text

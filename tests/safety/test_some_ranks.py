@@ -137,8 +137,15 @@ def test_from_a_later_step_on(world, how):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_of_every_strategy(world, strategy):
     shape, names = mesh_of(STRATEGIES[strategy])
-    for ways in ([APART["leaves_one_out"], APART["ends_early"]], [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]):
-        world.run_mesh(shape, names, run_ways, STRATEGIES[strategy], ways)
+    world.run_mesh(shape, names, run_ways, STRATEGIES[strategy], [APART["leaves_one_out"], APART["ends_early"]])
+
+
+@IN_STREAMS
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_of_every_strategy_from_a_later_step_on(world, strategy):
+    shape, names = mesh_of(STRATEGIES[strategy])
+    ways = [(WHOLE,), (WHOLE,), APART["leaves_a_tower_out"]]
+    world.run_mesh(shape, names, run_ways, STRATEGIES[strategy], ways)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +160,12 @@ def test_of_every_strategy(world, strategy):
     ],
     ids=["no_sync", "full", "selective", "prefetch", "debug", "offload"],
 )
-def test_with_what_else_a_model_may_have(world, options):
+@pytest.mark.parametrize("later", [False, pytest.param(True, marks=IN_STREAMS)], ids=["at once", "later"])
+def test_with_what_else_a_model_may_have(world, options, later):
     """A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there."""
     apart = APART["leaves_one_out" if "checkpoint_activations" in options else "leaves_a_tower_out"]
-    world.run(2, run_ways, acc.FULL_SHARD, [APART["leaves_the_first_out"], apart, (WHOLE,)], **options)
-    world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), apart], **options)
+    ways = [(WHOLE,), apart] if later else [APART["leaves_the_first_out"], apart, (WHOLE,)]
+    world.run(2, run_ways, acc.FULL_SHARD, ways, **options)
 
 
 def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
@@ -195,11 +203,13 @@ def run_drawn(mesh, seeds: Sequence[int]) -> None:
         )
 
 
+@IN_STREAMS
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_layers_dropped_at_random(world, num_ranks):
     world.run(num_ranks, run_drawn, range(3))
 
 
+@IN_STREAMS
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_many_layers_dropped_at_random(world, num_ranks):
@@ -259,6 +269,7 @@ def unequal(mesh, strategy: acc.Strategy) -> None:
                 assert model(numbers(0), way).isfinite()
 
 
+@IN_STREAMS
 def test_evaluations(world):
     for strategy in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD):
         world.run(2, evaluates, strategy)
@@ -275,6 +286,7 @@ def parts_while_adding_up(mesh) -> None:
             check_step(mesh, model, plain, way, step, no_sync=2)
 
 
+@IN_STREAMS
 def test_under_no_sync(world):
     world.run(2, parts_while_adding_up)
 
@@ -309,6 +321,7 @@ def extra(mesh) -> str:
     return str(caught.value)
 
 
+@IN_STREAMS
 def test_what_comes_too_late_is_named_on_every_rank(world):
     try:
         texts = world.run(2, extra)
