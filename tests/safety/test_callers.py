@@ -48,10 +48,12 @@ def called_by_two_threads(mesh) -> list[str]:
     model = acc.shard(models.plain(), mesh=mesh)
     said: list[str] = []
 
+    x = batch(model)[0]  # made here: a thread begins with the first device, of which another rank is
+
     def second() -> None:
         try:
             with torch.no_grad():
-                model(batch(model)[0])
+                model(x)
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
 
