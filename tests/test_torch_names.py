@@ -457,6 +457,50 @@ def _() -> None:
     assert optimizer._opt_called  # type: ignore[attr-defined]
 
 
+@checks("is_compiled", "without_compile")
+def _() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2))
+    assert not _torch.is_compiled(plain)
+    assert _torch.without_compile(plain) is plain
+    compiled = torch.compile(plain, backend="eager")
+    assert _torch.without_compile(compiled) is plain
+    plain[0].compile(backend="eager")
+    assert _torch.is_compiled(plain)
+
+
+@checks("DDP_LEAVES_OUT")
+def _() -> None:
+    """DistributedDataParallel asks a module for it before it looks at a parameter."""
+
+    class Asked(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            if name == _torch.DDP_LEAVES_OUT:
+                raise KeyError(name)
+            return super().__getattr__(name)
+
+    with one_rank(), pytest.raises(KeyError):
+        nn.parallel.DistributedDataParallel(Asked(2, 2))
+
+
+@checks("answer_around")
+def _() -> None:
+    told: list[Any] = []
+
+    def answer(known: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        told.append(known)
+        return _torch.unanswered(operator, args, kwargs)
+
+    operator = torch.ops.aten.atanh.default
+    with one_rank() as mesh, torch.no_grad():
+        tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
+        _torch.answer_around(operator, answer)
+        try:
+            assert tensor.atanh().to_local().tolist() == [0.0, 0.0]
+        finally:
+            DTensor._op_dispatcher._custom_op_handlers.pop(operator)  # type: ignore[attr-defined]
+    assert told == [None]
+
+
 @checks("TENSOR_MAKERS", "SUBCLASS_MAKERS")
 def _() -> None:
     assert hasattr(__import__(_torch.TENSOR_MAKERS, fromlist=["x"]), "_rebuild_tensor_v2")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from accordion.offload import arena, tiers
+from accordion.offload import arena
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
 from tests.inside import engine_in
@@ -235,15 +235,16 @@ class FakeAccelerator:
 def refused_on_one(mesh) -> None:
     """One rank's machine refuses to pin: `shard` says so on all ranks, before anything is trained."""
 
-    class Refusing(arena.Arena):
-        def __init__(self, num_bytes: int, device: torch.device) -> None:
-            super().__init__(num_bytes, device)
-            if mesh.get_rank() == 1:
-                arena.pin(self, self.memory, FakeAccelerator(1), lambda: None, lambda: None)
+    make = arena.Arena.__init__
+
+    def refusing(self: arena.Arena, num_bytes: int, device: torch.device) -> None:
+        make(self, num_bytes, device)
+        if mesh.get_rank() == 1:
+            arena.pin(self, self.memory, FakeAccelerator(1), lambda: None, lambda: None)
 
     others = "1 other ranks could not get the memory or files that offloading asks for; they say why"
     message = "the machine refuses to pin" if mesh.get_rank() == 1 else others
-    with mock.patch.object(tiers, "Arena", Refusing), pytest.raises(acc.AccordionError, match=message):
+    with mock.patch.object(arena.Arena, "__init__", refusing), pytest.raises(acc.AccordionError, match=message):
         acc.shard(models.plain(), mesh=mesh, offload=HOST)
 
 

@@ -321,7 +321,7 @@ def test_no_strategy_is_said_to_take_less_than_its_states():
 
 def test_a_strategy_that_could_not_win_is_not_traced():
     """FULL_SHARD bounds the others: in memory, and in time without waiting. Tracing would fail here."""
-    cluster = replace(CLUSTER, network_gbps=1.0)
+    cluster = replace(CLUSTER, network_gbps=0.1)
     task = SearchTask(subject_for=lambda size: None, space=Space(precision=BF16), cluster=cluster, num_params=10**6)
     evaluator = Evaluator(task, lambda text: None)
     evaluator._rates.update({8: 2.0, 64: 2.0})  # samples a second of the fastest that fits

@@ -277,9 +277,12 @@ class _Ends:
 
     def _listen(self) -> None:
         deadline = time.monotonic() + MEETING_S
-        while not self.closed:
+        while not self.closed or self._peers:  # closed, it waits for the others to hang up too: what was said arrives
             left = None if self._server is None else max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(left):
+            events = self._selector.select(CONNECT_S if self.closed else left)
+            if self.closed and not events:
+                break
+            for key, _ in events:
                 if key.data is None:
                     self._accept()
                 else:
@@ -288,6 +291,8 @@ class _Ends:
                 self._selector.unregister(self._server)
                 self._server.close()
                 self._server = None
+        self._close()
+        self._selector.close()
 
     def _accept(self) -> None:
         assert self._server is not None, "who accepts listens"
