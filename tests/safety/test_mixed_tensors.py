@@ -57,6 +57,7 @@ class Clip(nn.Module):
         return self.head(self.rms(self.lstm(x)[0].mean(1) + self.encode_image(image)))
 
 
+pytestmark = pytest.mark.cpu("plain tensors lie there; the error comes before a device is asked")
 TOKENS, IMAGE, ROWS = torch.arange(10).view(2, 5), torch.randn(2, 3, 4), torch.randn(2, WIDTH)
 ONES = torch.ones(5, WIDTH, dtype=torch.bool)
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
