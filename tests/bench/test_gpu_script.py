@@ -107,10 +107,14 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("start", [["-c", BLOCKED, "bench", "gpu"], ["-m", "accordion.bench.gpu"]])
+@pytest.mark.parametrize(
+    "start",
+    [["-c", BLOCKED, "bench", "gpu"], pytest.param(["-m", "accordion.bench.gpu"], marks=pytest.mark.slow)],
+    ids=["command", "module"],
+)
 def test_a_gpu_is_measured_with_torch_numpy_and_safetensors_alone(start, tmp_path):
     """With small shapes, from the command line as from a checkout."""
-    words = ["--tiny", "--device", "cpu", "--parts", "cdab" if "-c" in start else "d", "--dir", str(tmp_path)]
+    words = ["--tiny", "--device", "cpu", "--parts", "d" if "-c" in start else "cdab", "--dir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, *start, *words], capture_output=True, text=True, check=False, timeout=600, env=environ

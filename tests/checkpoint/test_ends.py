@@ -125,7 +125,7 @@ def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".stack")] == []
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_waited_for_no_longer_than_by_the_process_group(tmp_path, background):
     ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background)
     assert "other ranks did not come" in text if background else "did not come here in time" in text

@@ -304,7 +304,7 @@ def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, caps
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["precious"]
 
 
-@pytest.mark.parametrize("letters", sampled(["abcdefg", "cfg"], "cfg".__eq__))
+@pytest.mark.parametrize("letters", sampled(["abcdefg", "cf"], "cf".__eq__))
 def test_what_one_accelerator_shows_is_measured(tmp_path, letters):
     command = [sys.executable, "-m", "accordion.bench.gpu", "--tiny", "--device", "cpu"]
     environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}

@@ -87,6 +87,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     assert not list(run_dir.rglob(".owner"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_weights_were_not_kept_fails_and_names_the_newest(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_run_whose_last_weights_were_not_kept_fails_and_names_the_newest(
         assert "2 of 5 steps are done" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_deleted_is_told_and_the_last_weights_are_kept(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

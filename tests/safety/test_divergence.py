@@ -18,6 +18,7 @@ from accordion.safety import divergence
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
+from tests.support.sample import sampled
 
 SOON_S = 20.0
 IN_STREAMS = pytest.mark.cpu(
@@ -103,7 +104,7 @@ def test_in_a_later_step(alone, how):
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, {"no_shard", "hybrid_shard"}.__contains__))
 def test_in_a_later_step_of_every_strategy(alone, strategy):
     strategy = STRATEGIES[strategy]
     texts = alone.run_mesh(*mesh_of(strategy), apart, strategy, "calls_a_block", 2)

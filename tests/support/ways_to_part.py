@@ -65,7 +65,9 @@ class Script:
         return self.is_one and self.step == self.way.step
 
     def moment(self, name: str) -> None:
-        """The way's own deed, at the moment that it names."""
+        """The way's own deed, at the moment that it names; first what all ranks do then."""
+        if name in self.way.all_do and self.step == (0 if name == "before_training" else self.way.step):
+            self.way.all_do[name](self)
         if self.here and name in self.way.deeds:
             self._at()
             self.way.deeds[name](self)
@@ -164,7 +166,8 @@ class Way:
     """One way to part. `says`: patterns, all of which the first sentence of every other rank has, in any order.
 
     `deeds`: by moment, of the rank `one` in step `step`. `others_...`: what that rank is given in place of the rest. `all_say`:
-    that rank says it too. `one_says`: it alone does.
+    that rank says it too. `one_says`: it alone does. `all_do`: by moment, what every rank does. `stays`: that rank ends when the
+    others have.
     """
 
     name: str
@@ -184,6 +187,8 @@ class Way:
     swallows: bool = False
     all_say: bool = False
     one_says: bool = False  # and the others nothing
+    all_do: dict[str, Deed] = field(default_factory=dict)
+    stays: bool = False
 
     @property
     def speakers(self) -> list[int]:
@@ -276,6 +281,12 @@ def ends() -> Iterator[Way]:
             name=f"rank 0 is killed {where}", kind="a rank ends", says=["rank 0", "without a word"],
             deeds={moment: is_killed(signal.SIGKILL)}, one=0, num_ranks=3, step=step,
         )  # fmt: skip
+    for moment, (where, step) in MOMENTS.items():
+        for one in (0, 1):
+            yield Way(
+                name=f"rank {one} is stopped, as by Ctrl-Z, {where}", kind="a rank ends", stays=True, step=step, one=one,
+                says=["rank 1" if one else "rank 0|has not answered for"], deeds={moment: is_killed(signal.SIGSTOP)},
+            )  # fmt: skip
 
 
 # -- what one rank does alone
@@ -320,6 +331,19 @@ def saves(script: Script) -> None:
 
 def saves_behind(script: Script) -> None:
     acc.save(f"{script.folder}/step", script.model, script.optimizer, background=True)
+
+
+def loads(script: Script) -> None:
+    acc.load(f"{script.folder}/step", script.model)
+
+
+def loads_but_one(script: Script) -> None:
+    if not script.is_one:
+        loads(script)
+
+
+def loads_optimizer(script: Script) -> None:
+    acc.load(f"{script.folder}/step", script.model, script.optimizer)
 
 
 def shows_full(script: Script) -> None:
@@ -385,6 +409,14 @@ def alone() -> Iterator[Way]:
         yield Way(
             name=f"rank 0 {name} at the end", kind=kind, says=["rank 1 has ended its program"], deeds={"end": deed}, one=0,
             step=STEPS, one_says=True,
+        )  # fmt: skip
+    for name, deed, all_do in [
+        ("loads a checkpoint", loads, {}),
+        ("loads a checkpoint with its optimizer", loads_optimizer, {}),
+        ("loads the optimizer, and the others the model alone", loads_optimizer, {"loader": loads_but_one}),
+    ]:
+        yield Way(
+            name=name, kind=kind, says=["rank 1", "load"], deeds={"loader": deed}, all_do={"before_training": saves, **all_do}
         )  # fmt: skip
     for name, key, says in [
         ("skips its backward", "skips_backward", ["rank 1", "backward"]),
@@ -595,6 +627,7 @@ class Run:
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
         self.late: list[int] = []
+        self.at_rest = 0.0  # when all but the one that stays had ended
         self.begun = time.monotonic()
         self.ended = self.begun
 
@@ -613,6 +646,7 @@ class Run:
                 out = os.open(self.path(f"rank{rank}"), os.O_WRONLY | os.O_CREAT)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what runs behind it
                 faulthandler.register(signal.SIGUSR1, all_threads=True)
                 moment = self.path("moment")
                 torch.manual_seed(0)
@@ -627,9 +661,12 @@ class Run:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self.codes[rank] = os.waitstatus_to_exitcode(status)
-                    self.ended = time.monotonic()
+                    self.ended = self.at_rest or time.monotonic()
         if len(self.codes) == len(self.pids):
             return True
+        if self.way.stays and set(self.pids) - set(self.codes) == {self.way.one} and not self.at_rest:
+            self.at_rest = time.monotonic()
+            os.kill(self.pids[self.way.one], signal.SIGKILL)
         moment = self.path("moment")
         since = time.time() - moment.stat().st_mtime if moment.exists() else 0.0
         if since > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:

@@ -34,6 +34,7 @@ POLL_S = 1.0
 HEARD_S = 2.0  # in which ranks that part have said where they are
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
 NOTICE = timedelta(seconds=NOTICE_S)
+STOPPED = "whose process has not begun, is stopped, or hangs"
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
 CALM_PASSES = (
     3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
@@ -63,11 +64,10 @@ class DivergenceMonitor(Observer):
         """`communicators`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self._ranks = sorted(ranks)
-        self._store: Any = _torch.default_store() if communicators else None
         self.asks_in_vain = any(
             communicator.is_ordered for communicator in communicators
         )  # ranks that wait do so on their devices, and hear nothing
-        self.listens = self._store is not None  # whether there is any other rank
+        self.listens = bool(communicators)  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         self._noticed: Callable[[], Noticed | None] = lambda: None
         self._posted, self._num_looks = False, 0
@@ -77,8 +77,10 @@ class DivergenceMonitor(Observer):
         self._prefix, self._rank = f"accordion/{common_name(communicators)}", dist.get_rank() if communicators else 0
         # Weakly: it ends with the job's process groups, which a model may outlive.
         self._line: Callable[[], PartyLine | None] = lambda: None
-        if self._store is not None:
-            line = PartyLine.of_job(self._ranks, self._rank, self._store, self._prefix)
+        self._store: Any = None  # an `AskedStore` where there are other ranks
+        if self.listens:
+            line = PartyLine.of_job(self._ranks, self._rank, _torch.default_store(), self._prefix)
+            self._store = line.store
             line.names_waits = line.names_waits or self.asks_in_vain
             self._line = weakref.ref(line)
         self.num_steps = 0  # of optimizers, on parameters of this model
@@ -152,11 +154,8 @@ class DivergenceMonitor(Observer):
         if self._store is None:
             return None
         here, text = f"{self._prefix}/met/{self._num_met}", json.dumps(said)
-        same, go, everyone = f"{here}/{zlib.crc32(text.encode()):x}", f"{here}/go", len(self._ranks)
-        self._store.set(f"{here}/{self._rank}", json.dumps({**said, **self._facts}))
-        self._store.add(same, 1)
-        if self._store.add(f"{here}/all", 1) == everyone:  # the last one: every rank has said what
-            self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
+        same, go = f"{here}/{zlib.crc32(text.encode()):x}", f"{here}/go"
+        self._asked(self._say_here, here, same, go, {**said, **self._facts}, what=said["what"])
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
         num_apart, next_s, deadline, waits = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s, False
         while not self._is_there(go, next_s, said["what"]):
@@ -180,6 +179,14 @@ class DivergenceMonitor(Observer):
         of_all = (go, f"{here}/all") if self._rank == self._ranks[0] else ()
         self._passed = (f"{here}/{self._rank}", same, *of_all)
         return found
+
+    def _say_here(self, here: str, same: str, go: str, said: dict[str, Any]) -> None:
+        """Tell what this rank does; the last one to come, when every rank has said what, lets all go on."""
+        everyone = len(self._ranks)
+        self._store.set(f"{here}/{self._rank}", json.dumps(said))
+        self._store.add(same, 1)
+        if self._store.add(f"{here}/all", 1) == everyone:
+            self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """What all ranks have said does not go together."""
@@ -239,14 +246,19 @@ class DivergenceMonitor(Observer):
         """A backend or the store has failed under this rank: mostly because of another one, who is named."""
         line = self._line()
         cause = None if line is None else line.cause(echo_s(error), self._prefix)
+        if cause is None and self._store is not None and (lost := self._store.lost()):
+            self._break(f"while this rank {self._doing(what)}, {lost}", error)
         if cause is not None:
             self._break(f"while this rank {self._doing(what)}, rank {cause[0]} {cause[1]}", error, of_rank=cause[0])
         said = str(error).splitlines()[0]
         where = self._where(self._ranks)
-        if where:
-            others = "; ".join(f"rank {rank} {text}" for rank, text in where.items())
+        silent = [rank for rank in self._ranks if rank not in (*where, self._rank)] if "imed out" in said else []
+        if where or silent:
+            others = [f"rank {rank} {text}" for rank, text in where.items()]
+            if silent:
+                others.append(f"nothing is heard of rank {', '.join(map(str, silent))}, {STOPPED}")
             timeout_s = _torch.timeout_s_of_job()
-            text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {others}"
+            text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {'; '.join(others)}"
             self.fail(f"{text}; all ranks must do the same with the model.", error)
         # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
         text = f"a collective failed while this rank {what}: {said}; another rank has failed, "

@@ -6,6 +6,7 @@ not the job's store, which ends with the rank that keeps it. The end of a proces
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import linecache
@@ -29,6 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.errors import DivergenceError
+from accordion.safety.connections import AskedStore, give_up, limit_s_of
 
 log = logging.getLogger("accordion")
 KEPT = "accordion/line/"  # before the ranks of a line, in the name under which it is kept
@@ -44,11 +46,14 @@ ECHO_S = 2.0  # in which the cause of what looks like an echo is heard, if anybo
 NAMED_S = 3.0  # after which a rank whose device may wait for another one says so
 KEPT_STEPS = 64  # digests of steps that the first rank keeps
 NOTICED_STEPS = 4  # backwards in which all ranks have heard that some step differently, to say how at one and the same
+LOOK_S = 1.0  # between two looks of the thread whether the job's store answers
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
     "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
     "ended it, as gloo does where collectives of ranks do not match"
 )
+LOST_END = "its machine, or the network to it, is gone"
+LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # as the system says it
 BACKEND_WORDS = (
     *(
         "Connection closed by peer",
@@ -107,7 +112,8 @@ class PartyLine:
         self.doing: str | None = None
         self.names_waits = False  # whether this rank may wait on its device, where only the thread can say for whom
         self.phase = ""  # of the step under way, in words that follow a verb
-        self._ends = _Ends(sorted(ranks), rank, weakref.ref(self))
+        self.store = AskedStore(store, _torch.timeout_s_of_job())
+        self._ends = _Ends(sorted(ranks), rank, weakref.ref(self), self.store)
         self.ended, self.failed = self._ends.ended, self._ends.failed
         word = secrets.token_hex(16)
         if self._ends.leads:
@@ -195,7 +201,8 @@ class PartyLine:
 class _Ends:
     """Owns the sockets of one rank and what was heard on them; shared by the line and its thread, and keeps no line alive."""
 
-    def __init__(self, ranks: list[int], rank: int, line: weakref.ref[PartyLine]) -> None:
+    def __init__(self, ranks: list[int], rank: int, line: weakref.ref[PartyLine], store: AskedStore) -> None:
+        self._store = store
         self.ranks, self.rank, self._line, self.pid = ranks, rank, line, os.getpid()
         self.leads = rank == ranks[0]
         self.ended: dict[int, str] = {}
@@ -219,6 +226,7 @@ class _Ends:
         self._parts: dict[int, bytes] = {}
         self._has_said_end = False
         self._main = threading.main_thread().ident
+        self._timeout_s = _torch.timeout_s_of_job()
 
     # -- connections
 
@@ -239,6 +247,7 @@ class _Ends:
     def _take(self, rank: int, peer: socket.socket) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.settimeout(CONNECT_S)  # of what is sent: a few hundred bytes
+        give_up(peer, self._timeout_s)
         self._peers[rank] = peer
         self._parts[rank] = b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
@@ -278,10 +287,11 @@ class _Ends:
     def _listen(self) -> None:
         deadline = time.monotonic() + MEETING_S
         while not self.closed or self._peers:  # closed, it waits for the others to hang up too: what was said arrives
-            left = None if self._server is None else max(0.0, deadline - time.monotonic())
+            left = LOOK_S if self._server is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
             events = self._selector.select(CONNECT_S if self.closed else left)
             if self.closed and not events:
                 break
+            self._store.look()
             for key, _ in events:
                 if key.data is None:
                     self._accept()
@@ -316,18 +326,20 @@ class _Ends:
         return [{"rank": rank, "ended": text} for rank, text in self.ended.items()]
 
     def _read(self, rank: int, peer: Any) -> None:
+        is_lost = False
         try:
             data = peer.recv(READ_BYTES)
-        except TimeoutError:
-            return
-        except OSError:
-            data = b""
+        except OSError as error:
+            if error.errno is None:  # nothing is there after all
+                return
+            data, is_lost = b"", error.errno in LOST
         if not data:
             self._selector.unregister(peer)
             self._peers.pop(rank, None)
             peer.close()
             if rank not in self.ended and not self.closed:
-                self._hear({"rank": rank, "ended": SILENT_END}, None)
+                end = f"has not answered for {limit_s_of(self._timeout_s):g} s: {LOST_END}" if is_lost else SILENT_END
+                self._hear({"rank": rank, "ended": end}, None)
             return
         *lines, self._parts[rank] = (self._parts[rank] + data).split(b"\n")
         for line in lines:

@@ -272,7 +272,8 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
     try:
         first = store.compare_set(FAILED, "", f"{rank} {code}").decode()
     except (RuntimeError, torch.distributed.DistError):
-        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone.", file=sys.stderr)
+        why = f": {' '.join(str(error).split())}" if isinstance(error, AccordionError) else "."
+        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone{why}", file=sys.stderr)
         return code
     if first != f"{rank} {code}":
         return int(first.split()[1])
