@@ -273,7 +273,7 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
         first = store.compare_set(FAILED, "", f"{rank} {code}").decode()
     except (RuntimeError, torch.distributed.DistError):
         why = f": {' '.join(str(error).split())}" if isinstance(error, AccordionError) else "."
-        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone{why}", file=sys.stderr)
+        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone{where}", file=sys.stderr)
         return code
     if first != f"{rank} {code}":
         return int(first.split()[1])
