@@ -272,8 +272,8 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
     try:
         first = store.compare_set(FAILED, "", f"{rank} {code}").decode()
     except (RuntimeError, torch.distributed.DistError):
-        why = f": {' '.join(str(error).split())}" if isinstance(error, AccordionError) else "."
-        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone{where}", file=sys.stderr)
+        said = f": {' '.join(str(error).split())}" if isinstance(error, AccordionError) else "."
+        print(f"accordion: rank {rank} stopped, the rank that keeps the store is gone{said}", file=sys.stderr)
         return code
     if first != f"{rank} {code}":
         return int(first.split()[1])
