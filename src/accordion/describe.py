@@ -14,8 +14,8 @@ from accordion.state import sharded_engine
 class UnitReport:
     """One unit. Bytes are those of this rank; `optimizer_bytes` counts two states of each trainable element, as Adam keeps.
 
-    `full_bytes`: what the unit takes beside that while it is gathered. `relay_bytes`: what it keeps beside that always, where
-    the optimizer is cut over replicas too. `secondary_bytes`: what it keeps from its forward to its backward, with
+    `full_bytes`: what the unit takes beside that while it is gathered. `inner_shard_bytes`: what it keeps beside that always,
+    where the optimizer is cut over replicas too. `secondary_bytes`: what it keeps from its forward to its backward, with
     `shard(secondary=)`.
     """
 
@@ -26,7 +26,7 @@ class UnitReport:
     gradient_bytes: int
     optimizer_bytes: int
     full_bytes: int
-    relay_bytes: int
+    inner_shard_bytes: int
     secondary_bytes: int = 0
 
 
@@ -68,6 +68,6 @@ def _unit_report(unit: Unit) -> UnitReport:
         gradient_bytes=trained,
         optimizer_bytes=2 * trained,
         full_bytes=unit.full_bytes,
-        relay_bytes=sum(g.relay_bytes for g in unit.groups),
+        inner_shard_bytes=sum(g.inner_shard_bytes for g in unit.groups),
         secondary_bytes=sum(g.secondary_bytes for g in unit.groups),
     )

@@ -137,8 +137,8 @@ def test_hybrids_speak_to_few_ranks_at_any_size(run_fake, num_ranks):
         plain, over_all = found["hybrid_shard", build], found["hybrid_shard_optim", build]
         assert_flat("hybrid_shard", build, SHARD_RANKS, plain)
         cuts = cuts_of(build, SHARD_RANKS)
-        relayed = sum(c.shard_numel for c in cuts) * 4
-        assert over_all["held"] >= relayed, "the rows of all replicas stand beside the own ones"
+        inner_shards = sum(c.shard_numel for c in cuts) * 4
+        assert over_all["held"] >= inner_shards, "the rows of all replicas stand beside the own ones"
         assert over_all["calls"]["reduce"] == 2 * plain["calls"]["reduce"]
 
 

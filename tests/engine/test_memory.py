@@ -120,13 +120,15 @@ def test_a_rank_holds_its_share_and_nothing_else(measure, strategy):
     params, grads, state, full = KEPT[strategy]
     for found in measure(strategy):
         total = found["total"]
-        relay = full if strategy == "hybrid_shard_optim" else 0  # rows gathered over `replicate` stand from the start
+        inner_shards = (
+            full if strategy == "hybrid_shard_optim" else 0
+        )  # rows gathered over `replicate` stand from the start
 
         def share(value: float, total: int = total) -> Any:
             return pytest.approx(value * total, rel=0.01)
 
         assert found["start"] == share(1)
-        assert found["sharded"] == share(params + relay)
+        assert found["sharded"] == share(params + inner_shards)
         assert found["end 2"] == share(params + 2 * state + full)
         assert found["stepped 2"] - found["end 2"] == share(grads)
         assert found["end 3"] == found["end 2"], "a step leaves something behind"

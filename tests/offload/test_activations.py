@@ -302,7 +302,7 @@ def in_order(mesh) -> None:
     activation_offload = engine_in(model).context.shard_buffers.activation_offload
     offloaded = []
     for value in (1.0, 2.0, 3.0):
-        offloaded.append(activation_offload.park(torch.full((4,), value, device=device()), "host"))
+        offloaded.append(activation_offload.offload(torch.full((4,), value, device=device()), "host"))
         offloaded[-1].leave()
         if value != 2:  # in the first and the last one a backward comes
             assert torch.equal(offloaded[-1].tensor(), torch.full((4,), value, device=device()))
@@ -310,10 +310,10 @@ def in_order(mesh) -> None:
     assert first._coming is None, "of a forward before a backward"
     assert second._coming is not None, "of the same forward"
     live = torch.zeros(4, device=device())
-    activation_offload.park(live, "host")
+    activation_offload.offload(live, "host")
     live.add_(1)
     with pytest.raises(acc.UsageError, match=r"the input \(4,\) of a recomputed unit was changed in place while"):
-        activation_offload.park(torch.zeros(4, device=device()), "host")
+        activation_offload.offload(torch.zeros(4, device=device()), "host")
 
 
 def nothing_recomputed(mesh) -> None:

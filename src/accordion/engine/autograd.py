@@ -26,9 +26,9 @@ def reduce_node_of(call: Call) -> ReduceNode:
     """The node that waits for the reduces of a call's parameters, on the stream that computes now; made once."""
     trained, engine = call.trained, call.engine
     now = engine.context.reduce_stream.compute()
-    node: ReduceNode | None = trained.staged
+    node: ReduceNode | None = trained.reduce_node
     if node is None or node.stream != now:
-        node = trained.staged = ReduceNode(engine.anchor, now, {})
+        node = trained.reduce_node = ReduceNode(engine.anchor, now, {})
         node.token = _torch.apply(AwaitReduce, weakref.ref(node), engine.anchor, *trained.params)
     return node
 
@@ -41,14 +41,14 @@ class AwaitReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, staged: weakref.ref[ReduceNode], anchor: Tensor, *shards: Tensor) -> Tensor:
-        ctx.staged, ctx.nothing = staged, (None,) * (2 + len(shards))
+    def forward(ctx: Any, node: weakref.ref[ReduceNode], anchor: Tensor, *shards: Tensor) -> Tensor:
+        ctx.reduce_node, ctx.nothing = node, (None,) * (2 + len(shards))
         return anchor.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        staged: ReduceNode | None = ctx.staged()
-        calls = staged.reducing.pop(_torch.current_graph_task(), ()) if staged is not None else ()
+        node: ReduceNode | None = ctx.reduce_node()
+        calls = node.reducing.pop(_torch.current_graph_task(), ()) if node is not None else ()
         found = ctx.nothing
         for call, parts in calls:  # none where the unit adds up since that forward
             engine = call.engine
@@ -100,8 +100,8 @@ class Gather(torch.autograd.Function):
             return None, engine.zero if call.sync else None
         parts = engine.reduce(unit, call.trained, grads, ours)
         engine.reduces_under_way.append(parts)
-        assert call.staged is not None, "a call that reduces has its node"
-        call.staged.reducing.setdefault(task, []).append((call, parts))
+        assert call.reduce_node is not None, "a call that reduces has its node"
+        call.reduce_node.reducing.setdefault(task, []).append((call, parts))
         # Defined, never None: autograd picks the queue of a node from the gradients in its buffer.
         return None, engine.zero
 

@@ -43,7 +43,7 @@ class Call:
             "number",
             "reached",
         ),
-        *("root", "shown", "staged", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
+        *("root", "shown", "reduce_node", "sync", "trained", "unit", "version", "waiting", "watching", "writes"),
     )
 
     def __init__(self, engine: Engine, unit: Unit, by_read: bool = False, is_dummy: bool = False) -> None:
@@ -52,7 +52,7 @@ class Call:
         policy = unit.unit_policy
         # Whether its backward computes with parameters, or somebody wants them to stay.
         self.needs_full_in_backward = bool(by_read or unit.needs_full_in_backward or policy.keep or policy.keep_on)
-        self.staged: ReduceNode | None = None
+        self.reduce_node: ReduceNode | None = None
         self.number = 0  # in autograd's sequence, of the AwaitReduce
         self.writes = unit.writes()
         self.root = engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
@@ -99,8 +99,8 @@ class Call:
                 "reference to the model until the backward has run."
             )
         self.refuse_double_backward()
-        if self.staged is not None:
-            _torch.set_number(self.staged.token, self.number)
+        if self.reduce_node is not None:
+            _torch.set_number(self.reduce_node.token, self.number)
         self.waiting[task] = 0
         node = self.gather and self.gather()
         if node is None or self.unit.views_inputs or not _torch.will_execute(node):
@@ -177,8 +177,8 @@ class Call:
 
     def drop(self) -> None:
         """Forget gradients that nobody will ask for."""
-        if self.staged is not None:
-            self.staged.reducing.clear()
+        if self.reduce_node is not None:
+            self.reduce_node.reducing.clear()
 
 
 def _input_done(reference: weakref.ref[Call], _: Any) -> None:

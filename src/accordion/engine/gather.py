@@ -79,7 +79,7 @@ class FullBuffer:
         rank: int,
         *,
         poison: bool = False,
-        relay: bool = False,
+        cut_dim_first: bool = False,
     ) -> None:
         self.flat = flat
         self._poison = poison and flat.is_floating_point()
@@ -95,7 +95,7 @@ class FullBuffer:
             rows = raw[at : at + (c.padded_numel if c.dim == 0 else c.numel)]
             self.own.append(rows[rank * c.shard_numel : (rank + 1) * c.shard_numel] if c.dim == 0 else rows)
             if c.dim:
-                rows = rows.view(c.rows, *c.row_shape).movedim(0, c.dim) if relay else rows.view(c.shape)
+                rows = rows.view(c.rows, *c.row_shape).movedim(0, c.dim) if cut_dim_first else rows.view(c.shape)
             self.rows.append(rows)
 
     @property

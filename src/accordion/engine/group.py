@@ -29,14 +29,14 @@ NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
 class ShardingContext:
     """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
 
-    `relay`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: a secondary shard.
+    `cut_twice`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: a secondary shard.
     `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by. `where`: for messages, which
     ranks these are, if they are not all of the model's.
     """
 
     shard: Axis
     replicate: Axis
-    relay: bool
+    cut_twice: bool
     keeps_full: bool
     keep_until_backward: bool
     scale: float
@@ -59,14 +59,16 @@ class ShardingContext:
         Where rows do not divide evenly this is not what torch's strided placement does; its redistribution is never used.
         """
         first = (self.shard, c)
-        if not self.relay:
+        if not self.cut_twice:
             return [first]
         return [first, (self.replicate, Cut(c.local_shape(self.shard.rank), c.dim, self.replicate.num_ranks))]
 
     @property
     def cut_communicators(self) -> list[Communicator]:
         """The communicators over whose ranks a sharded tensor has its rows."""
-        return [a.gather for a in ((self.shard, self.replicate) if self.relay else (self.shard,)) if a.num_ranks > 1]
+        return [
+            a.gather for a in ((self.shard, self.replicate) if self.cut_twice else (self.shard,)) if a.num_ranks > 1
+        ]
 
 
 class ParamView(Protocol):
@@ -138,7 +140,7 @@ def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
     """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a shard buffer keeps them."""
     outer = message(cuts, dtype.itemsize, num_flags=1)
-    if not context.relay:
+    if not context.cut_twice:
         return outer, outer
     return outer, message([context.levels(c)[1][1] for c in cuts], dtype.itemsize)
 
@@ -156,7 +158,7 @@ class SecondaryShard(ShardBuffer):
         flat = torch.zeros(at, dtype=dtype, device=device)
         self.dtype = dtype
         self.tag = torch.zeros(msg.num_flags, dtype=dtype, device=device)
-        self.full_buffer = FullBuffer(inner.cuts, offsets, flat, rank, relay=True, poison=poison)
+        self.full_buffer = FullBuffer(inner.cuts, offsets, flat, rank, cut_dim_first=True, poison=poison)
         self.padded = [flat.data[o : o + c.shard_numel] for o, c in zip(offsets, msg.cuts, strict=True)]
         self.pack_row = None
         self.filled = -1
@@ -236,7 +238,7 @@ class Group(ABC):
         return 0 if self.full_buffer is None else self.full_buffer.num_bytes
 
     @property
-    def relay_bytes(self) -> int:
+    def inner_shard_bytes(self) -> int:
         """What a secondary shard takes that is kept always."""
         return 0
 
@@ -277,7 +279,7 @@ class Group(ABC):
             self._plans[key] = [
                 ReducePlan(context.shard, [self.message.cuts[i] for i in chosen], num_flags, sent, dtype)
             ]
-            if context.relay:
+            if context.cut_twice:
                 inner = [self._inner.cuts[i] for i in chosen]
                 self._plans[key].append(ReducePlan(context.replicate, inner, num_flags, dtype, dtype))
         return self._plans[key]
@@ -308,29 +310,29 @@ class CutGroup(Group):
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(context, cuts, dtype)
         rank, late = context.shard.rank, context.gather_stream.late
-        if context.relay:
+        if context.cut_twice:
             over = context.replicate
-            self._relay = SecondaryShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
-        own = over.rank if context.relay else rank
+            self._inner_shard = SecondaryShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
+        own = over.rank if context.cut_twice else rank
         self.shard_buffer = context.shard_buffers(self.index, self._inner, own, [p.dtype for p in params], dtype)
-        tagged = self._relay if context.relay else self.shard_buffer
+        tagged = self._inner_shard if context.cut_twice else self.shard_buffer
         tagged.tag.fill_(self.tag)
         self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
-        alone = context.shard.num_ranks == 1 and not context.relay
+        alone = context.shard.num_ranks == 1 and not context.cut_twice
         self.alias = alone and self.shard_buffer.dtype == dtype and self.shard_buffer.is_memory_of_locals
         full_buffer: FullBuffer | None = None
         if not self.alias:
             full_buffer = self._make_full_buffer(cuts, rank, late)
         self.full_buffer = self._full = full_buffer
         self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
-        if context.relay:
+        if context.cut_twice:
             self._gatherings.append(
-                self._gather_over(context.replicate, self._inner, self.shard_buffer, self._relay.full_buffer)
+                self._gather_over(context.replicate, self._inner, self.shard_buffer, self._inner_shard.full_buffer)
             )
         if full_buffer is not None:
             self._gatherings.append(self._gather_over(context.shard, self.message, tagged, full_buffer))
             full_buffer.close()
-        self._is_direct = type(self.shard_buffer) is FlatShards and not context.relay
+        self._is_direct = type(self.shard_buffer) is FlatShards and not context.cut_twice
 
     def _make_full_buffer(self, cuts: Sequence[Cut], rank: int, poison: bool) -> FullBuffer:
         offsets, numel = full_offsets(cuts, self.dtype.itemsize)
@@ -343,13 +345,13 @@ class CutGroup(Group):
         return kind(axis, msg, shard_buffer, full_buffer)
 
     @property
-    def relay_bytes(self) -> int:
-        return self._relay.full_buffer.num_bytes if self.context.relay else 0
+    def inner_shard_bytes(self) -> int:
+        return self._inner_shard.full_buffer.num_bytes if self.context.cut_twice else 0
 
     def mark_stale(self) -> None:
         super().mark_stale()
-        if self.context.relay:
-            self._relay.filled = -1
+        if self.context.cut_twice:
+            self._inner_shard.filled = -1
 
     def gather(self) -> Transfer | None:
         if self._full is None:
@@ -364,11 +366,11 @@ class CutGroup(Group):
         self._full.open()
         self.filled = now
         todo = self._gatherings
-        if self.context.relay and self._relay.filled == now:
+        if self.context.cut_twice and self._inner_shard.filled == now:
             todo = todo[1:]
-        elif self.context.relay:
-            self._relay.filled = now
-            self._relay.full_buffer.open()
+        elif self.context.cut_twice:
+            self._inner_shard.filled = now
+            self._inner_shard.full_buffer.open()
         for gathering in todo:
             gathering.open()
         fetched = self._fetch(todo[0], now) if len(todo) == len(self._gatherings) else None

@@ -94,8 +94,8 @@ class Hooks:
         reserved, self._reserved = self._reserved, None
         same = reserved is not None and reserved[0] == self.engine.root_call
         call.number = reserved[1] if same and reserved is not None else _torch.reserve_number()
-        call.staged = reduce_node_of(call)
-        return call.staged.token
+        call.reduce_node = reduce_node_of(call)
+        return call.reduce_node.token
 
     def _reserve_for_next(self) -> None:
         following = self.engine.expected(self.unit)

@@ -113,7 +113,7 @@ class PendingReduce:
         if watch.looks(group.context.device) and group.reduce_dtype.itemsize >= 4:
             watch.same_everywhere(self._last.flag_sums[-1:], group.tag_sum, group.reduces)
 
-    def bring_home(
+    def finish_at_rest(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `ShardBuffer.put`."""

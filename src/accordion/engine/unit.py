@@ -44,7 +44,7 @@ class TrainedParams:
     indices: tuple[int, ...]
     params: list[nn.Parameter]
     views: list[Tensor]
-    staged: ReduceNode | None = None
+    reduce_node: ReduceNode | None = None
 
 
 @dataclass(slots=True)
@@ -349,7 +349,7 @@ class Unit:
         copies: list[Transfer] = []
         by_group = [adding] if len(parts) == 1 else [mine for _, _, mine in self._by_group(trained, adding)]
         for mine, part in zip(by_group, parts, strict=True):
-            rows, transfer = part.bring_home(mine, decide)
+            rows, transfer = part.finish_at_rest(mine, decide)
             local += rows
             if transfer is not None:
                 copies.append(transfer)

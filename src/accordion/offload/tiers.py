@@ -210,7 +210,7 @@ def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], Offlo
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
-    return partial(tiers.activation_offload.park, place=tiers.offloads[unit].activations)
+    return partial(tiers.activation_offload.offload, place=tiers.offloads[unit].activations)
 
 
 def _choose(device: torch.device) -> None:

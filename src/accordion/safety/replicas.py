@@ -48,7 +48,7 @@ def compare_replicas(engine: Engine) -> None:
 def has_replicas(engine: Engine) -> bool:
     """Whether other ranks hold this one's rows too."""
     context = engine.context
-    return context.replicate.num_ranks > 1 and not context.relay and not context.replicate.gather.is_fake
+    return context.replicate.num_ranks > 1 and not context.cut_twice and not context.replicate.gather.is_fake
 
 
 def compare(engine: Engine, monitor: DivergenceMonitor, at: int | None) -> None:

@@ -195,4 +195,4 @@ def all_have_rows(engine: Engine) -> bool:
     """Whether each rank has some row of some parameter: one that has none is written by nobody."""
     num = engine.context.shard.num_ranks
     cuts = [param.cut for unit in engine.units for param in unit.params]
-    return not engine.context.relay and all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))
+    return not engine.context.cut_twice and all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))

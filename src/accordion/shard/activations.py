@@ -145,13 +145,13 @@ class Waits(Protocol):
     def leave(self) -> None: ...
 
 
-Park = Callable[[Tensor], Waits]
+OffloadInput = Callable[[Tensor], Waits]
 
 
-def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, park: Park | None = None) -> None:
+def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
     """Recompute `module` in the backward. Only its `forward` is wrapped, inside the unit's hooks: the unit is gathered once.
 
-    `park`: takes the input that the unit before made, by convention the first with a gradient, and brings it back.
+    `offload`: takes the input that the unit before made, by convention the first with a gradient, and brings it back.
     """
     own = module.__dict__.get("forward")  # a forward that somebody put on the instance
     reference = weakref.ref(module)
@@ -167,9 +167,9 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, park: Pa
         kwargs = _without_caches(kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(function, *args, **options, **kwargs)
-        if park is None:
+        if offload is None:
             return _checkpoint(function, args, kwargs, options)
-        return _checkpoint_parked(function, park, args, kwargs, options)
+        return _checkpoint_offloaded(function, offload, args, kwargs, options)
 
     module.__dict__["forward"] = forward
 
@@ -186,14 +186,16 @@ def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: A
     return checkpoint(run, seen.new_empty(0), *args, **options, **kwargs)
 
 
-def _checkpoint_parked(function: Callable[..., Any], park: Park, args: Any, kwargs: Any, options: Any) -> Any:
+def _checkpoint_offloaded(
+    function: Callable[..., Any], offload: OffloadInput, args: Any, kwargs: Any, options: Any
+) -> Any:
     """`checkpoint` of `function`, whose first input that has a gradient to pass on waits elsewhere."""
     given = [*args, *kwargs.values()]
     which = next((i for i, v in enumerate(given) if isinstance(v, Tensor) and v.grad_fn is not None), None)
     if which is None:
         return _checkpoint(function, args, kwargs, options)
     num, names, tensor = len(args), list(kwargs), given[which]  # `run` lives as long as the graph, and holds no input
-    waits, given[which] = park(tensor), None
+    waits, given[which] = offload(tensor), None
 
     def run(*rest: Any) -> Any:
         values = [*rest[:which], waits.tensor(), *rest[which + 1 : -1]]

@@ -103,7 +103,7 @@ def wire(
     return ShardingContext(
         shard=axes[0],
         replicate=axes[1],
-        relay=strategy.optim_over_replicas,
+        cut_twice=strategy.optim_over_replicas,
         keeps_full=strategy.params is Place.REPLICATE,
         keep_until_backward=strategy.keep_until_backward,
         scale=scale,
@@ -128,7 +128,7 @@ def beside(context: ShardingContext, mesh: DeviceMesh, make: CommunicatorMaker =
         context,
         shard=shard,
         replicate=replicate,
-        relay=False,
+        cut_twice=False,
         scale=1.0 / mesh.size(),
         where=f" of ranks {_torch.ranks_of(mesh)}",
     )

@@ -147,7 +147,7 @@ def units_table(report: Report) -> Table:
 
 
 def _row_of(unit: UnitReport, resident: bool) -> _Row:
-    always = unit.relay_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
+    always = unit.inner_shard_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
     return _Row(
         unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always, 0 if resident else unit.full_bytes
     )

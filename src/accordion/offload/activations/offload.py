@@ -48,7 +48,7 @@ class ActivationOffload:
     def disk_bytes(self) -> int:
         return sum(store.disk_bytes for store in self._stores.values())
 
-    def park(self, tensor: Tensor, place: str) -> OffloadedInput:
+    def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Begin to take an input away; what the one before still held on the device goes."""
         self.land()
         offloaded = OffloadedInput(self, tensor, self._store_of(place).take(room_for(tensor.nbytes)), self._last)
