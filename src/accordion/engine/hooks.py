@@ -126,7 +126,8 @@ class Hooks:
             raise
         self._stay_last(module)
         engine.enter()
-        differentiable = torch.is_grad_enabled() and self._is_differentiable(args, kwargs)
+        # What a read weight will meet is not known yet: a frozen one may meet an input that needs its gradient.
+        differentiable = torch.is_grad_enabled() and (by_read or self._is_differentiable(args, kwargs))
         if _torch.current_graph_task() == -1:
             for enters in engine.observers.unit_enters:
                 enters(unit, differentiable, by_read)
