@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NoReturn
 
+import safetensors.torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,8 +49,8 @@ class NotForDDP:
 
 
 def refuse_in_safetensors() -> None:
-    """Let safetensors, where the program has imported it, say of a DTensor what to call; it fails obscurely. Once a process."""
-    library: Any = sys.modules.get("safetensors.torch")
+    """Let safetensors say of a DTensor what to call; it fails obscurely. Once a process."""
+    library: Any = safetensors.torch
     asked = getattr(library, "storage_ptr", None)
     if asked is None or hasattr(asked, "refuses"):
         return
