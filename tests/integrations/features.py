@@ -196,6 +196,17 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         not_applicable("CPU ranks", "accelerate does without FSDP there; its tests let it take them for accelerators"),
     ],
+    "Libraries of models, in a loop of one's own": [
+        works(
+            "diffusers: UNets, transformers, `EMAModel`, `accordion.save_pretrained`",
+            "test_model_libraries::test_diffusers",
+            "losses of DDP to 1e-5; averages are sharded; of DiT the first block's `norm1.emb` is a unit of its own",
+        ),
+        works("timm: ViT, ResNet", "test_model_libraries::test_timm", "where torchvision's build is of the same torch"),
+        works(
+            "PyTorch Geometric", "test_model_libraries::test_pytorch_geometric", "graphs of other sizes on each rank"
+        ),
+    ],
     "PEFT": [
         works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT),
         works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
