@@ -131,9 +131,11 @@ class Hooks:
         if _torch.current_graph_task() == -1:
             for enters in engine.observers.unit_enters:
                 enters(unit, differentiable, by_read)
-        elif not unit.leases:  # else it stands, and is not gathered
-            for returns in engine.observers.unit_returns:
-                returns(unit, None)
+        else:
+            unit.see_trained()  # a forward between that of this backward and now may have trained others
+            if not unit.leases:  # else it stands, and is not gathered
+                for returns in engine.observers.unit_returns:
+                    returns(unit, None)
         engine.depth += 1
         try:
             call, fulls = self._begin(differentiable, by_read)
