@@ -117,6 +117,53 @@ def test_weights_of_layers_are_read_from_outside(world) -> None:
     world.run(2, check_ways, ("shard_grad_op", "shard_optim"), ("streams",))
 
 
+def check_frozen(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:
+    """As under LoRA: the layer whose weight is read trains nothing, and others behind it do."""
+    for way in ("weight", "both", "embedding", "recomputed", "given"):
+        for name in strategies:
+            for everything in (False, True):
+                model, plain = both(mesh, way, strategy=STRATEGIES[name], debug=debug)
+                for m in (model, plain):
+                    (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
+                    m.norm.bias.requires_grad_()
+                for step in range(3):
+                    check_step(mesh, model, plain, step)
+                    assert_at_rest(model)
+
+
+class Scorer(nn.Module):
+    """Frozen as a whole: its input alone gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = models.Block(WIDTH, 24), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.block(x), self.head.weight)
+
+
+def check_frozen_whole(mesh) -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(here(Scorer()).requires_grad_(False))
+    model, plain = acc.shard(made[0], mesh=mesh, units={models.Block, nn.Linear}), made[1]
+    for step in range(3):
+        seen = []
+        for m in (model, plain):
+            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(device()).requires_grad_()
+            m(x).square().mean().backward()
+            seen.append(x.grad)
+        torch.testing.assert_close(seen[0], seen[1])
+        assert_at_rest(model)
+
+
+def test_a_frozen_layers_weight_is_read_from_outside(world) -> None:
+    world.run(2, check_frozen, ("full_shard",), ())
+    world.run(2, check_frozen, ("shard_grad_op",), ("streams",))
+    world.run(2, check_frozen_whole)
+
+
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """From now on: the name of each unit that begins a gather, and whether that is in a backward."""
     seen: list[tuple[str, bool]] = []

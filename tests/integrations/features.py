@@ -45,6 +45,10 @@ LIT_MANUAL = "test_lightning::test_manual_optimisation_with_several_optimizers"
 FABRIC = "test_lightning::test_fabric_trains_as_under_ddp"
 LOW = "test_trainer::test_low_precision_gathers_in_it_and_fp16_has_its_scaler"
 
+BY_TRAINER = "test_fsdp2_configs::test_the_trainer"
+BY_ACCELERATE = "test_fsdp2_configs::test_accelerate"
+AT_LOAD = "test_fsdp2_configs::test_transformers_distributed_config"
+
 FEATURES: dict[str, list[Feature]] = {
     "`accordion.integrations.transformers`: `Trainer`, `ShardedTrainer`": [
         works("accumulation, clipping, schedules", LIKE_DDP, "losses and norms of DDP to 1e-5 over 12 steps"),
@@ -171,6 +175,36 @@ FEATURES: dict[str, list[Feature]] = {
             "`save`, `load`, `load_raw`, full and sharded",
             "test_lightning::test_fabric_saves_and_resumes_on_one_two_and_three_ranks",
             "on any number of ranks",
+        ),
+    ],
+    "Programs that ask for FSDP2 themselves, unedited: `accordion run`, `accordion.compat.fsdp2.install()`": [
+        works(
+            "accelerate, `FullyShardedDataParallelPlugin(fsdp_version=2)`",
+            BY_ACCELERATE,
+            "losses and norms of torch's FSDP2 to 1e-5 over 12 steps",
+        ),
+        works(
+            "`save_state`, `load_state`, sharded and full", BY_ACCELERATE, "also of a folder that torch's FSDP2 wrote"
+        ),
+        works("`cpu_ram_efficient_loading`, `activation_checkpointing`, tied weights", BY_ACCELERATE),
+        works("Trainer, `--fsdp full_shard`, `fsdp_config`", BY_TRAINER, "evaluation, checkpoints, resumed"),
+        works("TRL's SFTTrainer, whole models and LoRA", "test_fsdp2_configs::test_trls_sft_trainer"),
+        works(
+            "transformers' `DistributedConfig(fsdp_size=)`",
+            AT_LOAD,
+            "`save_pretrained` and `distributed_checkpoint=True`; its Trainer resumes no such model",
+        ),
+        not_applicable("CPU ranks", "accelerate does without FSDP there; its tests let it take them for accelerators"),
+    ],
+    "Libraries of models, in a loop of one's own": [
+        works(
+            "diffusers: UNets, transformers, `EMAModel`, `accordion.save_pretrained`",
+            "test_model_libraries::test_diffusers",
+            "losses of DDP to 1e-5; averages are sharded; of DiT the first block's `norm1.emb` is a unit of its own",
+        ),
+        works("timm: ViT, ResNet", "test_model_libraries::test_timm", "where torchvision's build is of the same torch"),
+        works(
+            "PyTorch Geometric", "test_model_libraries::test_pytorch_geometric", "graphs of other sizes on each rank"
         ),
     ],
     "PEFT": [

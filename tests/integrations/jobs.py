@@ -66,6 +66,23 @@ def library_job() -> Iterator[None]:
         GradientState._reset_state()
 
 
+@contextmanager
+def fsdp_job() -> Iterator[None]:
+    """A `library_job` in which accelerate takes CPU ranks for accelerators: on a CPU it does without FSDP."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    before = dict(os.environ)
+    with library_job(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU))
+        patched.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+        try:
+            yield
+        finally:
+            for key in os.environ.keys() - before.keys():  # its plugin's, for libraries that it does not know
+                del os.environ[key]
+
+
 def llama(seed: int = 0, **changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

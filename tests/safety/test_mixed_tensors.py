@@ -79,6 +79,9 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a loss between both": (lambda m: F.mse_loss(m.positions, torch.randn(5, WIDTH)), "'positions'"),
     "put together": (lambda m: torch.cat([m.positions, torch.randn(2, WIDTH)]), "'positions'"),
     "an einsum": (lambda m: torch.einsum("bi,ij->bj", ROWS, m.projection), "'projection'"),
+    "a detached matrix": (lambda m: m.projection.detach() * torch.randn(WIDTH, WIDTH), "'projection' of unit 'root'"),
+    "columns of a detached one": (lambda m: torch.randn(5, 2) * m.positions[:, 1:3].detach(), "'positions' of unit 'root'"),
+    "a detached bias": (lambda m: torch.randn(16) + m.blocks[1].up.bias.detach(), "'blocks.1.up.bias' of unit 'blocks.1'"),
     "an average of plain tensors": (lambda m: torch.zeros(5, WIDTH).lerp_(m.positions, 0.1), "'positions'"),
     "rows that a mask takes": (lambda m: torch.where(ONES, m.positions, torch.zeros(5, WIDTH)), "'positions'"),
 }  # fmt: skip
@@ -90,11 +93,7 @@ def makes(mesh: Any, name: str) -> None:
     model(TOKENS, IMAGE).sum().backward()
     mistake, place = MISTAKES[name]
     modes = [torch.enable_grad(), torch.no_grad(), torch.inference_mode()]
-    if "scale" in place:  # computed before: without a graph nobody knows from what
-        modes = modes[:1]
-    if "transpose" in name or "average" in name:  # in inference mode views have no base, and nothing of it is changed
-        modes = modes[:2]
-    for mode in modes:
+    for mode in modes[:2] if "detach" in name else modes:  # torch detaches no DTensor in inference mode
         with mode, pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as caught:
             mistake(model)
         (note,) = caught.value.__notes__
@@ -109,6 +108,39 @@ def makes(mesh: Any, name: str) -> None:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_note_names_the_parameter_its_unit_and_the_ways_out(world, name):
     world.run(2, makes, name)
+
+
+class Holder:
+    """As a trainer of somebody's own holds its model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.net = model
+
+    @torch.no_grad()
+    def scaled(self, of: Tensor) -> Tensor:
+        return of * self.net.logit_scale.exp().clamp(max=100)
+
+
+def was_computed_without_a_graph(mesh: Any) -> None:
+    """Nothing leads from there to the parameter; that it has the shape of one that somebody at work holds is said as a guess."""
+    model = acc.shard(Clip(), mesh, units={Block})
+    with pytest.raises(RuntimeError, match="got mixed") as caught:
+        Holder(model).scaled(torch.randn(4, 2))
+    (note,) = caught.value.__notes__
+    assert "'logit_scale' of unit 'root', or what has its shape and was computed from it" in note
+    with torch.no_grad():
+        squared = model.projection * 2
+        with pytest.raises(RuntimeError, match="got mixed") as caught:
+            squared + torch.randn(WIDTH, WIDTH)
+    assert "'projection' of unit 'root', or what has its shape" in caught.value.__notes__[0]
+    del model
+    with torch.no_grad(), pytest.raises(RuntimeError, match="got mixed") as caught:
+        squared + torch.randn(WIDTH, WIDTH)
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_what_was_computed_without_a_graph_is_guessed_by_its_shape(world):
+    world.run(2, was_computed_without_a_graph)
 
 
 def is_right(mesh: Any) -> None:
@@ -170,6 +202,26 @@ def writes(mesh: Any, folder: Path) -> None:
 def test_safetensors_says_what_to_call(world, tmp_path):
     pytest.importorskip("safetensors")
     world.run(2, writes, tmp_path)
+
+
+IMPORTED_LATE = """
+import sys, torch.distributed as dist, accordion as acc
+from torch import nn
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = acc.shard(nn.Linear(4, 4))
+from safetensors.torch import save_file
+try:
+    save_file(model.state_dict(), sys.argv[1] + ".safetensors")
+except acc.UsageError as error:
+    print(error)
+"""
+
+
+def test_safetensors_imported_later_says_so_too(tmp_path):
+    paths = os.pathsep.join([str(Path(acc.__file__).parents[1]), str(Path(__file__).parents[2])])
+    command = [sys.executable, "-c", IMPORTED_LATE, str(tmp_path / "store")]
+    said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120)
+    assert "safetensors writes whole tensors" in said.stdout, said.stderr
 
 
 ON_ONE_RANK = """

@@ -466,3 +466,32 @@ def nothing_left(mesh) -> None:
 
 def test_no_sync_nests(world):
     world.run(1, nothing_left)
+
+
+class Wrapping(nn.Module):
+    """As adapters' wrappers, it asks another one for attributes that it does not have, and fails where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.others: list[nn.Module] = []
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(self.others[0], name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def wraps(mesh) -> None:
+    model = acc.shard(Wrapping().to(device()), mesh=mesh)
+    model(torch.ones(2, 4, device=device())).sum().backward()
+
+
+def test_modules_are_asked_for_nothing_that_they_do_not_have(world):
+    world.run(1, wraps)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import accordion as acc
@@ -225,3 +226,43 @@ def compiled(mesh) -> None:
 @pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf.*")
 def test_compiled_units_and_parts_of_units(world):
     world.run(1, compiled)
+
+
+class Recomputed(nn.Module):
+    """Its blocks are recomputed from outside of their hooks, as transformers' layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(WIDTH, 12) for _ in range(3))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+        return x
+
+
+def referring(mesh) -> None:
+    """DPO with adapters: between the forward and its backward another one runs, in which nothing trains."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(here(Recomputed()))
+    model, plain = acc.shard(made[0], mesh=mesh, units={models.Block}), made[1]
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(mesh.get_rank())).to(device())
+    for _ in range(2):
+        for m in (model, plain):
+            m.zero_grad()
+            out = m(x)
+            m.blocks.requires_grad_(False)
+            with torch.no_grad():
+                reference = m(x)
+            m.blocks.requires_grad_()
+            (out - 0.5 * reference).square().mean().backward()
+        assert_close(grads_of(model), mean_grads(mesh, plain))
+        assert_at_rest(model)
+
+
+def test_what_trains_is_asked_again_where_a_unit_is_recomputed(world):
+    world.run(2, referring)

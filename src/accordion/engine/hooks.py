@@ -126,13 +126,16 @@ class Hooks:
             raise
         self._stay_last(module)
         engine.enter()
-        differentiable = torch.is_grad_enabled() and self._is_differentiable(args, kwargs)
+        # What a read weight will meet is not known yet: a frozen one may meet an input that needs its gradient.
+        differentiable = torch.is_grad_enabled() and (by_read or self._is_differentiable(args, kwargs))
         if _torch.current_graph_task() == -1:
             for enters in engine.observers.unit_enters:
                 enters(unit, differentiable, by_read)
-        elif not unit.leases:  # else it stands, and is not gathered
-            for returns in engine.observers.unit_returns:
-                returns(unit, None)
+        else:
+            unit.see_trained()  # a forward between that of this backward and now may have trained others
+            if not unit.leases:  # else it stands, and is not gathered
+                for returns in engine.observers.unit_returns:
+                    returns(unit, None)
         engine.depth += 1
         try:
             call, fulls = self._begin(differentiable, by_read)

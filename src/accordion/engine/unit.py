@@ -156,6 +156,10 @@ class Unit:
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
         self.drop_stale()
+        return self.see_trained()
+
+    def see_trained(self) -> bool:
+        """Whether other parameters are trained than before; from now on these are."""
         changed = self._trains_now() != self.trained.indices
         if changed:
             self.trained = self._trained_now()

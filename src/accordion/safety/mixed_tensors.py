@@ -7,11 +7,13 @@ operator on DTensors alone takes longer by that much; none is in the steps of a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
@@ -59,15 +61,21 @@ def answer(known: Callable[..., Any] | None, operator: Any, args: tuple[Any, ...
         return (known or _torch.unanswered)(operator, args, kwargs)
     except RuntimeError as error:
         if MIXED in str(error):
-            places = [place for tensor in _dtensors_of((*args, *kwargs.values())) if (place := _place_of(tensor))]
-            if places:
-                error.add_note(_note(*places[0]))
+            met = list(_dtensors_of((*args, *kwargs.values())))
+            place = next(filter(None, map(_place_of, met)), None)
+            words = _words_of(*place) if place else _words_by_memory_or_shape(met, sys._getframe(1))
+            if words:
+                error.add_note(_note(words))
         raise
 
 
-def _note(name: str, unit: str) -> str:
+def _words_of(name: str, unit: str) -> str:
+    return f"{name!r} of unit {unit or 'root'!r}"
+
+
+def _note(parameter: str) -> str:
     return (
-        f"parameter {name!r} of unit {unit or 'root'!r} is sharded, and was used outside of a call of that unit, where it is a "
+        f"parameter {parameter} is sharded, and was used outside of a call of that unit, where it is a "
         "DTensor of which each rank holds rows. Ways out: compute this inside the model's forward; or make the method that does "
         "an entry point, accordion.entry_point(module, 'name of the method'); or gather it on all ranks, param.full_tensor(), "
         "or `with accordion.full_params(model):` for more than one."
@@ -88,6 +96,39 @@ def _dtensors_of(values: Iterable[Any]) -> Iterator[DTensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _dtensors_of(value)
+
+
+def _words_by_memory_or_shape(tensors: list[DTensor], frame: FrameType | None) -> str:
+    """Which parameter a tensor without a graph is of, among the models that the callers hold: the one whose rows it lies in, as
+    what `detach` and views in inference mode give does; else, as a guess, the only one of its shape. "" for none."""
+    params = list(_parameters_at_work(frame))
+    for tensor in tensors:
+        start, given = _torch.local_of(tensor).data_ptr(), _torch.local_of(tensor)
+        for param in params:
+            rows = _torch.local_of(param)
+            inside = rows.data_ptr() <= start < rows.data_ptr() + rows.nbytes
+            if given.device == rows.device and given.numel() and inside:
+                return _words_of(*vars(param)[PLACE])
+    for tensor in tensors:
+        alike = [p for p in params if p.shape == tensor.shape and p.device_mesh == tensor.device_mesh]
+        if len(alike) == 1:
+            return f"{_words_of(*vars(alike[0])[PLACE])}, or what has its shape and was computed from it,"
+    return ""
+
+
+def _parameters_at_work(frame: FrameType | None) -> Iterator[DTensor]:
+    """Sharded parameters of modules among the variables of `frame` and its callers, and in what the `self` of methods holds."""
+    seen: set[int] = set()
+    while frame is not None:
+        values = list(frame.f_locals.values())
+        owner = frame.f_locals.get("self")
+        values += [] if isinstance(owner, nn.Module) else list(getattr(owner, "__dict__", {}).values())
+        for module in (value for value in values if isinstance(value, nn.Module)):
+            for param in module.parameters():
+                if id(param) not in seen and isinstance(param, DTensor) and PLACE in vars(param):
+                    seen.add(id(param))
+                    yield param
+        frame = frame.f_back
 
 
 def _place_of(tensor: Tensor) -> tuple[str, str] | None:

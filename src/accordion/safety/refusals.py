@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NoReturn
 
+import safetensors.torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,8 +49,8 @@ class NotForDDP:
 
 
 def refuse_in_safetensors() -> None:
-    """Let safetensors, where the program has imported it, say of a DTensor what to call; it fails obscurely. Once a process."""
-    library: Any = sys.modules.get("safetensors.torch")
+    """Let safetensors say of a DTensor what to call; it fails obscurely. Once a process."""
+    library: Any = safetensors.torch
     asked = getattr(library, "storage_ptr", None)
     if asked is None or hasattr(asked, "refuses"):
         return
@@ -125,11 +125,17 @@ def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref
         engine, given = by(), kwargs.get("state_dict")
         is_given = given is not None and not any(isinstance(value, DTensor) for value in given.values())
         saves = method.__name__ == "save_pretrained"
-        if engine is not None and not (saves and (is_given or engine.suspended)):
+        if engine is not None and not (saves and (is_given or engine.suspended or _gathers_itself(of()))):
             raise UsageError(why)
         return method(of(), *args, **kwargs)
 
     return call
+
+
+def _gathers_itself(model: Any) -> bool:
+    """Whether transformers sharded the model through `fully_shard` (`DistributedConfig`); its save_pretrained gathers that."""
+    asked = getattr(getattr(model, "config", None), "distributed_config", None)
+    return bool(getattr(asked, "dp_size", 1) > 1)
 
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:

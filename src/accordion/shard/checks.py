@@ -20,11 +20,12 @@ def check_model(model: nn.Module, reduce_op: str) -> None:
     if next(model.parameters(), None) is None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to shard.")
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:
+        own = vars(module)  # libraries' modules answer for attributes that they do not have, and may fail at it
+        if own.get("sparse") is True:
             raise UsageError(
                 f"module {name!r} asks for sparse gradients, which are not sharded; build it with sparse=False."
             )
-        if getattr(module, "max_norm", None) is not None:
+        if own.get("max_norm") is not None:
             raise UsageError(
                 f"module {name!r} renormalises its weight in its forward (max_norm), which shards would not follow."
             )

@@ -1,0 +1,207 @@
+"""Programs of accelerate, transformers and TRL that ask for FSDP2 train, save and resume on this engine as on torch's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accordion.compat import fsdp2
+from accordion.engine.hooks import engine_of
+from tests.integrations.jobs import bytes_held, fsdp_job, full, library_job, llama, needs, sentences
+from tests.integrations.test_trl import tokenizer
+
+pytestmark = [needs("accelerate", "transformers"), pytest.mark.cpu("two ranks on it are taken for accelerators")]
+SIDES = (False, True)  # torch's engine, and this one
+
+PLUGINS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "full": {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True},
+    "efficient loading": {"cpu_ram_efficient_loading": True},
+    "tied": {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": True},
+}
+
+
+@contextmanager
+def engine(ours: bool) -> Iterator[None]:
+    """Inside, torch's name `fully_shard` is torch's own, or ours."""
+    with fsdp_job(), fsdp2.install() if ours else nullcontext():
+        yield
+
+
+def accelerated(kind: str, ours: bool, folder: Path, resume: bool = False) -> dict[str, Any]:
+    """Twelve steps of accumulation and clipping, a state saved after six; or six from that state on."""
+    import accelerate
+
+    with engine(ours):
+        wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        options = {"cpu_ram_efficient_loading": False, "reshard_after_forward": True, **wrapped, **PLUGINS[kind]}
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+        one = accelerate.Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+        assert one.is_fsdp2
+        seed = (
+            one.process_index if options["cpu_ram_efficient_loading"] else 0
+        )  # the first rank's values are those of all
+        model = llama(seed, tie_word_embeddings=kind == "tied")
+        size = bytes_held(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        data = torch.utils.data.DataLoader(sentences(96), batch_size=2)
+        model, optimizer, data, schedule = one.prepare(model, optimizer, data, schedule)
+        if resume:
+            one.load_state(str(folder))
+            data = one.skip_first_batches(data, 12)
+        losses, norms = [], []
+        for batch in data:
+            with one.accumulate(model):
+                loss = model(**batch).loss
+                one.backward(loss)
+                if one.sync_gradients:
+                    norms.append(float(one.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(float(one.gather_for_metrics(loss.detach()).mean()))
+            if len(losses) == 12 and not resume:
+                one.save_state(str(folder))
+        assert (engine_of(model) is not None) is ours
+        assert bytes_held(model) < 0.6 * size
+        state = {name: tensor.clone() for name, tensor in one.get_state_dict(model).items()}
+        return {"losses": losses, "norms": norms, "state": state}
+
+
+def runs_with_accelerate(mesh: Any, kind: str, folder: Path) -> None:
+    theirs, mine = (accelerated(kind, ours, folder / str(ours)) for ours in SIDES)
+    assert len(theirs["norms"]) == 12
+    alike(theirs, mine)
+    rest = accelerated(kind, False, folder / "False", resume=True)
+    assert len(rest["norms"]) == 6
+    for folder_of in ("True", "False"):  # what this engine saved, and what torch's did
+        alike(rest, accelerated(kind, True, folder / folder_of, resume=True))
+
+
+def alike(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    for key in theirs.keys() - {"state"}:
+        assert mine[key] == pytest.approx(theirs[key], rel=1e-5), key
+    torch.testing.assert_close(mine["state"], theirs["state"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PLUGINS)
+def test_accelerate(ranks, tmp_path, kind):
+    ranks(2).run(2, runs_with_accelerate, kind, tmp_path)
+
+
+ARGUMENTS: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_steps": 12, "seed": 0}
+ARGUMENTS |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+ARGUMENTS |= {"max_grad_norm": 0.5, "save_steps": 6, "eval_strategy": "steps", "eval_steps": 6, "use_cpu": True}
+ARGUMENTS |= {"bf16": False}
+FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": False}
+ASKED: dict[str, dict[str, Any]] = {
+    "sharded": {"fsdp": "full_shard", "fsdp_config": {**FSDP, "state_dict_type": "SHARDED_STATE_DICT"}},
+    "full": {"fsdp": "full_shard auto_wrap", "fsdp_config": {**FSDP, "state_dict_type": "FULL_STATE_DICT"}},
+}
+
+
+def trained(trainer: Any, resume: str | None = None) -> dict[str, Any]:
+    trainer.train(resume_from_checkpoint=resume)
+    logged = trainer.state.log_history
+    names = {"losses": "loss", "norms": "grad_norm", "evaluated": "eval_loss"}
+    found: dict[str, Any] = {key: [line[name] for line in logged if name in line] for key, name in names.items()}
+    return {**found, "state": trainer.accelerator.get_state_dict(trainer.model)}
+
+
+def with_trainer(kind: str, ours: bool, folder: Path, resume: str | None = None) -> dict[str, Any]:
+    import transformers
+
+    with engine(ours):
+        asked = json.loads(json.dumps(ASKED[kind]))  # it is changed
+        args = transformers.TrainingArguments(output_dir=str(folder), **ARGUMENTS, **asked)
+        data, tests = sentences(96), sentences(8, seed=2)
+        trainer = transformers.Trainer(model=llama(), args=args, train_dataset=data, eval_dataset=tests)
+        found = trained(trainer, resume)
+        assert (engine_of(trainer.model) is not None) is ours
+        return found
+
+
+def with_sft(kind: str, ours: bool, folder: Path, resume: str | None = None) -> dict[str, Any]:
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    with engine(ours):
+        asked = json.loads(json.dumps(ASKED["sharded"]))
+        prepared = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+        args = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS, **asked, **prepared)
+        data = Dataset.from_dict({"input_ids": [line["input_ids"].tolist() for line in sentences(96)]})
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if kind == "lora" else None
+        given = {"train_dataset": data, "eval_dataset": data.select(range(8)), "processing_class": tokenizer()}
+        trainer = trl.SFTTrainer(model=llama(), args=args, peft_config=lora, **given)
+        found = trained(trainer, resume)
+        assert (engine_of(trainer.model) is not None) is ours
+        return found
+
+
+def runs_with_a_trainer(mesh: Any, kind: str, folder: Path) -> None:
+    run = with_sft if kind in ("sft", "lora") else with_trainer
+    theirs, mine = (run(kind, ours, folder / str(ours)) for ours in SIDES)
+    assert len(theirs["losses"]) == 12
+    alike(theirs, mine)
+    rests = [run(kind, ours, folder / str(ours), resume=str(folder / str(ours) / "checkpoint-6")) for ours in SIDES]
+    assert len(rests[0]["losses"]) == 12, "those before are read from the checkpoint"
+    alike(*rests)
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_the_trainer(ranks, tmp_path, kind):
+    ranks(2).run(2, runs_with_a_trainer, kind, tmp_path)
+
+
+@needs("trl", "peft")
+@pytest.mark.parametrize("kind", ["sft", "lora"])
+def test_trls_sft_trainer(ranks, tmp_path, kind):
+    ranks(2).run(2, runs_with_a_trainer, kind, tmp_path)
+
+
+def sharded_at_load(ours: bool, source: Path, folder: Path) -> dict[str, Any]:
+    """transformers shards by itself while it loads, on CPU ranks too. Its Trainer saves such a model, and resumes none."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    with library_job(), fsdp2.install() if ours else nullcontext():
+        asked = DistributedConfig(fsdp_size=2)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, distributed_config=asked)
+        args = transformers.TrainingArguments(output_dir=str(folder), save_only_model=True, **ARGUMENTS)
+        data, tests = sentences(96), sentences(8, seed=2)
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=tests)
+        found = trained(trainer)
+        assert (engine_of(model) is not None) is ours
+        whole = full(model) if ours else None
+        model.save_pretrained(folder / "parts", distributed_checkpoint=True)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / "parts", distributed_config=asked)
+        if ours:
+            again(input_ids=torch.arange(4)[None])
+            torch.testing.assert_close(full(again), whole, rtol=0, atol=0)
+        dist.barrier()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-12")
+        return {**found, "state": dict(loaded.state_dict())}
+
+
+def loads_sharded(mesh: Any, folder: Path) -> None:
+    if mesh.get_local_rank() == 0:
+        llama().save_pretrained(folder / "source")
+    dist.barrier()
+    theirs, mine = (sharded_at_load(ours, folder / "source", folder / str(ours)) for ours in SIDES)
+    assert len(theirs["losses"]) == 12
+    alike(theirs, mine)
+
+
+def test_transformers_distributed_config(ranks, tmp_path):
+    if not hasattr(pytest.importorskip("transformers.distributed").DistributedConfig, "fsdp_size"):
+        pytest.skip("this transformers has no fsdp_size")
+    ranks(2).run(2, loads_sharded, tmp_path)

@@ -1,0 +1,121 @@
+"""What people do to a sharded model of a library: it works, or the error names the parameter, its unit and the ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from tests.integrations.jobs import library_job, llama, needs
+
+pytestmark = [needs("transformers", "accelerate"), pytest.mark.cpu("plain tensors lie there")]
+TOKENS, PIXELS = torch.arange(2, 10)[None], torch.randn(2, 3, 16, 16)
+
+
+def t5() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    special = {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **special)).eval()
+
+
+def clip() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words = {"vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1, **tower}
+    picture = {"image_size": 16, "patch_size": 8, **tower}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=words, vision_config=picture, projection_dim=16))
+
+
+def scaled(model: Any) -> Any:
+    out = model(input_ids=TOKENS.expand(2, -1), pixel_values=PIXELS)
+    return (out.image_embeds @ out.text_embeds.T * model.logit_scale.exp()).mean()
+
+
+def generated(model: Any) -> Any:
+    return model.generate(TOKENS, max_new_tokens=6, do_sample=False)
+
+
+# What is done to the model, the parameter and unit that the note names, and the method to make an entry point, if one does it.
+PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str, str]] = {
+    "T5 generates": (t5, generated, "'shared.weight' of unit 'root'", "generate"),
+    "CLIP looks at pictures": (
+        clip,
+        lambda m: m.get_image_features(PIXELS),
+        "'vision_model.pre_layrnorm.weight' of unit 'root'",
+        "get_image_features",
+    ),
+    "a scale in the loss": (clip, scaled, "'logit_scale' of unit 'root'", ""),
+    "an inner layer": (
+        lambda: llama().eval(),
+        lambda m: m.model.layers[0].mlp.up_proj(torch.ones(1, 4, 32)),
+        "'model.layers.0.mlp.up_proj.weight' of unit 'model.layers.0'",
+        "",
+    ),
+}
+
+
+def as_tensor(found: Any) -> torch.Tensor:
+    return found if isinstance(found, torch.Tensor) else found.pooler_output
+
+
+def runs(mesh: Any, name: str) -> None:
+    make, use, place, method = PROGRAMS[name]
+    plain = make()
+    model = acc.shard(make(), mesh)
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as caught:
+        use(model)
+    assert f"parameter {place} is sharded" in caught.value.__notes__[0]
+    expected = as_tensor(use(plain))
+    if method:
+        acc.entry_point(model, method)
+        torch.testing.assert_close(as_tensor(use(model)), expected)
+    with acc.full_params(model):
+        torch.testing.assert_close(as_tensor(use(model)), expected)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_note_says_what_to_do_and_that_works(ranks, name):
+    ranks(2).run(2, runs, name)
+
+
+def generates(mesh: Any) -> None:
+    expected = generated(llama().eval())
+    model = acc.shard(llama().eval(), mesh)
+    assert torch.equal(generated(model), expected)
+
+
+def test_a_decoder_generates_as_it_is(ranks):
+    ranks(2).run(2, generates)
+
+
+def prepares(mesh: Any) -> None:
+    import accelerate
+
+    with library_job():
+        model = acc.shard(nn.Linear(8, 8), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        theirs = accelerate.Accelerator(cpu=True)
+        with pytest.raises(
+            acc.UsageError, match=r"this model is sharded, and DistributedDataParallel.*accordion.integr"
+        ):
+            theirs.prepare(model, optimizer)
+    with library_job():
+        from accordion.integrations.accelerate import Accelerator
+
+        one = Accelerator(cpu=True)
+        model, optimizer = one.prepare(model, optimizer)
+        one.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+
+
+def test_a_sharded_model_in_accelerates_prepare(ranks):
+    ranks(2).run(2, prepares)
