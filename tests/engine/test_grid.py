@@ -139,7 +139,7 @@ def test_any_number_of_ranks(world, num_ranks, build):
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_optim"])
 @pytest.mark.parametrize(
-    "shape",
+    ("shape",),
     sampled([((1, 1),), ((1, 2),), ((2, 1),), ((1, 3),), ((3, 1),)], lambda shape: shape != (1, 1) and 2 not in shape),
 )
 def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):

@@ -40,10 +40,11 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
         label = seen.until("document.querySelector('#chart-0 .annotation-text')?.textContent")
         for part in (f"{found['peak_allocated_bytes'] / 2**30:,.1f} GiB", *found["peak"].values()):
             assert part in label
-        for chart, across, down, told in ((0, 0.5, 0.93, "GiB"), (1, 0.5, 0.2, "ms"), (2, 0.5, 0.25, "GPUs")):
+        for chart, across, down, told in ((0, 0.5, 0.93, "GiB"), (1, 0.5, 0.2, "ms")):
             x, y = seen.evaluate(MIDDLE.format(chart, across, down))
             seen.point_at(x, y)
             assert told in seen.until(HOVERED.format(chart)), f"chart {chart}"
+        assert not seen.evaluate("Boolean(document.querySelector('#chart-2'))"), "there is one choice, and no map of choices"
         assert_fits(seen)
 
 
