@@ -44,7 +44,9 @@ def test_the_page_opens_names_the_peak_answers_the_pointer_and_fits_a_phone(plan
             x, y = seen.evaluate(MIDDLE.format(chart, across, down))
             seen.point_at(x, y)
             assert told in seen.until(HOVERED.format(chart)), f"chart {chart}"
-        assert not seen.evaluate("Boolean(document.querySelector('#chart-2'))"), "there is one choice, and no map of choices"
+        assert not seen.evaluate("Boolean(document.querySelector('#chart-2'))"), (
+            "there is one choice, and no map of choices"
+        )
         assert_fits(seen)
 
 
