@@ -31,8 +31,8 @@ def main(layers: int = 6, width: int = 320) -> None:
         kept = [sum(getattr(u, f"{k}_bytes") for u in report.units) for k in ("parameter", "gradient", "optimizer")]
         gathered = [u.full_bytes for u in report.units]
         at_once = strategy.params is acc.Place.REPLICATE or strategy.keep_until_backward
-        relay = sum(u.relay_bytes for u in report.units)
-        rows.append((strategy.name, *kept, relay + (sum(gathered) if at_once else 2 * max(gathered))))
+        inner = sum(u.inner_shard_bytes for u in report.units)
+        rows.append((strategy.name, *kept, inner + (sum(gathered) if at_once else 2 * max(gathered))))
     if dist.get_rank() == 0:
         print(f"{report.total_params:,} parameters in float32, AdamW, {world} ranks; MiB on each rank")
         print("| strategy | parameters | gradients | optimizer | gathered beside them |\n|---|---|---|---|---|")
