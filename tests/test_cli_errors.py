@@ -10,7 +10,7 @@ from accordion.checkpoint.command import JOBS as LOOKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOWHERE = "nowhere/at/all"
-MORE = {"diff": [NOWHERE], "export": ["written"], "convert": ["written"], "prune": ["--keep", "1"]}
+MORE = {"diff": [NOWHERE], "convert": ["written"], "prune": ["--keep", "1"]}
 MODELS = ("", "optimizer", "memory", "offload")  # subcommands of bench that take one
 INPUTS = [
     ["nonsense"],
@@ -25,6 +25,17 @@ INPUTS = [
     ["run", "--nproc", "2"],
     ["run", "--nonsense", "1", "program.py"],
     ["run", "--nnodes", "1", "-m"],
+    ["generate", "--nonsense"],
+    ["generate", NOWHERE, "--prompt", "text"],
+    ["generate", NOWHERE, "--prompts", NOWHERE],
+    ["generate", "--prompt", "text"],
+    ["generate", NOWHERE, "extra", "--prompt", "text"],
+    ["export"],
+    ["export", NOWHERE],
+    ["export", NOWHERE, "written"],
+    ["export", NOWHERE, "written", "--nonsense"],
+    ["export", NOWHERE, "written", "--format", "tar"],
+    ["checkpoint", "export", NOWHERE, "written"],
     ["plan", "--nonsense"],
     ["plan", "extra"],
     ["plan", "--model", NOWHERE],

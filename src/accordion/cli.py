@@ -15,19 +15,28 @@ from accordion.errors import AccordionError, UsageError
 
 COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
-    "checkpoint": "inspect, verify, compare, export, convert and prune checkpoints",
+    "generate": "write on from a prompt, with a checkpoint, a run or a folder of transformers",
+    "export": "write a model for transformers, safetensors, ONNX or llama.cpp",
+    "checkpoint": "inspect, verify, compare, convert and prune checkpoints",
     "plan": "say before launch what fits, how fast it runs, and which configuration to take",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
     "run": "torchrun of a program for torch's fully_shard, unedited, on this engine",
 }
 NEEDED = {
     "checkpoint": (),
+    "export": (),
     "train": ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
+    "generate": ("yaml", "tokenizers", "transformers"),
     "plan": ("rich", "plotly", "transformers"),
     "bench": ("rich", "plotly"),
     "run": (),
 }
-EXTRA = {"train": "train", "plan": "plan", "bench": "plan"}  # which extra installs what a command needs
+EXTRA = {
+    "train": "train",
+    "generate": "train",
+    "plan": "plan",
+    "bench": "plan",
+}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
@@ -43,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)
         return BAD_INPUT
     except AccordionError as error:
+        print(getattr(error, "shown", ""), end="", file=sys.stderr)  # what a task's own code raised
         print(f"accordion: {one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -86,10 +96,18 @@ def _run(words: list[str]) -> int:
         raise UsageError(
             f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{EXTRA[command]}]'."
         )
+    if command == "export" or words[:2] == ["checkpoint", "export"]:
+        from accordion.export import command as export
+
+        return export.run(words[1 + (command == "checkpoint") :], os.environ)
     if command == "checkpoint":
         from accordion.checkpoint import command as checkpoint
 
         return checkpoint.run(words[1:])
+    if command == "generate":
+        from accordion.generate import command as generate
+
+        return generate.run(words[1:], os.environ)
     if command == "plan":
         from accordion.plan.cli import command as planner
 

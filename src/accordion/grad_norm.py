@@ -72,6 +72,10 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiply all by max_norm / norm where that is under one; no read of the device where all lie there."""
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    multiply(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def multiply(tensors: Sequence[Tensor], scale: Tensor) -> None:
+    """All in place, on whichever device each of them lies; `scale`: 0-d."""
     for same in _by_device(tensors):
         _torch.foreach_mul_(same, scale.to(same[0].device))

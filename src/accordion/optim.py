@@ -17,7 +17,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.group import Param
 from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError, UsageError
-from accordion.grad_norm import NormPart, scale_to, total_norm
+from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
 from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare
 from accordion.offload.step.optimizer_copy import local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
@@ -280,6 +280,16 @@ def clip_norm_of(
         )
     scale_to([*scaled, *others], max_norm, norm)
     return norm
+
+
+def scale_gradients(model: nn.Module, factor: Tensor) -> None:
+    """Multiply all gradients of a sharded model by `factor`, 0-d and the same on all ranks, wherever they rest."""
+    engine = engine_of(model)
+    assert engine is not None, "a sharded model"
+    refuse_in_backward(engine, "scaling of gradients")
+    engine.synchronize()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    multiply([_torch.local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads], factor)
 
 
 def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
@@ -33,6 +33,11 @@ HELP_WIDTH = 110
 def place() -> Any:
     """A field that is given by its place and not by a flag."""
     return field(metadata={"place": True})
+
+
+def unread(make: Callable[[], Any]) -> Any:
+    """A field that no words give, made by `make`."""
+    return field(default_factory=make, metadata={"unread": True})
 
 
 def one_of(choices: Sequence[str], default: str | None) -> Any:
@@ -171,6 +176,8 @@ def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
     hints, told = get_type_hints(kind), _told(kind)
     for f in fields(kind):
         hint = hints[f.name]
+        if "unread" in f.metadata:
+            continue
         if is_dataclass(hint):
             yield from _options_of(hint, f"{f.name}.", (hint.__doc__ or f.name).splitlines()[0].rstrip("."))  # type: ignore[arg-type]
             continue

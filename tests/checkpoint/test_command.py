@@ -101,7 +101,7 @@ def test_inspect_verify_diff_and_prune(tmp_path, capsys):
         (["inspect"], "arguments are required: path"),
         (["prune", "x"], "--keep"),
         (["prune", "x", "--keep", "0"], "takes 1 or more"),
-        (["export", "x", "y", "--format", "onnx"], "invalid choice"),
+        (["export", "x", "y", "--format", "tar"], "invalid choice"),
         (["export", "x", "y", "--dtype", "I8"], "no floating-point dtype"),
         (["convert", "absent", "y"], "is no folder of safetensors"),
     ],
@@ -142,6 +142,9 @@ def test_a_dcp_folder_comes_in_with_its_optimizer(tmp_path):
     assert repr(mine.state_dict()) == repr(optimizer.state_dict())
 
 
+NO_CONFIG = "config.json: the checkpoint does not say of which model it is; give --like a folder that has it"
+
+
 def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
     model, other = small(1), small(2)
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
@@ -149,7 +152,7 @@ def test_export_and_convert_in_words_for_programs(tmp_path, capsys):
     assert (code, found["from"], found["tensors"], found["left_out"]) == (0, "torch.save", 4, ["epoch"])
     assert (found["path"], found["optimizer"]) == (str(tmp_path / "c"), False)
     code, found = told(capsys, "export", tmp_path / "c", tmp_path / "hf", "--dtype", "BF16")
-    assert (code, found) == (0, {"files": [str(tmp_path / "hf" / "model.safetensors")]})
+    assert (code, found) == (0, {"files": [str(tmp_path / "hf" / "model.safetensors")], "left_out": [NO_CONFIG]})
     assert load_file(tmp_path / "hf" / "model.safetensors")["0.weight"].dtype == torch.bfloat16
     load(tmp_path / "c", other)
     assert_equal(model, other)

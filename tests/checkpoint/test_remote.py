@@ -90,7 +90,7 @@ def test_to_and_from_other_formats_on_remote_storage(memory, tmp_path, monkeypat
     save(f"{memory}/c", model)
     export(f"{memory}/c", "m.pt", "torch")
     assert torch.equal(torch.load("m.pt", weights_only=True)["0.weight"], model[0].weight)
-    for kind in FORMATS:
+    for kind in set(FORMATS) - {"safetensors"}:  # a folder of such files comes in, a file does not
         made = export("c" if kind == "hf" and save("c", model) else f"{memory}/c", f"{memory}/{kind}", kind)
         assert all(path.startswith(f"{memory}/{kind}") for path in made)
         with pytest.raises(UsageError, match="exists; pass another path"):

@@ -18,7 +18,7 @@ from accordion.errors import UsageError
 from accordion.train import command
 from accordion.train.config import as_yaml
 from accordion.train.deepspeed import translated
-from accordion.train.loop import lr_at
+from accordion.train.rates import lr_at
 from tests.compat.test_deepspeed_config import TRAINER
 
 

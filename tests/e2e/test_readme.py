@@ -17,7 +17,7 @@ from torch.distributed import Store
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.train import launch
-from tests.support import forked
+from tests.support import forked, language_folders
 from tests.support.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -59,7 +59,13 @@ def test_flags_are_understood(
     assert "strategy" in capsys.readouterr().out
 
 
-SAID = {"plan": "--json", "checkpoint": "--json", "bench": "--rounds"}
+SAID = {
+    "plan": "--json",
+    "generate": "--max-new-tokens",
+    "export": "--format",
+    "checkpoint": "--json",
+    "bench": "--rounds",
+}
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(tuple(f"accordion {name}" for name in SAID))])
@@ -80,6 +86,8 @@ SMALL = {
     "accordion train": f"{SMALL_RUN} --data.path notes.txt --train.steps 2",
     "accordion train --print_config": "",
     "accordion train --data.path notes.txt --train.steps 50": f"{SMALL_RUN} --launch.nproc 1",
+    "accordion generate": "--device cpu --max-new-tokens 4",
+    "accordion export": "",
     "accordion plan": "",
     "accordion checkpoint": "",
     "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1 --steps 1",
@@ -92,6 +100,8 @@ SMALL = {
 SHOWS = {
     "accordion train": "runs/mine",
     "accordion train --print_config": "strategy",
+    "accordion generate": "",
+    "accordion export": "written: ",
     "accordion plan": "llama3-8b",
     "accordion plan --explain": "by hand",
     "accordion checkpoint verify": "is as it was written, every byte",
@@ -103,6 +113,8 @@ QUICK = (
     "--shard.strategy",
     "accordion checkpoint",
     "accordion bench memory",
+    "accordion generate",
+    "accordion export",
 )  # about half a minute in all
 WHOLE = [command for command in COMMANDS if command.startswith("accordion")]
 
@@ -120,7 +132,9 @@ def test_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
-    if "runs/mine/checkpoints" in command:
+    if command.startswith(("accordion generate", "accordion export")):
+        language_folders.run(Path("runs/mine"))
+    elif "runs/mine/checkpoints" in command:
         save("runs/mine/checkpoints/step-000100", torch.nn.Linear(4, 4), extra={"step": 100})
     assert exit_code([*shlex.split(command)[1:], *longest(SMALL, command).split()]) == 0
     assert longest(SHOWS, command) in capfd.readouterr().out

@@ -25,9 +25,9 @@ TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "
 WATCHED = """
 import os, sys, torch
 from accordion import cli
-from accordion.train import loop
+from accordion.train import loop, text
 
-real_take, real_losses, now, spoilt = loop.Steps.take, loop.token_losses, 0, []
+real_take, real_losses, now, spoilt = loop.Steps.take, text.token_losses, 0, []
 
 def take(steps, number):
     global now
@@ -48,7 +48,7 @@ def losses(model, batch):
         spoilt.append(batch)
     return found * float("nan") if any(batch is one for one in spoilt) else found
 
-loop.Steps.take, loop.token_losses = take, losses
+loop.Steps.take, text.token_losses = take, losses
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 

@@ -9,6 +9,7 @@ from accordion.errors import DivergenceError
 from accordion.train import loop
 from accordion.train.config import Config
 from accordion.train.launch import RankPlace
+from accordion.train.text import Text
 
 SAME = {"num_train": 1000, "digest": "d" * 64, "tokenizer_digest": "t" * 64, "resume": None}
 DIFFERENT = {
@@ -28,7 +29,8 @@ def test_what_ranks_found_differs(monkeypatch, message, others):
     def agree(rank):
         tokens = SimpleNamespace(**{key: value for key, value in ranks[rank].items() if key != "resume"})
         place = RankPlace(rank=rank, world=2, local_rank=rank, local_world=2, starter="test", url="")
-        loop._agree(Config(), SimpleNamespace(tokens=tokens, resume=ranks[rank]["resume"]), place)
+        work = Text(config=Config(), tokens=tokens)
+        loop._agree(Config(), SimpleNamespace(work=work, resume=ranks[rank]["resume"]), place)
 
     def listen(into, mine):
         said.append(mine)

@@ -258,6 +258,13 @@ CASES = {
     "unknown architecture": (folder_with(config__json='{"model_type": "nope", "vocab_size": 99}'), "is no model"),
     "no language model": (folder_with(config__json='{"model_type": "vit"}'), "is no language model"),
     "encoder only": (folder_with(config__json='{"model_type": "t5", "vocab_size": 1024}'), "no causal language model"),
+    "an encoder": (
+        folder_with(
+            config__json='{"model_type": "bert", "vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, '
+            '"num_attention_heads": 2, "intermediate_size": 64}'
+        ),
+        "is an encoder (bert), without a causal mask",
+    ),
     "impossible config": (folder_with(config__json=described(hidden_size=-1)), "no"),
     "positions": (folder_with(config__json=described(max_position_embeddings=8)), "longer than the 8 positions"),
     "no weights": (pretrained, "has neither model.safetensors nor"),

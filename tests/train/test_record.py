@@ -19,8 +19,8 @@ from accordion.checkpoint import save
 from accordion.describe import Report, UnitReport
 from accordion.train import checkpoints
 from accordion.train.config import TrainConfig
-from accordion.train.loop import lr_at
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
+from accordion.train.rates import lr_at
 from accordion.train.screen import Screen, human, units_table
 from tests.support.disks import fill, mounted
 

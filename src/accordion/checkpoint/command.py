@@ -1,4 +1,4 @@
-"""`accordion checkpoint`: inspect, verify, diff, export, convert and prune, for people and, with `--json`, for programs."""
+"""`accordion checkpoint`: inspect, verify, diff, convert and prune, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accordion.checkpoint.convert import FORMATS, convert, export
-from accordion.checkpoint.format import CODES, DTYPES
+from accordion.checkpoint.convert import convert
 from accordion.checkpoint.inspect import diff, inspect, verify
 from accordion.checkpoint.prune import prune
 from accordion.checkpoint.storage.folders import Folder, checkpoint_at, folder_at
-from accordion.errors import CheckpointError, UsageError
-from accordion.options import check_subcommand, listed, one_of, place, read
+from accordion.errors import CheckpointError
+from accordion.options import check_subcommand, listed, place, read
 
 PROG = "accordion checkpoint"
 SHOWN = 40  # tensors that are listed without --all
@@ -75,27 +74,6 @@ class DiffOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Write the model in another format.
-
-    Args:
-        path: the checkpoint
-        target: what to write
-        format: hf: loadable by from_pretrained
-        like: folder whose config.json and tokenizer are copied beside the weights
-        dtype: cast floating-point tensors, say BF16
-        json: print JSON
-    """
-
-    path: str = place()
-    target: str = place()
-    format: str = one_of(FORMATS, "hf")
-    like: str | None = None
-    dtype: str | None = one_of(sorted(CODES.values()), None)
-    json: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Make a checkpoint of a safetensors or DCP folder, or of a torch.save file.
 
@@ -131,7 +109,8 @@ def run(words: list[str]) -> int:
     """The subcommand in `words`; returns the exit code: 0, or 1 where `verify` found damage or `diff` a difference."""
     if not words or words[0] in ("-h", "--help"):
         _print(
-            f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more."
+            f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
+            "`accordion export` writes the model in other formats."
         )
         return 0
     check_subcommand(words[0], JOBS, PROG)
@@ -230,17 +209,6 @@ def _diff(options: DiffOptions) -> Answer:
     return Answer(words=found, lines=lines or ["they are equal"], code=int(bool(lines)))
 
 
-def _export(options: ExportOptions) -> Answer:
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    if dtype is not None and not dtype.is_floating_point:
-        raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
-    files = export(options.path, options.target, options.format, like=options.like, dtype=dtype)
-    lines = [f"written: {file}" for file in files]
-    if options.format == "hf" and not any(file.endswith("config.json") for file in files):
-        lines.append("no config.json: from_pretrained needs one; give --like a folder that has it")
-    return Answer(words={"files": files}, lines=lines)
-
-
 def _convert(options: ConvertOptions) -> Answer:
     found = convert(options.source, options.target)
     has_optimizer = found.optimizer is not None
@@ -266,7 +234,6 @@ JOBS: Mapping[str, tuple[type[Any], Callable[[Any], Answer]]] = {
     "inspect": (InspectOptions, _inspect),
     "verify": (VerifyOptions, _verify),
     "diff": (DiffOptions, _diff),
-    "export": (ExportOptions, _export),
     "convert": (ConvertOptions, _convert),
     "prune": (PruneOptions, _prune),
 }

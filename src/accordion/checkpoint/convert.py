@@ -7,13 +7,13 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
@@ -23,12 +23,16 @@ from accordion.checkpoint.load import whole
 from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.reading import DCP_METADATA, Files, Read, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
+from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
 from accordion.checkpoint.writing import layout, write
 from accordion.errors import CheckpointError, UsageError
 
 READ_SUFFIXES, READ_NAMES = (".safetensors", ".distcp"), (HF_INDEX, DCP_METADATA)
-FORMATS = ("hf", "dcp", "torch")
+FORMATS = ("hf", "safetensors", "dcp", "torch")
+FILES = ("safetensors", "torch")  # formats of one file; the others are folders
+CONFIG = "config.json"
+MODEL = "model/"  # what the names of a model's tensors begin with
 SHARD_BYTES = 4 * 2**30  # of one safetensors file that is exported
 LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # what stands beside weights in a folder of transformers
 
@@ -114,13 +118,15 @@ def export(
     *,
     like: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
+    beside: Callable[[Path], list[str]] = lambda folder: [],
 ) -> list[str]:
     """Write the model of a checkpoint in another format; returns the files.
 
-    `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `dcp`, a folder of torch.distributed.checkpoint; `torch`,
-    one file of `torch.save`. `like`: a folder whose configuration and tokenizer are copied beside `hf` weights; without it
-    the configuration that `accordion train` kept in the checkpoint. `dtype`: of floating-point tensors, as saved if None.
-    Host memory: 4 GiB for `hf`, the model for the others. What goes to remote storage is written to this machine's folder for
+    `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
+    torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: a folder whose configuration and tokenizer are copied
+    beside `hf` weights; without it the configuration that `accordion train` kept in the checkpoint. `dtype`: of floating-point
+    tensors, as saved if None. `beside`: puts more files into an `hf` folder, and gives their names. Host memory: one tensor for
+    `hf` and `safetensors`, the model for the others. What goes to remote storage is written to this machine's folder for
     temporary files first. Every byte is checked. Raises `CheckpointError`, `UsageError`.
     """
     if kind not in FORMATS:
@@ -128,97 +134,101 @@ def export(
     to = folder_at(target)
     if isinstance(to, Remote):
         with TemporaryDirectory() as here:
-            export(source, Path(here, "made"), kind, like=like, dtype=dtype)
+            export(source, Path(here, "made"), kind, like=like, dtype=dtype, beside=beside)
             return to.put(Path(here, "made"))
     assert isinstance(to, Local)
-    at = to.path
-    if at.exists():
-        raise UsageError(f"{at} exists; pass another path or remove it.")
-    return steady(lambda: checkpoint_at(source), lambda folder: _export(folder, at, kind, like, dtype))
+    return steady(lambda: checkpoint_at(source), lambda folder: _export(folder, to.path, kind, like, dtype, beside))
 
 
 def _export(
-    folder: Folder, at: Path, kind: str, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
+    folder: Folder,
+    at: Path,
+    kind: str,
+    like: str | os.PathLike[str] | None,
+    dtype: torch.dtype | None,
+    beside: Callable[[Path], list[str]],
 ) -> list[str]:
-    with closing(opened(folder)) as files:
-        _check_model(files)
-        begun = at.with_name(f".{at.name}.tmp")
-        shutil.rmtree(begun, ignore_errors=True)
-        begun.mkdir(parents=True)
-        try:
-            made = {"hf": _to_hf, "dcp": _to_dcp, "torch": _to_torch}[kind](files, begun, dtype)
-            if kind == "hf":
-                made += _configuration(files, begun, like)
-            if kind == "torch":
-                (begun / made[0]).rename(at)
-                return [str(at)]
-            begun.rename(at)
-        finally:
-            shutil.rmtree(begun, ignore_errors=True)
+    with draft_of(at) as begun, closing(opened(folder)) as files:
+        check_model(files)
+        writers = {"hf": _to_hf, "safetensors": _to_safetensors, "dcp": _to_dcp, "torch": _to_torch}
+        made = writers[kind](files, begun, dtype)
+        if kind == "hf":
+            made += _configuration(files, begun, like, dtype)
+            made += [name for name in beside(begun) if name not in made]
+        if kind in FILES:
+            (begun / made[0]).rename(at)
+            return [str(at)]
+        begun.rename(at)
     return [str(at / name) for name in made]
 
 
-def _check_model(files: Files) -> None:
+def check_model(files: Files) -> None:
+    """Raise `CheckpointError` unless every byte of the model is as it was written."""
     files.check_sizes()
-    names = [name for name in files.manifest.tensors if name.startswith("model/")]
+    names = [name for name in files.manifest.tensors if name.startswith(MODEL)]
     entries = [(name, files.manifest.tensors[name]) for name in names]
     faults = files.faults(Read(name, e, chunk, chunk.box, None) for name, e in entries for chunk in e.chunks)
     if faults:
         raise CheckpointError(f"{files.folder} is damaged: {'; '.join(faults)}.")
 
 
-def _model(files: Files, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors, one at a time."""
-    for name, entry in files.manifest.tensors.items():
-        if name.startswith("model/"):
-            tensor = whole(files, name)
-            cast = dtype is not None and DTYPES[entry.dtype].is_floating_point
-            yield name.removeprefix("model/"), tensor.to(dtype) if cast else tensor
+def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSource]:
+    """The model's tensors, each tied one once, read when they are written. `dtype`: of floating-point ones."""
+    return [
+        TensorSource(name.removeprefix(MODEL), DTYPES[e.dtype], e.shape, partial(whole, files, name)).cast(dtype)
+        for name, e in files.manifest.tensors.items()
+        if name.startswith(MODEL)
+    ]
+
+
+def ties_of(files: Files) -> dict[str, str]:
+    """The other names of tied tensors, and under which name each is kept."""
+    aliases = files.manifest.aliases.items()
+    return {a.removeprefix(MODEL): b.removeprefix(MODEL) for a, b in aliases if a.startswith(MODEL)}
 
 
 def _to_hf(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    shards: list[dict[str, Tensor]] = [{}]
-    made: list[list[str]] = []
-    total = held = 0
-
-    def flush() -> None:
-        nonlocal held
-        save_file(shards[0], folder / f"part-{len(made):05d}", metadata={"format": "pt"})
-        made.append(list(shards[0]))
-        shards[0], held = {}, 0
-
-    for name, tensor in _model(files, dtype):
-        num_bytes = tensor.numel() * tensor.element_size()
-        if shards[0] and held + num_bytes > SHARD_BYTES:
-            flush()
-        shards[0][name] = tensor
-        held, total = held + num_bytes, total + num_bytes
-    flush()
-    if len(made) == 1:
-        (folder / "part-00000").rename(folder / HF_SINGLE)
-        return [HF_SINGLE]
-    names = [f"model-{i + 1:05d}-of-{len(made):05d}.safetensors" for i in range(len(made))]
-    for i, name in enumerate(names):
-        (folder / f"part-{i:05d}").rename(folder / name)
-    where = {key: name for name, keys in zip(names, made, strict=True) for key in keys}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / HF_INDEX).write_text(json.dumps(index, indent=2))
-    return [*names, HF_INDEX]
+    return write_shards(folder, sources_of(files, dtype), SHARD_BYTES)
 
 
-def _configuration(files: Files, folder: Path, like: str | os.PathLike[str] | None) -> list[str]:
+def _to_safetensors(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
+    """Ties are said in the header, as `safetensors.torch.save_model` says them."""
+    write_safetensors(folder / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
+    return [HF_SINGLE]
+
+
+def _configuration(
+    files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
+) -> list[str]:
     """Put beside the weights what `from_pretrained` needs; nothing where nobody knows it."""
     if like is not None:
-        if not (Path(like) / "config.json").is_file():
-            raise UsageError(f"like {str(like)!r} has no config.json; give a folder of transformers.")
-        found = {path for pattern in LIKE for path in Path(like).glob(pattern) if "safetensors" not in path.name}
-        return [Path(shutil.copy2(path, folder)).name for path in sorted(found)]
+        if not (Path(like) / CONFIG).is_file():
+            raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
+        return copy_beside(Path(like), folder, dtype)
     extra = files.manifest.extra
     configuration = extra.get("model_config") if isinstance(extra, dict) else None
     if not isinstance(configuration, dict):
         return []
-    (folder / "config.json").write_text(json.dumps(configuration, indent=2))
-    return ["config.json"]
+    write_config(folder, configuration, dtype)
+    return [CONFIG]
+
+
+def copy_beside(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
+    """Copy what stands beside the weights of a folder of transformers; `dtype`: in which these are written. Names."""
+    found = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
+    for path in found:
+        if path.name == CONFIG and dtype is not None:
+            write_config(folder, json.loads(path.read_text()), dtype)
+        else:
+            shutil.copy2(path, folder)
+    return [path.name for path in found]
+
+
+def write_config(folder: Path, words: Mapping[str, object], dtype: torch.dtype | None) -> None:
+    """The config.json, which says of the weights which dtype they have."""
+    said = {key: value for key, value in words.items() if dtype is None or key not in ("dtype", "torch_dtype")}
+    more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2))
 
 
 def _to_torch(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
@@ -237,6 +247,6 @@ def _to_dcp(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """A state dict: tied tensors are one tensor under each of their names."""
-    found = dict(_model(files, dtype))
-    ties = {a.removeprefix("model/"): b.removeprefix("model/") for a, b in files.manifest.aliases.items()}
-    return found | {a: found[b] for a, b in ties.items() if b in found}
+    cast = [(source, whole(files, MODEL + source.name)) for source in sources_of(files, dtype)]
+    found = {source.name: tensor.to(source.dtype) for source, tensor in cast}
+    return found | {a: found[b] for a, b in ties_of(files).items() if b in found}

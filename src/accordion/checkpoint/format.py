@@ -143,9 +143,9 @@ def code_of(name: str, dtype: torch.dtype) -> str:
     return CODES[dtype]
 
 
-def header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
+def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
     """The first bytes of a safetensors file whose data are `entries` (name, dtype, shape), one after the other."""
-    words: dict[str, Json] = {}
+    words: dict[str, Json] = {} if about is None else {"__metadata__": dict(about)}
     at = 0
     for name, code, shape in entries:
         end = at + math.prod(shape) * DTYPES[code].itemsize

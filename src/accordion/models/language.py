@@ -26,11 +26,13 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
     """The model of an encoder that fills in masked tokens, as `language_model` gives a causal one."""
     from transformers import AutoModelForMaskedLM
 
-    return _built(AutoModelForMaskedLM, config, where, attention)
+    return _built(AutoModelForMaskedLM, config, where, attention, torch.float32)
 
 
-def language_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """The causal language model of a configuration on the meta device, in float32. `attention`: transformers' name of the
+def language_model(
+    config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The causal language model of a configuration on the meta device. `attention`: transformers' name of the
     implementation; None: its own choice. Raises `UsageError` where it is none.
     """
     with without_collections():
@@ -40,14 +42,14 @@ def language_model(config: Any, where: str, attention: str | None = None) -> nn.
             f"{where} is of type {config.model_type!r}, of which transformers has no causal language model; plan and "
             "train a module of any other kind from Python, with accordion.plan(model, loss, batch) and accordion.shard."
         )
-    return _built(AutoModelForCausalLM, config, where, attention)
+    return _built(AutoModelForCausalLM, config, where, attention, dtype)
 
 
-def _built(auto: Any, config: Any, where: str, attention: str | None) -> nn.Module:
+def _built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            model: nn.Module = auto.from_config(config, dtype=torch.float32, **how)
+            model: nn.Module = auto.from_config(config, dtype=dtype, **how)
     except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
         raise UsageError(f"{where} is no language model that transformers can build: {brief(error)}") from None
     return model.train()

@@ -204,7 +204,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Workload:
     """What is trained. `model`: on the meta device, until the first trace, which may cut it. `subject_for`: its training with a
     micro-batch. `tokens`: of one sample.
     """
@@ -226,12 +226,12 @@ def _with_kernels(gpu: Gpu, training: Training) -> Gpu:
     return with_attention(gpu, ATTENTIONS[training.kernels.attention])
 
 
-def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> Task:
+def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> Workload:
     """A language model by preset, folder or file. Raises `UsageError`."""
     config, where = configuration(model, seq), f"model {model!r}"
     made = trained_model(config, where, kernels)
     built = Built(made, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
-    return Task(
+    return Workload(
         name=model,
         model=made,
         subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
@@ -242,15 +242,15 @@ def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> T
     )
 
 
-def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, batch: Any) -> Task:
+def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, batch: Any) -> Workload:
     """Any module, whose batch is as large as it is. Raises `UsageError`."""
     if loss is None:
         raise UsageError("plan() takes loss=, a function of the model and the batch, for a module; none was given.")
     plain = _torch.without_compile(model)
     compiled = plain is not model or _torch.is_compiled(plain)
     model = plain
-    subject = Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
-    return Task(
+    subject = subject_of(model, loss, batch)
+    return Workload(
         name=type(model).__name__,
         model=on_meta(model),
         subject_for=lambda size: subject,
@@ -260,8 +260,13 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     )
 
 
+def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
+    """The training of any module with a batch like `batch`."""
+    return Subject(make=partial(on_meta, model), batch=partial(_without_values, batch), loss=loss)
+
+
 def _calibrated(
-    cluster: Cluster, task: Task, space: Space, measured_step_s: float | None, measured_at: str
+    cluster: Cluster, task: Workload, space: Space, measured_step_s: float | None, measured_at: str
 ) -> tuple[Cluster, str]:
     """The cluster at the speed of a measured step, and what was measured, in words. Raises `UsageError`."""
     at = choice_of(measured_at) if measured_at else only_choice(space, cluster)
@@ -276,7 +281,7 @@ def _units(model: nn.Module, engine: str, sharding: Mapping[str, Any]) -> Sequen
     return [AUTO] if "units" in sharding or engine == "fsdp2" else [AUTO, *unit_rules(model)]
 
 
-def _left_by(fixed: Fixed, training: Training, task: Task, counts: Sequence[int]) -> Space:
+def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[int]) -> Space:
     """What is left to look through."""
     offload = NO_OFFLOAD if training.engine == "fsdp2" else fixed.offload
     checkpointing = fixed.checkpoint_activations

@@ -10,20 +10,23 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import nn
 
 from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, Precision
 from accordion.devices import name_of
 from accordion.errors import UsageError
-from accordion.models.language import language_model
+from accordion.plan.api import subject_of
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.search import search
 from accordion.plan.search.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trained_models import language_subject, unit_rules
-from accordion.train.config import Config
+from accordion.tasks.errors import of_the_task
+from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
+from accordion.train.config import Config, Job, JobConfig
 from accordion.train.metrics import StepMetrics
-from accordion.train.model import configuration
+from accordion.train.model import causal_model, configuration
 from accordion.units import AUTO, units_named
 
 
@@ -37,20 +40,31 @@ class Expected:
 
 
 def planned(
-    config: Config, named: AbstractSet[str], num_ranks: int, device: str, say: Callable[[str], None]
-) -> tuple[Config, Expected | None]:
+    config: Job,
+    named: AbstractSet[str],
+    num_ranks: int,
+    device: str,
+    say: Callable[[str], None],
+    task: LoadedTask | None = None,
+) -> tuple[Job, Expected | None]:
     """`config` with the fastest strategy, checkpointing and offload that fit; what `named` keys say stays. Raises `UsageError`.
 
     What a step sees is left alone, so that the maths are those that were asked for: where its micro-batches do not fit and nobody
-    named them, they are cut smaller and accumulated. Needs a process without a process group.
+    named them, they are cut smaller and accumulated. `task`: where text is not what is trained. Needs a process without a process
+    group.
     """
     if config.train.plan == "none":
         return config, None
-    where = config.model.path or config.model.preset
     cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks, host_memory_gib=host_gib())
-    transformers_config = configuration(config.model, config.data)
-    subject_for = partial(_subject, transformers_config, where, config.data.seq_len)
-    model = language_model(transformers_config, where)
+    if isinstance(config, Config):
+        model = causal_model(config.model, config.data)
+        where = config.model.path or config.model.preset
+        subject_for = partial(_subject, configuration(config.model, config.data), where, config.data.seq_len)
+    else:
+        assert task is not None, "a run without text has a task"
+        with of_the_task("model()"):
+            model = model_of(task)
+        subject_for = partial(_subject_of_task, task, model)
     num_params = sum(p.numel() for p in model.parameters())
     space = space_of(config, named, num_ranks, device)
     if "shard.units" not in named:
@@ -60,16 +74,17 @@ def planned(
     if best is None and cut is not None:
         best = search(subject_for, cut, cluster, num_params).best
     if best is None or best.memory is None or best.steps is None:
+        seq = f" and seq_len {config.data.seq_len}" if isinstance(config, Config) else ""
         raise UsageError(
             f"train.plan: nothing fits {num_ranks} x {cluster.gpu.memory_gib:.0f} GiB with micro_batch "
-            f"{config.train.micro_batch} and seq_len {config.data.seq_len}; lower train.micro_batch, or ask `accordion plan`."
+            f"{config.train.micro_batch}{seq}; lower train.micro_batch, or ask `accordion plan`."
         )
     expected = _expected(best)
     say(f"plan: {expected.choice}")
     return with_choice(config, best.choice, space), expected
 
 
-def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: str) -> Space:
+def space_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, device: str) -> Space:
     """What is left to look for. On CPU ranks the host is the device: there is nowhere to offload to."""
     shard = config.shard
     offloads: Sequence[str] = [NO_OFFLOAD]
@@ -87,13 +102,13 @@ def space_of(config: Config, named: AbstractSet[str], num_ranks: int, device: st
         secondary=shard.secondary if named & {"shard.secondary", "shard.strategy"} else None,
         offloads=offloads,
         precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
-        tokens=config.data.seq_len,
+        tokens=config.data.seq_len if isinstance(config, Config) else 1,
         sharding={"units": units_named(config.shard.units, "shard.units")},
         device="cpu" if device == "cpu" else "cuda",  # whose operators a trace knows, for any accelerator
     )
 
 
-def smaller_of(config: Config, named: AbstractSet[str], num_ranks: int, space: Space) -> Space | None:
+def smaller_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, space: Space) -> Space | None:
     """The same with smaller micro-batches and as much of them in a step; None where they were named or cannot be cut."""
     size, samples = config.train.micro_batch, config.train.micro_batch * config.train.accumulate
     cut = [n for n in range(size // 2, 0, -1) if size % n == 0]
@@ -102,7 +117,7 @@ def smaller_of(config: Config, named: AbstractSet[str], num_ranks: int, space: S
     return replace(space, micro_batches=sorted(cut), global_batch=samples * num_ranks)
 
 
-def with_choice(config: Config, choice: Choice, space: Space) -> Config:
+def with_choice(config: Job, choice: Choice, space: Space) -> Job:
     """`config` that trains as the plan says. Places that were named, a folder on disk among them, are those of `config`."""
     shard = replace(
         config.shard,
@@ -135,6 +150,12 @@ def host_gib() -> float:
 
 def _subject(config: object, where: str, seq: int, micro_batch: int) -> Subject:
     return language_subject(config, where, micro_batch, seq)
+
+
+def _subject_of_task(task: LoadedTask, model: nn.Module, micro_batch: int) -> Subject:
+    with of_the_task("dataset('train')"):
+        batch = example_of(task, micro_batch)
+    return subject_of(model, partial(mean_loss, task), batch)
 
 
 def _precision(name: str, device: str) -> str:

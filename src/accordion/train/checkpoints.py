@@ -85,18 +85,35 @@ def _extra(path: Path) -> Mapping[str, Any]:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
-    if not isinstance(extra, dict) or not {"step", "tokenizer", "config"} <= set(extra):
+    if not isinstance(extra, dict) or not {"step", "config"} <= set(extra) or not {"tokenizer", "task"} & set(extra):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
 
 
-def check_run(path: Path, steps: int, tokenizer_digest: str) -> None:
-    """Raise `UsageError` where the run is over before `path`, or where the checkpoint's tokens mean something else."""
+def check_run(path: Path, steps: int) -> None:
+    """Raise `UsageError` where the run is over before `path`."""
     extra = _extra(path)
     if not isinstance(extra["step"], int) or extra["step"] > steps:
         raise UsageError(
             f"checkpoint {str(path)!r} is at step {extra['step']}, beyond train.steps {steps}; raise train.steps or take another "
             "run.dir."
+        )
+
+
+def check_task(path: Path) -> None:
+    """Raise `UsageError` where the checkpoint is of a run on text."""
+    if "task" not in _extra(path):
+        raise UsageError(
+            f"checkpoint {str(path)!r} is of a run on text, and this one trains a task; take another run.dir."
+        )
+
+
+def check_tokenizer(path: Path, tokenizer_digest: str) -> None:
+    """Raise `UsageError` where the checkpoint's tokens mean something else."""
+    extra = _extra(path)
+    if "tokenizer" not in extra:
+        raise UsageError(
+            f"checkpoint {str(path)!r} is of the task {extra['task']!r}, and this run trains on text; take another run.dir."
         )
     if extra["tokenizer"] != tokenizer_digest:
         raise UsageError(

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import field, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch.distributed.distributed_c10d import Store
 
 from accordion.devices import devices_here
 from accordion.errors import UsageError
 from accordion.options import made, options_of, values_of
+from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
+from accordion.tasks.loaded import loaded
 from accordion.train import launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import Config, as_yaml, check, spread
+from accordion.train.config import Config, JobConfig, as_yaml, check, spread
 from accordion.train.deepspeed import translated
 from accordion.train.owner import check_free
 from accordion.train.prepare import Folders, prepare
-from accordion.train.run_files import split, values_of_file
+from accordion.train.run_files import content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
 from accordion.train.store_watchdog import watch_store
 
@@ -31,13 +32,18 @@ ABOUT = (
 )
 PRINTS = ("--print_config", "--print-config")
 FLAGS = {
+    "--task": ("my_task.py", "train a task of your own: file.py, file.py:Name or package.module:Name (docs/tasks.md)"),
     "--config": ("RUN.yaml", "run file with the keys below; flags win"),
     "--print_config": ("", "print the whole configuration as a run file, and end"),
 }
-SHORT = re.compile(r"^--(deepspeed|plan)(?==|$)")  # for `--train.deepspeed` and `--train.plan`
+SHORT = {  # a flag's short form -> what it stands for
+    **{f"--{name}": f"--train.{name}" for name in ("deepspeed", "plan")},
+    **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
+}
+TRAINED = ("task", "model", "data", "loss")  # parts that make a task, in place of text
 
 
-def read(words: list[str]) -> Config:
+def read(words: list[str]) -> JobConfig:
     """The configuration in `words` and in the run files they name; flags win over files, wherever they stand.
 
     Raises `UsageError`, and `SystemExit` if they ask for help or for the configuration, which is printed then.
@@ -50,27 +56,76 @@ def given(words: list[str]) -> frozenset[str]:
     return frozenset(_values(words))
 
 
-def _configured(values: Mapping[str, Any]) -> Config:
-    config = made(Config, values)
+def _configured(values: Mapping[str, Any]) -> JobConfig:
+    config = _made(values)
     check(config)
     return config
 
 
+def _made(values: Mapping[str, Any]) -> JobConfig:
+    """Of `group.key` -> value: a run on text, or a task where class paths name what is trained."""
+    paths = paths_in(values)
+    kind = JobConfig if set(paths) & set(TRAINED) else Config
+    config: JobConfig = made(kind, {key: value for key, value in values.items() if key.partition(".")[0] not in paths})
+    parts = {
+        name: part_of(name, {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})
+        for name in paths
+    }
+    return replace(config, parts=parts)
+
+
+def paths_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """Part -> class path, of those that `values` name."""
+    return {name: values[key] for name in TAKEN if (key := f"{name}.{CLASS_PATH}") in values}
+
+
+def _kind_of(paths: Mapping[str, str]) -> type[Any]:
+    """A dataclass with the groups that a run has whose parts have these class paths."""
+    base = JobConfig if set(paths) & set(TRAINED) else Config
+    if not paths:
+        return base
+    groups = {name: options_kind(name, path) for name, path in paths.items()}
+    groups |= {name: hint for name, hint in get_type_hints(base).items() if name != "parts" and name not in groups}
+    return make_dataclass("Keys", [(name, kind, field(default_factory=kind)) for name, kind in groups.items()])
+
+
 def _values(words: list[str]) -> dict[str, Any]:
     """`group.key` -> value, of those that are given."""
-    files, flags = split([SHORT.sub(r"--train.\1", word) for word in words])
+    files, flags = split([_whole(word) for word in words])
     prints = any(word in PRINTS for word in flags)
-    found = values_of(Config, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
+    kind = _kind_of(class_paths(files, flags))
+    found = values_of(kind, [word for word in flags if word not in PRINTS], "accordion train", ABOUT, FLAGS)
     if found is None:
         raise SystemExit(0)
     values: dict[str, Any] = {}
     for file in files:
-        values |= values_of_file(file, options_of(Config))
+        values |= values_of_file(file, options_of(kind))
     values |= found
     if prints:
-        print(as_yaml(made(Config, values)), end="")
+        print(as_yaml(_made(values)), end="")
         raise SystemExit(0)
     return values
+
+
+def _whole(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return SHORT.get(name, name) + equals + value
+
+
+def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
+    """Part -> class path, before anything else is read: they say which other keys there are. Flags win over files."""
+    found: dict[str, str] = {}
+    for file in files:
+        said = flattened(content_of(file))
+        found |= {name: str(said[key]) for name in TAKEN if said.get(key := f"{name}.{CLASS_PATH}") is not None}
+    for i, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        part = name.removeprefix("--").removesuffix(f".{CLASS_PATH}")
+        if name == f"--{part}.{CLASS_PATH}" and part in TAKEN:
+            value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
+            if value and not value.startswith("--"):  # else the reader of flags says what is missing
+                found[part] = value
+    return {name: found[name] for name in TAKEN if name in found}
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
@@ -84,13 +139,14 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
         return 0
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(spread(config, named, world), named, world)
-    config, expected = planned(config, named, world, device, Screen().note)
+    task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
+    config, expected = planned(config, named, world, device, Screen().note, task)
     prepared = prepare(config, world, world, cache, Screen().note, partial(check_free, job=None))
     prepared = replace(prepared, expected=expected)
     return launch.start(loop.train, (config, prepared, device), world)
 
 
-def _started_rank(place: launch.RankPlace, store: Store, config: Config, named: frozenset[str], cache: Path) -> None:
+def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path) -> None:
     """One rank that another launcher started: the first on each host prepares for the others."""
     watch_store(store, place.rank, config.launch.timeout_s)
     device, world = launch.choose(config.launch, place, devices_here())

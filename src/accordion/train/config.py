@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from accordion.config import Offload, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.models.llama import TRAINED
+from accordion.options import unread
+from accordion.tasks.classes import CLASS_PATH, PartConfig
 from accordion.units import units_named
+
+Job = TypeVar("Job", bound="JobConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +196,10 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """One run.
+class JobConfig:
+    """How a run goes, and the parts of what it trains that class paths name; of a task, that is all.
 
     Args:
-        model: the model
-        data: the text
         shard: how the model lies over the ranks
         train: the optimization
         checkpoint: checkpoints
@@ -205,13 +207,37 @@ class Config:
         run: the record
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """What a run on text trains.
+
+    Args:
+        model: the model
+        data: the text
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(JobConfig, TextConfig):
+    """One run on text: what it trains, and how it goes."""
+
+
+def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """Group -> key -> value, what is trained before how."""
+    parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
+    groups = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "parts"}
+    return parts | {name: {f.name: getattr(group, f.name) for f in fields(group)} for name, group in groups.items()}
 
 
 AT_LEAST = {
@@ -238,34 +264,34 @@ NUMBERS = (*AT_LEAST, "shard.offload_device_gib", "shard.offload_host_gib")
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flat(config: JobConfig) -> dict[str, Any]:
     """`group.key` -> value, as written on a command line."""
-    groups = {group.name: getattr(config, group.name) for group in fields(config)}
-    return {f"{name}.{key.name}": getattr(group, key.name) for name, group in groups.items() for key in fields(group)}
+    return {f"{name}.{key}": value for name, group in groups_of(config).items() for key, value in group.items()}
 
 
-def as_yaml(config: Config) -> str:
+def as_yaml(config: JobConfig) -> str:
     """A run file with every key; values are written as JSON, which is YAML too."""
-    groups = {group.name: getattr(config, group.name) for group in fields(config)}
     lines = [
         line
-        for name, group in groups.items()
-        for line in (f"{name}:", *(f"  {key.name}: {json.dumps(getattr(group, key.name))}" for key in fields(group)))
+        for name, group in groups_of(config).items()
+        for line in (f"{name}:", *(f"  {key}: {json.dumps(value)}" for key, value in group.items()))
     ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def check(config: Config) -> None:
+def check(config: JobConfig) -> None:
     """What can be said without looking at files or devices. Raises `UsageError` naming the key, the value and the limit."""
-    values, defaults = flat(config), flat(Config())
+    own = {f"{name}.{key}" for name, part in config.parts.items() for key in (CLASS_PATH, *part.options)}
+    values = {key: value for key, value in flat(config).items() if key not in own}
+    defaults = flat(Config())
     unset = next((key for key, value in values.items() if value is None and defaults[key] is not None), None)
     if unset is not None:
         raise UsageError(f"{unset} is null; leave it out for its default, {defaults[unset]!r}.")
     for key in NUMBERS:
-        if isinstance(values[key], float) and not math.isfinite(values[key]):
+        if isinstance(values.get(key), float) and not math.isfinite(values[key]):
             raise UsageError(f"{key} is {values[key]}; it takes a number.")
     for key, least in AT_LEAST.items():
-        value = values[key]
+        value = values.get(key, least)
         if not least <= value <= LARGEST:
             raise UsageError(f"{key} is {value}; it must be between {least} and {LARGEST}.")
     if config.train.lr == 0:
@@ -282,7 +308,7 @@ def check(config: Config) -> None:
             f"shard.replicas is {config.shard.replicas} but strategy {strategy.name!r} has no replicas; "
             "take hybrid_shard or leave it out."
         )
-    if config.model.path is None:
+    if isinstance(config, Config) and config.model.path is None:
         if config.model.preset not in TRAINED:
             raise UsageError(
                 f"model.preset {config.model.preset!r} does not exist; {nearest(config.model.preset, TRAINED)}"
@@ -291,7 +317,7 @@ def check(config: Config) -> None:
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
 
 
-def spread(config: Config, named: Collection[str], num_ranks: int) -> Config:
+def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """`config` whose `train.accumulate` makes up `train.global_batch` on `num_ranks`; `named`: the keys that were given.
 
     Raises `UsageError` where it cannot, or where something else says how much a step sees too.

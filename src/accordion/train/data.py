@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,11 +145,19 @@ def make_loader(tokens: np.ndarray, seq_len: int, share: Share, seed: int, *, pi
     `pins`: they lie in memory from which an accelerator copies while the host goes on.
     """
     sequences = Sequences(tokens, seq_len)
+    return loader_of(sequences, GlobalOrder(len(sequences), share, seed), None, pins=pins)
+
+
+def loader_of(
+    dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
+) -> StatefulDataLoader:
+    """Micro-batches of any dataset in an order, as `make_loader` has them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, torch 2.13 warns
         return StatefulDataLoader(
-            sequences,
-            batch_sampler=GlobalOrder(len(sequences), share, seed),
+            dataset,
+            batch_sampler=order,
+            collate_fn=collate,
             pin_memory=pins,
             generator=torch.Generator(),  # a loader draws a number when it begins, and a run that goes on begins twice
         )

@@ -12,12 +12,12 @@ from accordion.compat import deepspeed
 from accordion.compat.deepspeed import Settings
 from accordion.errors import UsageError
 from accordion.optim import ELEMENTWISE
-from accordion.train.config import Config, check, flat
+from accordion.train.config import Job, JobConfig, check, flat
 
 MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
 
-def settings_of(config: Config, precision: str) -> Settings | None:
+def settings_of(config: JobConfig, precision: str) -> Settings | None:
     """What the file in `train.deepspeed` says, its `"auto"` filled from the run; `precision` is fp32, bf16, fp16 or auto."""
     if config.train.deepspeed is None:
         return None
@@ -36,7 +36,7 @@ def settings_of(config: Config, precision: str) -> Settings | None:
     return deepspeed.read(config.train.deepspeed, auto=auto)
 
 
-def digest_of(config: Config) -> str:
+def digest_of(config: JobConfig) -> str:
     """Equal on ranks that read the same file."""
     if config.train.deepspeed is None:
         return "nothing"
@@ -52,7 +52,7 @@ class Translation:
     names: tuple[str, ...]
 
 
-def translated(config: Config, named: Collection[str], num_ranks: int) -> Config:
+def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """`config` with what the file says; `named`: the keys that flags and run files gave.
 
     Raises `UsageError` where the file and a flag or run file say different things.
@@ -83,13 +83,14 @@ def translated(config: Config, named: Collection[str], num_ranks: int) -> Config
             **{key.partition(".")[2]: v for key, v in changed.items() if key.startswith(f"{group.name}.")},
         )
         for group in fields(config)
+        if group.name != "parts"
     }
     result = replace(config, **groups)
     check(result)
     return result
 
 
-def _meanings(config: Config, settings: Settings, num_ranks: int) -> Iterator[Translation]:
+def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[Translation]:
     groups = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
     yield Translation("shard.strategy", settings.strategy.name, ("zero_optimization.stage", *groups))
     if settings.group_ranks is not None:
@@ -115,7 +116,7 @@ def _meanings(config: Config, settings: Settings, num_ranks: int) -> Iterator[Tr
         )
 
 
-def _precision(config: Config, settings: Settings) -> str:
+def _precision(config: JobConfig, settings: Settings) -> str:
     for name in ("bf16", "fp16"):
         if settings.said.get(f"{name}.enabled"):
             return name

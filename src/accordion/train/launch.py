@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.safety.party_line import is_echo, lines_of_job, told
+from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.owner import job_of
 
@@ -278,10 +279,13 @@ def _tell(error: Exception, rank: int, store: Store) -> int:
     if first != f"{rank} {code}":
         return int(first.split()[1])
     if isinstance(error, AccordionError):
+        print(getattr(error, "shown", ""), end="", file=sys.stderr)
         print(f"accordion: {' '.join(str(error).split())}", file=sys.stderr)
     elif isinstance(error, RuntimeError) and (why := _unreached(str(error))):
         said = " ".join(str(error).split())
         print(f"accordion: rank {rank} stopped: {why}: {said}", file=sys.stderr)
+    elif is_own(error):
+        print(f"accordion: rank {rank} failed in the task's own code:\n{own_traceback(error)}", end="", file=sys.stderr)
     else:
         print(f"accordion: rank {rank} failed:\n{''.join(traceback.format_exception(error))}", end="", file=sys.stderr)
     return code

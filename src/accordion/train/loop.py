@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,37 +17,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-import accordion as acc
 from accordion import _torch
 from accordion.checkpoint import RandomState, load, save
 from accordion.checkpoint.background import saver_of
-from accordion.compat.deepspeed import Schedule, Settings
-from accordion.config import COMPUTE_DTYPES, Place, strategy_named
+from accordion.compat.deepspeed import Settings
+from accordion.config import COMPUTE_DTYPES, Place, Precision, Strategy, strategy_named
+from accordion.describe import describe
 from accordion.devices import backend_of
-from accordion.models.language import language_model
+from accordion.errors import CheckpointError, DivergenceError, NonFiniteError, UsageError
 from accordion.offload.step.deferred_step import engines_of
+from accordion.optim import ELEMENTWISE, clip_grad_norm_, scale_gradients, wrap_optimizer
+from accordion.shard.api import shard as shard_model
+from accordion.state import no_sync
 from accordion.train import checkpoints
 from accordion.train.auto_plan import beside
-from accordion.train.config import Config, TrainConfig, as_yaml, flat
-from accordion.train.data import GlobalOrder, Share, make_loader, validation_batches
+from accordion.train.batches import Batches, on_device
+from accordion.train.config import JobConfig, as_yaml, flat
+from accordion.train.data import Share
 from accordion.train.deepspeed import digest_of, settings_of
-from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.launch import RankPlace, first_of_all
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
-from accordion.train.model import configuration, fill
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
+from accordion.train.rates import LearningRates, rates_of
 from accordion.train.screen import Screen
 from accordion.units import units_named
 
-LAST_LR = 0.1  # the cosine ends at this share of the peak
-PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
-
-def train(place: RankPlace, store: Store, config: Config, prepared: Prepared, kind: str) -> None:
+def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str) -> None:
     """Train as `config` says: the whole of one rank."""
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -56,8 +54,9 @@ def train(place: RankPlace, store: Store, config: Config, prepared: Prepared, ki
         device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
         _agree(config, prepared, place)
         run = _make(config, prepared, place, device)
-        screen.units(acc.describe(run.model))
-        _say_share(run, screen)
+        screen.units(describe(run.model))
+        for line in prepared.work.notes(run.share):
+            screen.note(line)
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
         screen.start(done, config.train.steps)
@@ -70,7 +69,7 @@ def train(place: RankPlace, store: Store, config: Config, prepared: Prepared, ki
                 log.step(metrics)
 
         steps = stack.enter_context(Steps(run, screen, tell))
-        lost: acc.CheckpointError | None = None  # why the last step's weights were not kept
+        lost: CheckpointError | None = None  # why the last step's weights were not kept
         for step in range(done + 1, config.train.steps + 1):
             steps.take(step)
             last = step == config.train.steps
@@ -91,14 +90,14 @@ def train(place: RankPlace, store: Store, config: Config, prepared: Prepared, ki
         claim.release()
 
 
-def _claim(config: Config, prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
+def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
     """Have the run's folders, or raise `UsageError`; before anything in them is changed."""
     # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
     claim = Claim(prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
     now = checkpoints.choose(Path(prepared.checkpoint_dir), config.checkpoint.resume, lambda line: None)
     if (None if now is None else str(now)) != prepared.resume:
         claim.release()
-        raise acc.UsageError(
+        raise UsageError(
             f"another job wrote to checkpoint.dir {prepared.checkpoint_dir!r} while this one prepared: the checkpoint to go on "
             f"from was {prepared.resume} and is {now}; start again."
         )
@@ -109,7 +108,7 @@ def _claim(config: Config, prepared: Prepared, place: RankPlace, screen: Screen)
 class Run:
     """What the parts of the loop share."""
 
-    config: Config
+    config: JobConfig
     prepared: Prepared
     place: RankPlace
     device: torch.device
@@ -118,8 +117,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     skips: Skips
-    rate: Callable[[int], float]  # the learning rate of step 1, 2, ...
-    loader: StatefulDataLoader
+    rates: LearningRates
+    batches: Batches
     sums_locally: bool
     # The device decides whether a step is left out: the optimizer is a fused one whose states are on an accelerator.
     decides_on_device: bool
@@ -144,12 +143,10 @@ def _join(place: RankPlace, store: Store, kind: str, timeout: timedelta) -> torc
     return device
 
 
-def _agree(config: Config, prepared: Prepared, place: RankPlace) -> None:
+def _agree(config: JobConfig, prepared: Prepared, place: RankPlace) -> None:
     """Raise `DivergenceError` on every rank where ranks found different data or another checkpoint."""
-    tokens = prepared.tokens
     mine = {
-        "training tokens": f"{tokens.num_train:,} ({tokens.digest[:12]})",
-        "a tokenizer": tokens.tokenizer_digest[:12],
+        **prepared.work.agreed(),
         "a checkpoint to go on from": str(prepared.resume),
         "what train.deepspeed says": digest_of(config),
     }
@@ -158,32 +155,36 @@ def _agree(config: Config, prepared: Prepared, place: RankPlace) -> None:
     for what, value in found[0].items():
         other = next((rank for rank, theirs in enumerate(found) if theirs[what] != value), None)
         if other is not None:
-            raise acc.DivergenceError(
+            raise DivergenceError(
                 f"ranks differ in {what}: rank 0 has {value}, rank {other} has {found[other][what]}; give every machine the same "
                 "data.path and checkpoint.dir, on storage that they share."
             )
 
 
-def _make(config: Config, prepared: Prepared, place: RankPlace, device: torch.device) -> Run:
+def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch.device) -> Run:
     """Build, shard, and connect what a run needs."""
     shard, options = config.shard, config.train
     strategy = strategy_named(shard.strategy)
     name = _precision(shard.precision, device)
     theirs = settings_of(config, name)
-    offload = shard.offload()
-    model = acc.shard(
-        language_model(configuration(config.model, config.data), config.model.path or config.model.preset),
+    offload, work = shard.offload(), prepared.work
+    built = work.model(options.seed)
+    on_meta = any(p.is_meta for p in built.parameters())
+    units = units_named(shard.units)
+    model = shard_model(
+        built,
         _mesh(strategy, prepared, place, device),
-        units=units_named(shard.units),
+        units=work.units() if units is None else units,
         strategy=strategy,
-        precision=replace(theirs.precision if theirs else acc.Precision(), params=COMPUTE_DTYPES[name]),
+        precision=replace(theirs.precision if theirs else Precision(), params=COMPUTE_DTYPES[name]),
         checkpoint_activations=shard.checkpoint_activations,
         secondary=shard.secondary or None,
         offload=offload,
         reduce_op=theirs.reduce_op if theirs else "mean",
     )
-    fill(model, config.model, options.seed)
-    optimizer = _optimizer(model, options, theirs)
+    work.fill(model, options.seed, on_meta=on_meta)
+    own = work.optimizer(model)
+    optimizer = _optimizer(model, config, theirs, own)
     share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     return Run(
         config=config,
@@ -195,17 +196,18 @@ def _make(config: Config, prepared: Prepared, place: RankPlace, device: torch.de
         optimizer=optimizer,
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
         skips=Skips(options.on_nonfinite, options.max_skips),
-        rate=partial(lr_at, options=options, schedule=theirs.scheduler if theirs else None),
-        loader=make_loader(
-            prepared.tokens.read("train"), config.data.seq_len, share, options.seed, pins=device.type != "cpu"
-        ),
-        decides_on_device=device.type != "cpu" and theirs is None and not engines_of(optimizer),
+        rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=own is not None),
+        batches=work.batches(share, options.seed, pins=device.type != "cpu"),
+        decides_on_device=device.type != "cpu"
+        and theirs is None
+        and not engines_of(optimizer)
+        and _is_fused(optimizer),
         sums_locally=strategy.grads is Place.REPLICATE,
         saves_behind=config.checkpoint.background and not offload.uses_disk,
     )
 
 
-def _mesh(strategy: acc.Strategy, prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
+def _mesh(strategy: Strategy, prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
     """All ranks: over the shards, and for a hybrid over its replicas too."""
     sizes = {"shard": place.world // prepared.replicas}
     if strategy.hybrid:
@@ -221,40 +223,24 @@ def _precision(name: str, device: torch.device) -> str:
     return "bf16" if _torch.has_bf16(device) else "fp16"
 
 
-def _optimizer(model: nn.Module, options: TrainConfig, theirs: Settings | None) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves vectors alone, or what a DeepSpeed configuration names."""
+def _optimizer(
+    model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
+) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves vectors alone, or what a task, a class path or a DeepSpeed configuration names."""
+    options = config.train
+    if own is not None:
+        return wrap_optimizer(own) if isinstance(own, ELEMENTWISE) else own
     if theirs is not None and theirs.optimizer is not None:
-        return acc.wrap_optimizer(theirs.optimizer(model.parameters()))
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+        return wrap_optimizer(theirs.optimizer(model.parameters()))
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
+    vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     present = [group for group in groups if group["params"]]
-    return acc.wrap_optimizer(torch.optim.AdamW(present, lr=options.lr, betas=(0.9, 0.95), fused=True))
+    return wrap_optimizer(torch.optim.AdamW(present, lr=options.lr, betas=(0.9, 0.95), fused=True))
 
 
-def _say_share(run: Run, screen: Screen) -> None:
-    order, share = _order_of(run), run.share
-    sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-    screen.note(f"a step is {share.global_batch} sequences of {run.config.data.seq_len} tokens: {sizes}")
-    uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
-    screen.note(f"an epoch is {order.steps_per_epoch:,} steps{uneven}")
-
-
-def _order_of(run: Run) -> GlobalOrder:
-    """The order of sequences, of which each rank takes its share."""
-    order = run.loader.batch_sampler
-    assert isinstance(order, GlobalOrder)
-    return order
-
-
-def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> float:
-    """The learning rate of step 1, 2, ...: that of `schedule`, else linear warmup, then a cosine down to a tenth."""
-    if schedule is not None:
-        return schedule.lr(step - 1, options.lr)
-    if step <= options.warmup:
-        return options.lr * step / options.warmup
-    left = (step - options.warmup) / max(1, options.steps - options.warmup)
-    return options.lr * (LAST_LR + (1 - LAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, left))))
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +250,7 @@ class Taken:
     step: int
     lr: float
     began_s: float  # by `time.perf_counter`
-    seen: list[Tensor]  # its micro-batches
+    seen: list[Any]  # its micro-batches
     drawn: dict[str, Any]  # the random numbers' state before it
     figures: Figures
 
@@ -281,7 +267,6 @@ class Steps:
     def __init__(self, run: Run, screen: Screen, tell: Callable[[StepMetrics], None]) -> None:
         """`tell` is called with each step's figures, in order."""
         self._run, self._screen, self._tell = run, screen, tell
-        self._batches = iter(run.loader)
         self._unread: Taken | None = None
         self._told_s = 0.0
 
@@ -300,16 +285,15 @@ class Steps:
     def take(self, step: int) -> None:
         """Forward and backward of each micro-batch, and one optimizer step where all is finite on all ranks."""
         run, began_s = self._run, time.perf_counter()
-        drawn, seen = RandomState().state_dict(), list[Tensor]()
-        loss = _backward(run, self._batches, seen, run.scaler.scale)
+        seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
+        drawn = RandomState().state_dict()  # after those that reading the data draws
+        loss = _backward(run, seen, run.scaler.scale)
         if not self.settle():  # the gradients went when the step before was done again
             RandomState().load_state_dict(drawn)
-            loss = _backward(run, iter(seen), [], run.scaler.scale)
-        lr = run.rate(step - run.skips.total)
-        for group in run.optimizer.param_groups:
-            group["lr"] = lr
+            loss = _backward(run, seen, run.scaler.scale)
+        lr = run.rates.before(step - run.skips.total)
         run.scaler.unscale_(run.optimizer)
-        norm = acc.clip_grad_norm_(run.model, run.config.train.clip or math.inf)
+        norm = clip_grad_norm_(run.model, run.config.train.clip or math.inf)
         sums, figures = _of_all_ranks(run, loss, norm)
         self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
         if run.decides_on_device:
@@ -333,10 +317,13 @@ class Steps:
             if not metrics.skipped:
                 _optimize(run, partial(run.scaler.step, run.optimizer), self._screen)
             _end(run)
+        if not metrics.skipped:
+            run.rates.after()
         now_s = time.perf_counter()
         step_s, self._told_s = now_s - max(taken.began_s, self._told_s), now_s
-        tokens = run.share.global_batch * run.config.data.seq_len
-        self._tell(replace(metrics, step_s=step_s, tokens_per_s=tokens / step_s))
+        work = run.prepared.work
+        speed: dict[str, Any] = {f"{work.counted}_per_s": work.num_counted(run.share, taken.seen) / step_s}
+        self._tell(replace(metrics, step_s=step_s, **speed))
         return not metrics.skipped
 
     def _metrics(self, taken: Taken) -> StepMetrics:
@@ -348,7 +335,6 @@ class Steps:
             loss=loss,
             grad_norm=norm,
             lr=taken.lr,
-            tokens_per_s=0.0,
             step_s=0.0,
             peak_bytes=peak,
             skipped=not (math.isfinite(loss) and math.isfinite(norm)),
@@ -404,7 +390,7 @@ def _optimize(run: Run, do: Callable[[], object], screen: Screen) -> None:
     """One step of the optimizer."""
     try:
         do()
-    except acc.CheckpointError as error:  # of a save in the background; the step is done
+    except CheckpointError as error:  # of a save in the background; the step is done
         _not_written(run, error, screen)
 
 
@@ -420,19 +406,57 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
         del optimizer.found_inf
 
 
-def _backward(run: Run, batches: Iterator[Tensor], seen: list[Tensor], scale: Callable[[Tensor], Any]) -> Tensor:
-    """Forward and backward of the next micro-batches, which `seen` keeps; this rank's loss, 0-d."""
-    options = run.config.train
-    num_tokens = options.micro_batch * run.config.data.seq_len  # of a micro-batch, the same in each
-    loss = torch.zeros((), device=run.device)
-    for i in range(options.accumulate):
-        seen.append(next(batches).to(run.device, non_blocking=True))
-        later = run.sums_locally and i + 1 < options.accumulate
-        with acc.no_sync(run.model) if later else nullcontext():
-            mean = token_losses(run.model, seen[-1]) / (num_tokens * options.accumulate)
+def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
+    """Forward and backward of a step's micro-batches; this rank's part of the loss, 0-d, whose mean over ranks is the loss."""
+    loss, counted = torch.zeros((), device=run.device), Counted(run.share)
+    for i, batch in enumerate(batches):
+        later = run.sums_locally and i + 1 < len(batches)
+        with no_sync(run.model) if later else nullcontext():
+            mean = counted.mean_of(run.prepared.work.loss(run.model, batch))
             torch.autograd.backward(scale(mean))
         loss += mean.detach()
+    left = counted.left()
+    if left is not None:
+        scale_gradients(run.model, left)
+        loss *= left
     return loss
+
+
+class Counted:
+    """Owns the counts of a step, by which sums of losses become the mean over the micro-batches of all ranks.
+
+    The first micro-batch divides by as many as it would be if all others counted alike; what is left to scale is known behind
+    the last one. So a backward never waits for the forwards that come after it.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._first: Tensor | None = None
+        self._own: Tensor | None = None
+
+    def mean_of(self, loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """This rank's part of the step's mean, of which the mean over ranks is taken."""
+        if isinstance(loss, Tensor):
+            return loss / self._share.accumulate
+        total, count = loss
+        self._own = count if self._own is None else self._own + count
+        if self._first is None:
+            self._first = count.clone()
+            dist.all_reduce(self._first)
+            self._first = _at_least_something(self._first) * (self._share.accumulate / self._share.world)
+        return total / self._first
+
+    def left(self) -> Tensor | None:
+        """By what gradients and losses are to be multiplied still, 0-d and the same on all ranks; None by nothing."""
+        if self._own is None or self._first is None or self._share.accumulate == 1:
+            return None
+        dist.all_reduce(self._own)
+        return self._first * self._share.world / _at_least_something(self._own)
+
+
+def _at_least_something(count: Tensor) -> Tensor:
+    """Where nothing counts, the sums are zero too, whatever divides them."""
+    return torch.where(count == 0, torch.ones_like(count), count)
 
 
 def _leave_out(run: Run, taken: Taken, metrics: StepMetrics, screen: Screen) -> None:
@@ -441,11 +465,11 @@ def _leave_out(run: Run, taken: Taken, metrics: StepMetrics, screen: Screen) -> 
 
     def again(scale: Callable[[Tensor], Tensor]) -> None:
         RandomState().load_state_dict(taken.drawn)
-        _backward(run, iter(taken.seen), [], scale)
-        norm = acc.clip_grad_norm_(run.model, math.inf)
+        _backward(run, taken.seen, scale)
+        norm = clip_grad_norm_(run.model, math.inf)
         dist.all_reduce(norm)
         if not math.isfinite(float(norm)):
-            raise acc.NonFiniteError("the sum of squares of finite gradients is not.")
+            raise NonFiniteError("the sum of squares of finite gradients is not.")
 
     run.optimizer.zero_grad()
     where = came_up_in(run.model, again, found)
@@ -457,8 +481,8 @@ def _leave_out(run: Run, taken: Taken, metrics: StepMetrics, screen: Screen) -> 
         return
     try:
         screen.note(run.skips.found(taken.step, where or f"{found}; {FLEETING}."))
-    except acc.NonFiniteError:
-        with suppress(acc.CheckpointError):  # there is worse to tell
+    except NonFiniteError:
+        with suppress(CheckpointError):  # there is worse to tell
             saver_of(run.model).wait()
         raise
 
@@ -470,7 +494,7 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
         (folder / "config.yaml").write_text(as_yaml(run.config))
         return MetricsLog(folder, done, screen.note)
     except OSError as error:
-        raise acc.UsageError(
+        raise UsageError(
             f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "
             "another run.dir."
         ) from None
@@ -479,36 +503,39 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
 def _progress(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint keeps of a run beside its tensors; `_resume` reads it."""
     return {
-        "model_config": json.loads(run.model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
+        **run.prepared.work.progress(run.model),
         "step": step,
         "config": flat(run.config),
-        "data": run.prepared.tokens.digest,
-        "tokenizer": run.prepared.tokens.tokenizer_digest,
-        "loader": dict(run.loader.state_dict()),
+        "loader": run.batches.kept(),
         "scaler": run.scaler.state_dict(),
         "skipped": run.skips.total,
     }
 
 
-def _save(run: Run, step: int, screen: Screen, *, last: bool) -> acc.CheckpointError | None:
+def _state_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint keeps for each rank."""
+    return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
+
+
+def _save(run: Run, step: int, screen: Screen, *, last: bool) -> CheckpointError | None:
     """Save, or do what `checkpoint.on_error` says; why nothing was written, where that is known already."""
     options, extra = run.config.checkpoint, _progress(run, step)
     path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
-    state = {"random": RandomState()}
+    state = _state_of(run)
     try:
         saver_of(run.model).wait()
-    except acc.CheckpointError as error:  # of the save before, which says nothing of this one
+    except CheckpointError as error:  # of the save before, which says nothing of this one
         _not_written(run, error, screen)
     try:
         behind = run.saves_behind and not last
         save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=options.keep)
-    except acc.CheckpointError as error:
+    except CheckpointError as error:
         _not_written(run, error, screen)
         return error
     return None
 
 
-def _not_kept(run: Run, error: acc.CheckpointError) -> acc.CheckpointError:
+def _not_kept(run: Run, error: CheckpointError) -> CheckpointError:
     """For the end of a run that trained on past the failure and has nothing to show for its last steps."""
     newest = checkpoints.kept(Path(run.prepared.checkpoint_dir))
     kept = (
@@ -516,10 +543,10 @@ def _not_kept(run: Run, error: acc.CheckpointError) -> acc.CheckpointError:
         if newest
         else "there is no checkpoint"
     )
-    return acc.CheckpointError(f"the weights after step {run.config.train.steps} were not kept, {kept}: {error}")
+    return CheckpointError(f"the weights after step {run.config.train.steps} were not kept, {kept}: {error}")
 
 
-def _not_written(run: Run, error: acc.CheckpointError, screen: Screen) -> None:
+def _not_written(run: Run, error: CheckpointError, screen: Screen) -> None:
     """Do what `checkpoint.on_error` says."""
     if run.config.checkpoint.on_error == "stop":
         raise error
@@ -532,17 +559,14 @@ def _resume(run: Run, screen: Screen) -> int:
     if path is None:
         return 0
     try:
-        extra = load(path, run.model, run.optimizer, state={"random": RandomState()})
-    except acc.CheckpointError as error:
-        raise acc.CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
+        extra = load(path, run.model, run.optimizer, state=_state_of(run))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
     run.scaler.load_state_dict(extra["scaler"])
     run.skips.total = int(extra.get("skipped", 0))
     done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
-    same_data = extra["data"] == run.prepared.tokens.digest
-    if same_data and _order_of(run).continues(extra["loader"]["_index_sampler_state"]):
-        run.loader.load_state_dict(extra["loader"])
-    else:
+    if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
     changed = _changes(extra["config"], flat(run.config))
     if changed:
@@ -554,21 +578,25 @@ def _resume(run: Run, screen: Screen) -> int:
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Settings of the maths that differ from those of the checkpoint, as `key old -> new`."""
-    keys = [key for key in now if key.startswith(("model.", "data.", "train.", "shard.precision"))]
+    keys = [
+        key
+        for key in now
+        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.")) or key == "shard.precision"
+    ]
     return [f"{key} {before[key]} -> {now[key]}" for key in keys if key in before and before[key] != now[key]]
 
 
-def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> float:
-    tokens = run.prepared.tokens.read("validation")
-    loss = validation_loss(run.model, validation_batches(tokens, run.config.data.seq_len, run.share), run.device)
-    screen.note(f"validation loss {loss:.4f} after {step} steps (perplexity {math.exp(min(loss, 700.0)):,.1f})")
+def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> None:
+    found = run.prepared.work.validate(run.model, run.share, run.device)
+    if found is None:
+        return
+    screen.note(f"validation loss {found.loss:.4f} after {step} steps{found.words}")
     if log is not None:
-        log.validation(step, loss)
-    return loss
+        log.validation(step, found.loss, found.metrics)
 
 
-def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: acc.CheckpointError | None) -> None:
-    """The end: validation loss, where things lie, and generated text."""
+def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None) -> None:
+    """The end: validation loss, where things lie, and what the trained model does."""
     steps = run.config.train.steps
     _validate(run, steps, screen, log)
     folder = Path(run.prepared.checkpoint_dir)
@@ -577,7 +605,4 @@ def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: acc.Checkpoi
     at = held or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
-    prompt = [int(token) for token in run.prepared.tokens.read("validation")[:PROMPT_TOKENS]]
-    written = sample(run.model, run.device, prompt, SAMPLE_TOKENS, run.config.data.seq_len, run.config.train.seed)
-    tokenizer = run.prepared.tokens.tokenizer()
-    screen.sample(tokenizer.decode(prompt), tokenizer.decode(written))
+    run.prepared.work.finish(run.model, run.device, run.config.train.seed, screen)

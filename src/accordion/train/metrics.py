@@ -35,10 +35,17 @@ class StepMetrics:
     loss: float
     grad_norm: float
     lr: float
-    tokens_per_s: float
-    step_s: float
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    step_s: float = 0.0
     peak_bytes: int
     skipped: bool
+
+    @property
+    def speed(self) -> str:
+        if self.tokens_per_s is not None:
+            return f"{self.tokens_per_s:,.0f} tok/s"
+        return f"{self.samples_per_s or 0.0:,.0f} samples/s"
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -75,13 +82,15 @@ class MetricsLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step; what is not finite (a loss that diverged) is null in JSON and absent from TensorBoard."""
-        values = {key: value if math.isfinite(value) else None for key, value in asdict(metrics).items()}
+        held = {key: value for key, value in asdict(metrics).items() if value is not None}
+        values = {key: value if math.isfinite(value) else None for key, value in held.items()}
         shown = {key: value for key, value in values.items() if key != "step" and value is not None}
         self._write({self._lines: json.dumps(values).encode() + b"\n", self._events: _scalars(shown, metrics.step)})
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
         """Record a validation; TensorBoard only, since a line of `metrics.jsonl` is a step."""
-        self._write({self._events: _scalars({"validation_loss": loss}, step)})
+        found = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
+        self._write({self._events: _scalars(found, step)})
 
     def _write(self, parts: dict[_Growing, bytes]) -> None:
         failed = {file: why for file, data in parts.items() if (why := file.add(data))}

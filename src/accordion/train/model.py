@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import accordion as acc
 from accordion.errors import UsageError
 from accordion.files import read_text
-from accordion.models.language import brief
+from accordion.models.language import brief, is_encoder, language_model
 from accordion.models.llama import TRAINED, llama_config
 from accordion.train.config import DataConfig, ModelConfig
+from accordion.weights.initialise import initialise
+from accordion.weights.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,14 +60,26 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
     return config
 
 
+def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
+    """The model on the meta device. Raises `UsageError` where it is no causal language model."""
+    described = configuration(model, data)
+    made = language_model(described, model.path or model.preset)
+    if is_encoder(described) and not getattr(made.config, "is_decoder", False):
+        raise UsageError(
+            f"model.path {model.path!r} is an encoder ({described.model_type}), without a causal mask: it would see the tokens "
+            "that it is to predict. Set is_decoder in its config.json, or write a task of your own (--task)."
+        )
+    return made
+
+
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
     """Give a model that was sharded on meta its weights, the same for any number of ranks; a rank holds its shards only."""
     torch.manual_seed(seed)
     if choice.init == "scratch":
-        acc.initialise(model)
+        initialise(model)
     else:
         assert choice.path is not None, "pretrained weights come from a folder"
-        acc.load_pretrained(model, choice.path)
+        load_pretrained(model, choice.path)
 
 
 @contextmanager

@@ -5,28 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
-from accordion.models.language import language_model
 from accordion.models.llama import TRAINED
+from accordion.tasks.errors import of_the_task
+from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
 from accordion.train.auto_plan import Expected
-from accordion.train.config import Config
-from accordion.train.data import check_enough
-from accordion.train.model import check_folder, configuration
+from accordion.train.config import Config, JobConfig
+from accordion.train.data import Share, check_enough
+from accordion.train.model import causal_model, check_folder, configuration
+from accordion.train.own_task import OwnTask, check_data, check_own_keys, tried
 from accordion.train.sources import Source, find
+from accordion.train.text import Text
 from accordion.train.tokens import (
     Say,
-    TokenFiles,
     Vocabulary,
     cached_tokens,
     cached_vocabulary,
     check_fits,
     folder_vocabulary,
 )
+from accordion.train.work import Work
 from accordion.units import UnitChoice, choose_units, units_named
 
 Folders = dict[str, Path]
@@ -39,7 +42,7 @@ class Prepared:
 
     run_dir: str
     checkpoint_dir: str
-    tokens: TokenFiles
+    work: Work
     replicas: int
     resume: str | None
     expected: Expected | None = None
@@ -50,20 +53,27 @@ class Prepared:
 
 
 def prepare(
-    config: Config,
+    config: JobConfig,
     world: int,
     local_world: int,
     cache: Path,
     say: Say,
     ask: Callable[[Folders], None] = lambda folders: None,
+    task: object | None = None,
 ) -> Prepared:
-    """Check all input and make the token files. Raises `UsageError`, and then nothing was written.
+    """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
 
     `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
-    `ask`: called with the run's folders before they are looked into; may raise.
+    `ask`: called with the run's folders before they are looked into; may raise. `task`: what is trained
+    where `config` names no class of it.
     """
     try:
-        return _prepare(config, world, local_world, cache, say, ask)
+        place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask)
+        _check_shards(config, place)
+        if isinstance(config, Config):
+            check_own_keys(optimizer_of(config.parts), None, config)
+            return _of_text(config, place, cache)
+        return _of_task(config, place, OwnTask(parts=config.parts, task=task))
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
 
@@ -80,58 +90,106 @@ def _cached(cache: Path) -> Iterator[None]:
         ) from None
 
 
-def _prepare(
-    config: Config, world: int, local_world: int, cache: Path, say: Say, ask: Callable[[Folders], None]
-) -> Prepared:
-    replicas, shard = _replicas(config, world, local_world), config.shard
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a run will be, and whom to ask and tell."""
+
+    world: int
+    replicas: int
+    say: Say
+    ask: Callable[[Folders], None]
+
+
+def _check_shards(config: JobConfig, place: _Place) -> None:
+    shard = config.shard
     if shard.secondary:
-        check_secondary(shard.secondary, strategy_named(shard.strategy), world // replicas, "shard.secondary")
+        check_secondary(
+            shard.secondary, strategy_named(shard.strategy), place.world // place.replicas, "shard.secondary"
+        )
     for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if url and "://" in url:
             raise UsageError(
                 f"{key} is {url!r}, a URL; a run writes to file systems alone, so give a path (acc.save takes URLs)."
             )
-    model_vocab, model_name = _model(config)
-    source = find(config.data)
-    run_dir = Path(config.run.dir or Path("runs", f"{model_name}-{source.name}"))
+
+
+def _folders(config: JobConfig, name: str, place: _Place) -> tuple[Folders, Path | None]:
+    """Those of the run, and the checkpoint to go on from. Nothing is written."""
+    run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
-    for place in (run_dir, folder):
-        _check_writable(place)
-    ask({"run.dir": run_dir, "checkpoint.dir": folder})
-    resume = checkpoints.choose(folder, config.checkpoint.resume, say)
+    for path in (run_dir, folder):
+        _check_writable(path)
+    folders = {"run.dir": run_dir, "checkpoint.dir": folder}
+    place.ask(folders)
+    return folders, checkpoints.choose(folder, config.checkpoint.resume, place.say)
+
+
+def _make(folders: Folders) -> None:
+    for path in reversed(folders.values()):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{str(path)!r} cannot be made: {error.strerror or error}.") from None
+
+
+def _prepared(folders: Folders, work: Work, place: _Place, resume: Path | None) -> Prepared:
+    return Prepared(
+        run_dir=str(folders["run.dir"]),
+        checkpoint_dir=str(folders["checkpoint.dir"]),
+        work=work,
+        replicas=place.replicas,
+        resume=None if resume is None else str(resume),
+    )
+
+
+def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
+    """Build the model and read a batch, and take the loss of it where that is quickly done here."""
+    task, options = work.loaded, config.train
+    check_own_keys(task.optimizer, task.scheduler, config)
+    folders, resume = _folders(config, task.name, place)
+    with of_the_task("model()"):
+        model = work.model(options.seed)
+    units = units_named(config.shard.units, "shard.units")
+    choose_units(model, work.units() if units is None else units)
+    if resume is not None:
+        checkpoints.check_run(resume, options.steps)
+        checkpoints.check_task(resume)
+        checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
+    share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
+    work = replace(work, size=check_data(work, share))
+    tried(work, model, share, options.seed)
+    _make(folders)
+    return _prepared(folders, work, place, resume)
+
+
+def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
+    model_vocab, model_name = _model(config)
+    source, say = find(config.data), place.say
+    folders, resume = _folders(config, f"{model_name}-{source.name}", place)
     units = units_named(config.shard.units, "shard.units")
     if config.model.path is not None or units is not None or resume is not None:
         _check_model(config, units, resume)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
-        checkpoints.check_run(resume, config.train.steps, vocabulary.digest)
-    batch = world * config.train.micro_batch * config.train.accumulate
+        checkpoints.check_run(resume, config.train.steps)
+        checkpoints.check_tokenizer(resume, vocabulary.digest)
+    batch = place.world * config.train.micro_batch * config.train.accumulate
 
     def accept(num_train: int, num_validation: int) -> None:
         """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
         check_enough(num_train, num_validation, config.data.seq_len, batch, source.label)
-        for place in (folder, run_dir):
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"{str(place)!r} cannot be made: {error.strerror or error}.") from None
+        _make(folders)
 
     with _cached(cache):
         tokens = cached_tokens(source, vocabulary, cache, accept, say)
         keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    return Prepared(
-        run_dir=str(run_dir),
-        checkpoint_dir=str(folder),
-        tokens=tokens,
-        replicas=replicas,
-        resume=None if resume is None else str(resume),
-    )
+    return _prepared(folders, Text(config=config, tokens=tokens), place, resume)
 
 
-def _replicas(config: Config, world: int, local_world: int) -> int:
+def _replicas(config: JobConfig, world: int, local_world: int) -> int:
     if not strategy_named(config.shard.strategy).hybrid:
         return 1
     replicas = config.shard.replicas or max(1, world // local_world)
@@ -185,7 +243,7 @@ def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None
     """Build the model without storage and hold it against the units asked for and the checkpoint."""
     from accordion.weights.pretrained import check_pretrained
 
-    model = language_model(configuration(config.model, config.data), config.model.path or config.model.preset)
+    model = causal_model(config.model, config.data)
     choose_units(model, units)
     if config.model.path is not None and config.model.init == "pretrained":
         try:

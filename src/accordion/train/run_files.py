@@ -16,10 +16,18 @@ from accordion.options import AMBIGUOUS, UNCLEAR, Option, short
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     """What a run file says: `group.key` -> value. Raises `UsageError` naming the file, the key and what was given."""
     known = {option.key: option for option in options}
-    values: dict[str, Any] = {}
-    for name, group in _content(file, list(known)).items():
-        values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
+    content = content_of(file)
+    _check_keys(file, content, list(known))
+    values = flattened(content)
     return {key: known[key].converted(value, key) for key, value in values.items()}
+
+
+def flattened(content: dict[str, Any]) -> dict[str, Any]:
+    """`group: {key: value}` as `group.key` -> value."""
+    values: dict[str, Any] = {}
+    for name, group in content.items():
+        values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
+    return values
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -38,8 +46,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return files, flags
 
 
-def _content(file: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Keys, or groups with their keys, all of which exist."""
+def content_of(file: str) -> dict[str, Any]:
+    """Keys, or groups with their keys, as they stand there. Raises `UsageError`."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -59,6 +67,11 @@ def _content(file: str, keys: Sequence[str]) -> dict[str, Any]:
         raise UsageError(f"run file {file!r} holds a value that cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
+    return content
+
+
+def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
+    """Raises `UsageError` for a key that does not exist."""
     groups = sorted({key.partition(".")[0] for key in keys})
     for name, group in content.items():
         if "." in str(name) and str(name) in keys:
@@ -71,7 +84,6 @@ def _content(file: str, keys: Sequence[str]) -> dict[str, Any]:
         for key in group:
             if key not in inner:
                 raise UsageError(f"run file {file!r}: key '{name}.{key}' does not exist; {nearest(str(key), inner)}")
-    return content
 
 
 def _check_scalars(file: str, root: yaml.Node | None) -> None:

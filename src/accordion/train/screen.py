@@ -72,10 +72,7 @@ class Screen:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
-        figures = (
-            f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.tokens_per_s:,.0f} tok/s  "
-            f"{human(metrics.peak_bytes)}/rank"
-        )
+        figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.speed}  {human(metrics.peak_bytes)}/rank"
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, figures=figures)
         elif metrics.step == self._total or metrics.step % max(1, self._total // PLAIN_LINES) == 0:

@@ -34,7 +34,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
     if method is None:
         raise UsageError(
             f"{type(model).__name__} has no save_pretrained; use full_state_dict(model), or accordion.save and "
-            "`accordion checkpoint export`."
+            "`accordion export`."
         )
     engine = sharded_engine(model, "save_pretrained")
     takes = inspect.signature(method).parameters

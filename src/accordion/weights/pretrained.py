@@ -138,14 +138,14 @@ class Matched:
 def check_pretrained(model: nn.Module, folder: Path) -> None:
     """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`."""
     with ExitStack() as stack:
-        _match(model, folder, [], stack)
+        match(model, folder, open_folder(folder, stack), [])
 
 
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str], stack: ExitStack
 ) -> tuple[dict[str, FoundTensor], set[int]]:
     """What is to be read, by the model's names, each tied tensor once; and ids of parameters for the model's own init."""
-    matched = _match(model, folder, ignore, stack)
+    matched = match(model, folder, open_folder(folder, stack), ignore)
     unlike = _listed(
         "tied in the model but not equal in the folder", _untied(model, engine, matched.found, matched.ties)
     )
@@ -154,9 +154,12 @@ def _fitting(
     return {name: matched.found[name] for name in matched.first.values()}, matched.own
 
 
-def _match(model: nn.Module, folder: Path, ignore: list[str], stack: ExitStack) -> Matched:
-    """Raises `CheckpointError` where the folder lacks a tensor, or has one more or another."""
-    held, wanted = open_folder(folder, stack), names_of(model)
+def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list[str]) -> Matched:
+    """Which tensor of `held`, by the folder's names, is which of the model's. Nothing is read.
+
+    Raises `CheckpointError` where the folder lacks a tensor, or has one more or another.
+    """
+    wanted = names_of(model)
     named, extra, wrong = _named(model, held, wanted)
     copies = {copy: original for copy, original in copies_of_layers(model).items() if copy not in named}
     named |= {copy: named[original] for copy, original in copies.items() if original in named}

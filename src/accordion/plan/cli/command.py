@@ -28,9 +28,13 @@ from accordion.plan.result import Plan
 from accordion.plan.search.space import LARGEST_GPUS
 from accordion.plan.search.suggest import NODE, smallest_change
 from accordion.plan.trained_models import Kernels, configuration, language_subject, trained_model
+from accordion.tasks.errors import of_the_task
+from accordion.tasks.flags import read_task, split_task
+from accordion.tasks.loaded import example_of, mean_loss, model_of
 from accordion.units import units_named
 
 PURE = "bf16-pure"
+TASK_BATCH = 8
 NOT_FOUND = 1  # exit code where nothing fits
 ABOUT = (
     "Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits. What a flag "
@@ -44,6 +48,8 @@ class Options:
 
     Args:
         model: a preset, a folder with a transformers config.json, or that file
+        task: a task of your own in its place, file.py, file.py:Name or package.module:Name, with options as --task.width 64 and
+            batches of --micro-batch samples (8)
         gpu: a card of the table (--gpus-table shows it), measured: what --measure found here, or a file that it wrote
         gpus: GPUs in all; without it eight on each of --nodes
         nodes: machines; without it as many as --gpus fill, eight to each
@@ -94,6 +100,7 @@ class Options:
     """
 
     model: str = "llama3-8b"
+    task: str | None = None
     gpu: str = "h100"
     gpus: int | None = None
     nodes: int | None = None
@@ -142,6 +149,7 @@ class Options:
 
 def run(words: list[str]) -> int:
     """The subcommand. Returns the exit code: 1 where nothing fits."""
+    own, words = split_task(words)
     o = _options(words)
     if o is None:
         return 0
@@ -165,7 +173,7 @@ def run(words: list[str]) -> int:
     say = partial(print, file=sys.stderr)
     with without_collections():  # of millions of small objects that no cycle holds
         made = plan(
-            o.model,
+            **what_of(o, own),
             gpu=card,
             gpus=gpus,
             node=node,
@@ -177,7 +185,6 @@ def run(words: list[str]) -> int:
             secondary=o.secondary,
             offload=o.offload,
             checkpoint_activations=o.checkpoint_activations,
-            micro_batch=o.micro_batch,
             seq=seq,
             mean_tokens=mean_tokens,
             tokens=o.tokens,
@@ -191,10 +198,10 @@ def run(words: list[str]) -> int:
             measured_step_s=o.measured_step_s,
             measured_at=o.measured_at,
             say=say,
-            processes=2,
+            processes=2 if o.task is None else 1,  # a task of a file is no module that another process can import
             **units,
         )
-    change = "" if made.fits else _change(o, made, say)
+    change = "" if made.fits or o.task is not None else _change(o, made, say)
     if o.json:
         more = {"smallest_change": change} if change else {}
         print(json.dumps({**made.as_dict(), **more, "command": asked(o)}, indent=1))
@@ -208,6 +215,22 @@ def run(words: list[str]) -> int:
         write(made, Path(o.html))
         say(f"written: {o.html}")
     return 0 if made.fits else NOT_FOUND
+
+
+def what_of(o: Options, own: list[str]) -> dict[str, Any]:
+    """What is planned: a language model by its name, or a task with the options in `own`. Raises `UsageError`, `TaskError`."""
+    if o.task is None:
+        if own:
+            raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
+        return {"model": o.model, "micro_batch": o.micro_batch}
+    size = o.micro_batch or TASK_BATCH
+    task = read_task(o.task, own, "accordion plan")
+    with of_the_task("model()"):
+        model = model_of(task)
+    with of_the_task("dataset('train')"):
+        batch = example_of(task, size)
+    print(f"{task.name}: a micro-batch is one of {size} samples, or as its loader gives it", file=sys.stderr)
+    return {"model": model, "loss": partial(mean_loss, task), "batch": batch}
 
 
 def _options(words: list[str]) -> Options | None:

@@ -1,0 +1,85 @@
+"""Adapters of PEFT merged into the weights below them, one layer in memory at a time, by PEFT's own code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion.checkpoint.streamed import TensorSource
+from accordion.errors import UsageError
+from accordion.models.language import brief
+from accordion.models.stored import StoredModel, computing, meta_model
+from accordion.weights.adapters import added_by, copied_inside, is_adapter
+from accordion.weights.pretrained import copies_of_layers, names_of
+
+WRAPPED = re.compile(r"(^|\.)(base_layer|original_module)\.")
+
+
+def merged(stored: StoredModel, sources: Sequence[TensorSource]) -> list[TensorSource]:
+    """What `merge_and_unload` would leave of each tensor. Host memory: the adapter, and three tensors of a layer as it is merged.
+
+    Raises `UsageError` for an adapter that does not merge.
+    """
+    whole: Any = meta_model(stored)
+    config = next(iter(whole.peft_config.values()))
+    if config.is_prompt_learning:
+        raise UsageError(
+            f"SOURCE {stored.adapter!r} is an adapter of prompts, which belongs to no weight; export its base."
+        )
+    if getattr(config, "bias", "none") != "none":
+        raise UsageError(
+            f"SOURCE {stored.adapter!r} trained biases of its base too (bias={config.bias!r}); merge it with PEFT."
+        )
+    _load(whole, stored)
+    model = computing(whole)
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if is_adapter(module)}
+    layers = {WRAPPED.sub(r"\1", name): module for name, module in layers.items()}
+    real = {name: t.detach() for name, t in names_of(model).items() if not t.is_meta}
+    given = {original: real[copy] for copy, original in copies_of_layers(model).items() if copy in real}
+    return [_merged(source, layers.get(source.name), given, real) for source in sources]
+
+
+def _merged(source: TensorSource, layer: Any, given: dict[str, Tensor], real: dict[str, Tensor]) -> TensorSource:
+    own = given.get(source.name, real.get(source.name))  # a copy of a layer that was trained beside the adapter
+    if own is not None:
+        return replace(source, read=lambda: own)
+    return source if layer is None else replace(source, read=lambda: _merge(layer, source.read))
+
+
+def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
+    """The weight of one layer with what its adapter adds."""
+    below = layer.get_base_layer()
+    meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
+    try:
+        with torch.no_grad():
+            layer.merge(safe_merge=False)
+        made: Tensor = below.weight.data
+    except Exception as error:  # of PEFT, for layers that it cannot merge
+        raise UsageError(f"the adapter of {type(below).__name__} cannot be merged: {brief(error)}") from None
+    finally:
+        below.weight = meta
+        layer.merged_adapters.clear()
+    return made
+
+
+def _load(whole: Any, stored: StoredModel) -> None:
+    """Give the adapter's own parameters, which are on meta, what its folder holds."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    assert stored.adapter is not None
+    try:
+        weights = load_peft_weights(stored.adapter, device="cpu")
+    except Exception as error:  # of safetensors, torch and PEFT
+        raise UsageError(f"SOURCE {stored.adapter!r} has no weights that can be read: {brief(error)}") from None
+    for module in whole.modules():
+        for child in added_by(module) if is_adapter(module) else (copy for _, copy in copied_inside(module)):
+            child.to_empty(device="cpu")
+    real = {name for name, tensor in whole.state_dict(keep_vars=True).items() if not tensor.is_meta}
+    lost = sorted(real & set(set_peft_model_state_dict(whole, weights).missing_keys))
+    if lost:
+        raise UsageError(f"SOURCE {stored.adapter!r} lacks {len(lost)} tensors of its adapter: {', '.join(lost[:3])}.")

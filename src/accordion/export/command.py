@@ -1,0 +1,205 @@
+"""`accordion export`: reads the options, checks all input, and writes the model whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from accordion import options as flags
+from accordion.checkpoint import convert
+from accordion.checkpoint.format import CODES
+from accordion.checkpoint.streamed import PLAIN, draft_of, dtype_coded, write_safetensors, write_shards
+from accordion.errors import AccordionError, UsageError
+from accordion.export.tensors import folder_sources, tensors_of
+from accordion.models.stored import (
+    StoredModel,
+    configuration_of,
+    dtype_of,
+    find_model,
+    located,
+    meta_model,
+    tokenizer_of,
+)
+from accordion.options import one_of, place
+
+PROG = "accordion export"
+NEEDS = {"onnx": ("onnx", "onnxscript", "onnx_ir"), "gguf": ("gguf",)}
+FORMATS = (*convert.FORMATS, *NEEDS)
+OF_CHECKPOINTS = ("dcp", "torch")  # formats in which nothing but a checkpoint goes out
+OF_ONNX = (torch.float32, torch.float16)
+OF_GGUF = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write a model in the format of others, with one tensor of it in memory at a time.
+
+    Args:
+        source: a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT, whose adapter is
+            merged
+        target: what to write; it must not exist
+        format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime; `gguf`: one file
+            for llama.cpp; of checkpoints `dcp`, a folder of torch.distributed.checkpoint, and `torch`, one file of torch.save
+        like: folder of transformers whose config.json and tokenizer go beside the weights of a checkpoint; the base of an adapter
+        dtype: cast floating-point tensors, say BF16
+        tokenizer: tokenizer.json or folder of transformers, in place of the one beside the model
+        json: print JSON
+    """
+
+    source: str = place()
+    target: str = place()
+    format: str = one_of(FORMATS, "hf")
+    like: str | None = None
+    dtype: str | None = one_of(sorted(CODES.values()), None)
+    tokenizer: str | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """`files` that were written, and in words what was `left` out."""
+
+    files: list[str]
+    left: list[str]
+
+
+def run(words: list[str], environ: Mapping[str, str]) -> int:
+    """The subcommand; returns the exit code."""
+    options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
+    if options is None:
+        return 0
+    home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "."), ".cache")
+    try:
+        found = export(options, Path(home, "accordion"))
+    except OSError as error:
+        raise AccordionError(f"nothing was written: {error.filename or options.target}: {error.strerror}.") from error
+    if options.json:
+        print(json.dumps({"files": found.files, "left_out": found.left}, indent=2))
+    else:
+        print("\n".join([*(f"written: {file}" for file in found.files), *(f"left out: {what}" for what in found.left)]))
+    return 0
+
+
+def export(options: ExportOptions, cache: Path) -> Exported:
+    """Do what `options` say. Raises `UsageError` before anything is written, `CheckpointError` for a source that is damaged."""
+    dtype = None if options.dtype is None else dtype_coded(options.dtype)
+    for key in ("source", "target"):
+        if not getattr(options, key).strip() or "\0" in getattr(options, key):
+            raise UsageError(f"{key.upper()} is empty; give a path.")
+    missing = [name for name in NEEDS.get(options.format, ()) if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"--format {options.format} needs {', '.join(missing)}, not installed here; pip install 'accordion[export]'."
+        )
+    kind, path = located(options.source)
+    if kind == "checkpoint" and options.format in convert.FORMATS:
+        return _of_checkpoint(path, options, dtype, cache)
+    if options.format in OF_CHECKPOINTS:
+        raise UsageError(
+            f"--format {options.format} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
+            "`accordion checkpoint convert` makes a checkpoint of one."
+        )
+    if "://" in options.target:
+        raise UsageError(
+            f"TARGET {options.target!r} is a URL; --format {options.format} is written to file systems alone."
+        )
+    stored = find_model(options.source, cache, tokenizer=options.tokenizer, like=options.like)
+    at = Path(os.path.abspath(options.target))
+    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "gguf": _gguf}[options.format]
+    with draft_of(at) as draft:
+        found = write(stored, draft, dtype)
+        if options.format in ("safetensors", "gguf"):
+            (draft / found.files[0]).rename(at)
+            return Exported([str(at)], found.left)
+        draft.rename(at)
+    return Exported([str(at / name) for name in found.files], found.left)
+
+
+def _of_checkpoint(path: str, options: ExportOptions, dtype: torch.dtype | None, cache: Path) -> Exported:
+    """Of any model, also of one that transformers does not know."""
+    stored = None
+    if options.format == "hf":
+        with suppress(UsageError):  # it does not say of what it is
+            stored = find_model(path, cache, tokenizer=options.tokenizer, like=options.like)
+    own = stored is not None and options.like is None
+    beside: Callable[[Path], list[str]] = (
+        partial(_tokenizer, stored) if own and stored is not None else lambda folder: []
+    )
+    files = convert.export(path, options.target, options.format, like=options.like, dtype=dtype, beside=beside)
+    left = []
+    if options.format == "hf" and not any(file.endswith("config.json") for file in files):
+        left.append("config.json: the checkpoint does not say of which model it is; give --like a folder that has it")
+    return Exported(files, left)
+
+
+def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
+    """Put the tokenizer beside the weights, where there is one."""
+    if stored.tokenizer is None:
+        return []
+    before = set(folder.iterdir())
+    tokenizer_of(stored).save_pretrained(folder)
+    return sorted(path.name for path in set(folder.iterdir()) - before)
+
+
+def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+    if stored.adapter is None:
+        files = write_shards(draft, folder_sources(Path(stored.path), dtype), convert.SHARD_BYTES)
+    else:
+        with tensors_of(stored, dtype) as found:
+            files = write_shards(draft, found.sources, convert.SHARD_BYTES)
+    if stored.kind == "folder":
+        files += [name for name in convert.copy_beside(Path(stored.path), draft, dtype) if name not in files]
+    else:
+        convert.write_config(draft, stored.config, dtype)
+        files.append(convert.CONFIG)
+    if stored.tokenizer not in (None, stored.path):
+        files += [name for name in _tokenizer(stored, draft) if name not in files]
+    return Exported(files, [])
+
+
+def _safetensors(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+    with tensors_of(stored, dtype) as found:
+        write_safetensors(draft / "model", found.sources, {**PLAIN, **found.ties})
+    return Exported(["model"], [])
+
+
+def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+    from accordion.export.onnx_folder import write_onnx
+
+    dtype = _one_of(OF_ONNX, dtype, torch.float32, "onnx")
+    with tensors_of(stored, dtype) as found:
+        files = write_onnx(draft, found, meta_model(replace(stored, adapter=None), dtype))  # the adapter is merged
+    convert.write_config(draft, stored.config, dtype)
+    return Exported([*files, convert.CONFIG, *_tokenizer(stored, draft)], [])
+
+
+def _gguf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+    from accordion.export.gguf_file import check_gguf, write_gguf
+
+    config = configuration_of(stored)
+    check_gguf(config)
+    dtype = _one_of(OF_GGUF, dtype, dtype_of(stored), "gguf")
+    tokenizer = None if stored.tokenizer is None else tokenizer_of(stored)
+    with tensors_of(stored, dtype) as found:
+        left = write_gguf(draft / "model", found, config, tokenizer, Path(str(stored)).resolve().name)
+    return Exported(["model"], left)
+
+
+def _one_of(
+    taken: tuple[torch.dtype, ...], asked: torch.dtype | None, otherwise: torch.dtype, name: str
+) -> torch.dtype:
+    if asked is None:
+        return otherwise if otherwise in taken else torch.float32
+    if asked not in taken:
+        raise UsageError(
+            f"--dtype is {CODES[asked]}, and --format {name} takes {', '.join(CODES[dtype] for dtype in taken)}."
+        )
+    return asked

@@ -1,0 +1,138 @@
+"""ONNX: the graph of a model traced without weights, and its weights beside it, written one at a time."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accordion import _torch
+from accordion.checkpoint.streamed import TensorSource
+from accordion.errors import UsageError
+from accordion.export.tensors import NamedTensors
+from accordion.models.language import brief
+
+FILE, DATA = "model.onnx", "model.onnx.data"
+SAMPLE = (2, 5)  # sequences and tokens of the trace; both are free in the graph
+INSIDE = "model."  # what wrapping puts before the names of a model's tensors
+
+
+class LogitsAlone(nn.Module):
+    """A language model as a function of tokens, without a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`input_ids`, `attention_mask`: (b, tokens), int64. Returns the logits (b, tokens, vocab)."""
+        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return logits
+
+
+def write_onnx(folder: Path, found: NamedTensors, model: nn.Module) -> list[str]:
+    """Write the graph and its weights; their names. `model`: on meta, in the dtype of `found`.
+
+    Inputs are `input_ids` and `attention_mask`, the output `logits`. Raises `UsageError` for a model that is no graph.
+    """
+    import onnx_ir
+
+    buffers = computed_buffers(model)
+    graph = _traced(model, buffers)
+    for name, value in list(graph.graph.initializers.items()):
+        own = name.removeprefix(INSIDE)
+        source = found.of(own)
+        if source is not None:
+            value.const_value = onnx_ir.LazyTensor(
+                lambda source=source, name=name: onnx_ir.tensor(_whole(source), name=name),
+                dtype=value.dtype,
+                shape=value.shape,
+                name=name,
+            )
+        elif own in buffers:
+            value.const_value = onnx_ir.tensor(buffers[own].numpy(), name=name)
+        elif isinstance(getattr(value.const_value, "raw", None), torch.Tensor):
+            raise UsageError(f"--format onnx: nothing in SOURCE is the tensor {own} of the graph; take hf.")
+    onnx_ir.save(graph, folder / FILE, external_data=DATA, max_workers=1, max_in_flight_bytes=1)
+    return [FILE, DATA]
+
+
+def _whole(source: TensorSource) -> Any:
+    return source.read().to(source.dtype).contiguous().numpy()
+
+
+def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
+    """The model of onnx_ir, whose weights are fakes without memory."""
+    with _torch.fake_tensors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quiet = logging.getLogger("torch.onnx")
+        level = quiet.level
+        quiet.setLevel(logging.ERROR)
+        for name, param in list(model.named_parameters()):
+            _put(model, name, nn.Parameter(_fake(param), requires_grad=False))
+        for name, buffer in buffers.items():
+            _put(model, name, _fake(buffer))
+        model.tie_weights()  # type: ignore[operator]
+        tokens = torch.ones(SAMPLE, dtype=torch.int64, device="cpu")
+        free = {0: "batch", 1: "tokens"}
+        try:
+            program = torch.onnx.export(
+                LogitsAlone(model),
+                (tokens, torch.ones(SAMPLE, dtype=torch.int64, device="cpu")),
+                input_names=["input_ids", "attention_mask"],
+                output_names=["logits"],
+                dynamic_shapes={"input_ids": free, "attention_mask": free},
+                dynamo=True,
+                optimize=False,  # folds weights, which are not there
+                verbose=False,
+            )
+        except Exception as error:  # whatever a model's code does that no graph can say
+            raise UsageError(f"--format onnx: torch makes no graph of this model: {brief(error)}") from None
+        finally:
+            quiet.setLevel(level)
+    assert program is not None
+    return program.model
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """One of its shape in host memory; inside `fake_tensors` it takes none."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _put(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    (module._parameters if isinstance(value, nn.Parameter) else module._buffers)[key] = value  # type: ignore[assignment]
+
+
+def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that no file holds, by name, computed on the host by transformers' own code.
+
+    Raises `UsageError` for one that it does not compute.
+    """
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    owners: dict[str, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in saved:
+                module._buffers[key] = torch.full(buffer.shape, _odd(buffer.dtype), dtype=buffer.dtype, device="cpu")
+                owners[f"{prefix}.{key}".lstrip(".")] = module
+    for module in dict.fromkeys(owners.values()):
+        if not any(True for _ in module.parameters(recurse=False)):
+            model._init_weights(module)  # type: ignore[operator]
+    found = {name: module._buffers[name.rpartition(".")[2]] for name, module in owners.items()}
+    left = [name for name, value in found.items() if value is None or bool((value == _odd(value.dtype)).any())]
+    if left:
+        raise UsageError(
+            f"--format onnx: no code of transformers computes the buffers {', '.join(left)} of SOURCE; take hf."
+        )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _odd(dtype: torch.dtype) -> float:
+    """A value that no table has, by which one that nobody wrote shows."""
+    return -12345.0 if dtype.is_floating_point else -77 if dtype != torch.bool else 0

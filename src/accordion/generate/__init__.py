@@ -1,0 +1,1 @@
+"""`accordion generate`: text from a checkpoint, a run or a folder of transformers."""

@@ -1,0 +1,80 @@
+"""`accordion generate`: reads the options, checks all input, and runs this rank or starts all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import gettempdir
+
+from torch.distributed.distributed_c10d import Store
+
+from accordion import options as flags
+from accordion.devices import devices_here, devices_named
+from accordion.errors import CheckpointError, UsageError
+from accordion.generate.options import GenerateOptions
+from accordion.generate.prompts import Prompt, read_prompts
+from accordion.generate.ranks import generate
+from accordion.models.stored import (
+    StoredModel,
+    check_weights,
+    computing,
+    configuration_of,
+    find_model,
+    meta_model,
+    tokenizer_of,
+)
+from accordion.train import launch
+
+PROG = "accordion generate"
+ABOUT = (GenerateOptions.__doc__ or "").splitlines()[0]
+
+
+def run(words: list[str], environ: Mapping[str, str]) -> int:
+    """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
+    options = flags.read(GenerateOptions, words, PROG, ABOUT)
+    if options is None:
+        return 0
+    options.check()
+    cache = cache_folder(environ)
+    place = launch.place_of(environ)
+    if place is not None:
+        launch.guarded(_started_rank, options, cache)
+        return 0
+    kind, world = _ranks(options)
+    stored, prompts = _prepared(options, cache)
+    return launch.start(generate, (options, stored, prompts, kind), world)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where `accordion train` keeps tokenizers and tokens."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
+
+
+def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOptions, cache: Path) -> None:
+    if options.nproc not in (0, place.local_world):
+        raise UsageError(
+            f"--nproc is {options.nproc} but {place.starter} started {place.local_world} ranks; leave it out."
+        )
+    kind = devices_named(options.device, "--device", devices_here()).type
+    stored, prompts = _prepared(options, cache)
+    generate(place, store, options, stored, prompts, kind)
+
+
+def _ranks(options: GenerateOptions) -> tuple[str, int]:
+    """The type of device and the number of ranks. Raises `UsageError` for more ranks than devices."""
+    devices = devices_named(options.device, "--device", devices_here())
+    world = options.nproc or devices.count or 1
+    if not devices.is_cpu and world > devices.count:
+        raise UsageError(f"--nproc is {world} and this machine has {devices}; lower it, or take --device cpu.")
+    return devices.type, world
+
+
+def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:
+    """Everything that can go wrong before ranks start."""
+    stored = find_model(options.source, cache, tokenizer=options.tokenizer, like=options.like)
+    prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
+    try:
+        check_weights(computing(meta_model(stored)), stored)
+    except CheckpointError as error:
+        raise UsageError(f"SOURCE: {error}") from None
+    return stored, prompts

@@ -1,0 +1,124 @@
+"""The prompts: out of a flag or a file, as tokens, each held against what the model takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accordion.errors import UsageError
+from accordion.files import read_text
+from accordion.generate.options import MANY, GenerateOptions
+from accordion.models.language import brief
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """`text`: as it was given; the last message of a chat. `ids`: what the model is shown."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[Prompt]:
+    """All prompts as tokens. Raises `UsageError` naming the one that is wrong, where the model cannot take it too."""
+    given = _given(options)
+    if options.chat and not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            "--chat needs the chat template of a tokenizer, and this model's has none; leave it out, or give --tokenizer the "
+            "folder of a chat model."
+        )
+    return [_as_tokens(where, prompt, options, tokenizer, config) for where, prompt in given]
+
+
+def positions_of(config: Any) -> int | None:
+    """How many tokens a sequence may have; None where the model does not say."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
+
+
+def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
+    """Tokens to write after each prompt at most."""
+    if options.max_new_tokens is not None:
+        return options.max_new_tokens
+    longest = positions_of(config)
+    return MANY if longest is None else min(MANY, longest - max(len(prompt.ids) for prompt in prompts))
+
+
+def _given(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
+    """Each prompt, a text or the messages of a chat, with what to call it in a message."""
+    if options.prompt is not None:
+        return [("--prompt", options.prompt)]
+    assert options.prompts is not None
+    path = Path(options.prompts)
+    try:
+        lines = read_text(path).splitlines()
+    except OSError as error:
+        raise UsageError(f"--prompts {options.prompts!r} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompts {options.prompts!r} is no text in UTF-8: {error.reason}.") from None
+    found: list[tuple[str, str | list[Message]]] = []
+    for i, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"line {i} of --prompts"
+            found.append((where, _of_json(where, line, options.chat) if path.suffix == ".jsonl" else line))
+    if not found:
+        raise UsageError(f"--prompts {options.prompts!r} holds no prompt; write one on each line.")
+    return found
+
+
+def _of_json(where: str, line: str, chat: bool) -> str | list[Message]:
+    try:
+        said = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{where} is no JSON: {error}.") from None
+    keys = ("prompt", "messages") if chat else ("prompt",)
+    key = next((key for key in keys if isinstance(said, dict) and key in said), None)
+    if key is None:
+        more = "; --chat takes `messages` too" if not chat else ""
+        raise UsageError(f"{where} is no object with {' or '.join(keys)}{more}.")
+    value = said[key]
+    if key == "prompt":
+        if not isinstance(value, str):
+            raise UsageError(f"{where}: prompt is no text.")
+        return value
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+        raise UsageError(f"{where}: messages is no list of objects with the texts role and content.")
+    return [{"role": m["role"], "content": m["content"]} for m in value]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _as_tokens(
+    where: str, prompt: str | list[Message], options: GenerateOptions, tokenizer: Any, config: Any
+) -> Prompt:
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    try:
+        if options.chat:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(shown, add_special_tokens=False)["input_ids"]  # the template has them
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+    except Exception as error:  # a template is a program of its own
+        raise UsageError(f"{where} cannot be made into tokens: {brief(error)}") from None
+    if not ids:
+        raise UsageError(f"{where} is empty, and the tokenizer has no token to begin a text with; write something.")
+    rows = getattr(config, "vocab_size", None)
+    if isinstance(rows, int) and max(ids) >= rows:
+        raise UsageError(
+            f"{where} has token {max(ids)}, and the model has {rows} tokens; give --tokenizer the one that belongs to the model."
+        )
+    longest, new = positions_of(config), options.max_new_tokens or 1
+    if longest is not None and len(ids) + new > longest:
+        raise UsageError(
+            f"{where} has {len(ids)} tokens, which with {new} new ones are {len(ids) + new}, and the model has {longest} "
+            "positions; lower --max-new-tokens, or shorten it."
+        )
+    return Prompt(text=text, ids=tuple(ids))

@@ -1,0 +1,93 @@
+"""Tokens after prompts, by the `generate` of transformers: a cache of keys and values, draws with a seed of each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accordion.generate.options import GenerateOptions
+from accordion.models.stored import StoredModel
+
+FIRST = 0  # a token that every model has, where neither tokenizer nor model names one to pad with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenText:
+    """What was written after one prompt. `ended`: by the model, and not by the limit of tokens."""
+
+    index: int
+    text: str
+    num_tokens: int
+    ended: bool
+
+
+class TextWriter:
+    """Owns the settings of `generate` for one model."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
+    ) -> None:
+        """`model`: of transformers; full, or sharded with all ranks in step."""
+        self._model: Any = model
+        self._tokenizer, self._options, self._device = tokenizer, options, device
+        self._settings, self._ends, self._pad = settings_of(model, tokenizer, stored, options)
+        self._model.generation_config = self._settings  # what it has of its own would be mixed in
+
+    def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
+        """Write on from some prompts together: number -> tokens. `streamer`: of transformers, for one prompt."""
+        longest = max(len(ids) for ids in prompts.values())
+        rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
+        real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
+        torch.manual_seed(self._options.seed + min(prompts))
+        written = self._model.generate(
+            input_ids=torch.tensor(rows, device=self._device),  # (b, tokens), padded on the left
+            attention_mask=torch.tensor(real, device=self._device),
+            generation_config=self._settings,
+            streamer=streamer,
+        )
+        return [self._answer(index, row[longest:].tolist()) for index, row in zip(prompts, written, strict=True)]
+
+    def _answer(self, index: int, ids: list[int]) -> WrittenText:
+        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+        own = ids if end is None else ids[:end]
+        text = self._tokenizer.decode(own, skip_special_tokens=True)
+        return WrittenText(
+            index=index, text=text, num_tokens=len(ids[: None if end is None else end + 1]), ended=end is not None
+        )
+
+
+def settings_of(
+    model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions
+) -> tuple[Any, frozenset[int], int]:
+    """What `generate` is told; the tokens that end a text; the token that fills up shorter prompts.
+
+    Of the model's own generation_config.json its tokens count alone: how tokens are drawn, the flags say.
+    """
+    from transformers import GenerationConfig
+
+    own: Any = getattr(model, "generation_config", None)
+    if stored.kind == "folder":
+        with suppress(OSError):  # it has none
+            own = GenerationConfig.from_pretrained(stored.path, local_files_only=True)
+    end = getattr(own, "eos_token_id", None)
+    end = tokenizer.eos_token_id if end is None else end
+    ends = frozenset() if end is None else frozenset(end if isinstance(end, list) else [end])
+    pad = next(
+        (p for p in (tokenizer.pad_token_id, getattr(own, "pad_token_id", None), *sorted(ends)) if p is not None), FIRST
+    )
+    draws = options.temperature > 0
+    how = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k} if draws else {}
+    settings = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        do_sample=draws,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=pad,
+        bos_token_id=getattr(own, "bos_token_id", None),
+        **how,
+    )
+    return settings, ends, pad

@@ -1,0 +1,305 @@
+"""What SOURCE names on a command line: a checkpoint, the folder of a run, or a folder of transformers or of PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest
+from accordion.checkpoint.prune import newest
+from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
+from accordion.errors import CheckpointError, UsageError
+from accordion.files import read_text
+from accordion.models.language import brief, language_model
+from accordion.weights.adapters import added_by_adapters
+from accordion.weights.export import is_peft
+from accordion.weights.pretrained import check_pretrained, names_of
+
+CONFIG, ADAPTER, TOKENIZER, RUN_FILE = "config.json", "adapter_config.json", "tokenizer.json", "config.yaml"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
+SHOWN = 3  # tensors named in a message of one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """A model as it lies on disk.
+
+    `kind`: a "checkpoint" of ours, or a "folder" of transformers. `config`: what its config.json says. `tokenizer`: a folder of
+    transformers, or a tokenizer.json; None where nobody knows one. `adapter`: the folder of PEFT whose base this is.
+    """
+
+    kind: Literal["checkpoint", "folder"]
+    path: str
+    config: Mapping[str, Any]
+    tokenizer: str | None
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        return self.adapter or self.path
+
+
+def find_model(
+    source: str, cache: Path | None = None, *, tokenizer: str | None = None, like: str | None = None
+) -> StoredModel:
+    """The model that `source` names; nothing of its weights is read. Raises `UsageError` for what is none.
+
+    `cache`: folder in which `accordion train` keeps the tokenizers that it trained. `tokenizer`: taken in place of the model's
+    own. `like`: a folder of transformers, whose config.json describes a checkpoint that does not say itself of what it is.
+    """
+    kind, path = located(source)
+    if kind == "adapter":
+        return _of_adapter(Path(path), cache, tokenizer, like)
+    return _of_folder(Path(path), tokenizer) if kind == "folder" else _of_checkpoint(path, cache, tokenizer, like)
+
+
+def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
+    """What `source` names, and where it lies: of a run or a folder of checkpoints the newest one. Raises `UsageError`."""
+    path = Path(source)
+    if "://" in source or (path / MANIFEST).is_file():
+        return "checkpoint", source
+    if not path.is_dir():
+        raise UsageError(f"SOURCE {source!r} {_absent(path)}")
+    if (path / ADAPTER).is_file():
+        return "adapter", source
+    if (path / CONFIG).is_file():
+        return "folder", source
+    try:
+        found = newest(_checkpoints_of_run(path))
+    except (CheckpointError, OSError) as error:
+        raise UsageError(f"SOURCE {source!r}: {error}") from None
+    if found.path is None:
+        why = f": {found.words()}" if found.passed_over else f"; give {TAKES}."
+        raise UsageError(f"SOURCE {source!r} holds no model: no {CONFIG}, no {ADAPTER} and no good checkpoint{why}")
+    return "checkpoint", found.path
+
+
+def _absent(path: Path) -> str:
+    """What is wrong with a path that is no folder, and which one beside it may be meant."""
+    if path.exists():
+        return f"is a file; give {TAKES}."
+    above = path.absolute().parent
+    near = [p.name for p in above.iterdir() if p.is_dir() and not p.name.startswith(".")] if above.is_dir() else []
+    close = get_close_matches(path.name, near, n=1, cutoff=0.5)
+    return f"does not exist; give {TAKES}." + (f" Did you mean {str(path.with_name(close[0]))!r}?" if close else "")
+
+
+def _checkpoints_of_run(path: Path) -> Path:
+    """The folder of a run's checkpoints; that itself is no run."""
+    inside = path / "checkpoints"
+    if not (path / RUN_FILE).is_file():
+        return inside if inside.is_dir() else path
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        found = yaml.safe_load(read_text(path / RUN_FILE))
+        own = found["checkpoint"]["dir"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        own = None
+    return Path(own) if isinstance(own, str) and Path(own).is_dir() else inside
+
+
+def _of_checkpoint(path: str, cache: Path | None, tokenizer: str | None, like: str | None) -> StoredModel:
+    try:
+        extra = read_manifest(checkpoint_at(path)).extra
+    except (CheckpointError, OSError) as error:
+        raise UsageError(f"SOURCE {path!r}: {error}") from None
+    extra = extra if isinstance(extra, dict) else {}
+    config = extra.get("model_config") if like is None else _described(Path(like), "like")
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            f"SOURCE {path!r} is a checkpoint that does not say of which model of transformers it is (model_config in its "
+            f"extra); give --like a folder with the {CONFIG} of that model."
+        )
+    found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, like)
+    return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=found)
+
+
+def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
+    """Beside the checkpoint or in its run, in the folder that the model came from, or in the cache of `accordion train`."""
+    settings = extra.get("config")
+    origin = settings.get("model.path") if isinstance(settings, dict) else None
+    folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
+    found = next((folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES)), None)
+    if found is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
+        return None if found is None else str(found)
+    for meta in sorted((cache / "tokens").glob("*/meta.json")):
+        try:
+            digest = json.loads(read_text(meta)).get("tokenizer_digest")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if digest == extra["tokenizer"] and (meta.parent / TOKENIZER).is_file():
+            return str(meta.parent)
+    return None
+
+
+def _of_adapter(path: Path, cache: Path | None, tokenizer: str | None, like: str | None) -> StoredModel:
+    described = _described(path, "SOURCE", ADAPTER)
+    named = like or described.get("base_model_name_or_path")
+    if not isinstance(named, str) or not Path(named).is_dir():
+        raise UsageError(
+            f"SOURCE {str(path)!r} is an adapter of the base {named!r}, which is no folder here; give --like the folder of the "
+            "base."
+        )
+    base = find_model(named, cache, tokenizer=tokenizer)
+    own = path if any((path / name).is_file() for name in TOKENIZER_FILES) else None
+    return StoredModel(
+        kind=base.kind,
+        path=base.path,
+        config=base.config,
+        tokenizer=str(own) if own is not None and tokenizer is None else base.tokenizer,
+        adapter=str(path),
+    )
+
+
+def _of_folder(path: Path, tokenizer: str | None) -> StoredModel:
+    config = _described(path, "SOURCE")
+    if not isinstance(config.get("model_type"), str):
+        raise UsageError(f"SOURCE {str(path)!r} is no model: its {CONFIG} names no model_type.")
+    if not any((path / name).is_file() for name in (HF_SINGLE, HF_INDEX)):
+        raise UsageError(f"SOURCE {str(path)!r} has no weights: neither {HF_SINGLE} nor {HF_INDEX}.")
+    has_own = any((path / name).is_file() for name in TOKENIZER_FILES)
+    return StoredModel(
+        kind="folder", path=str(path), config=config, tokenizer=_given(tokenizer) or (str(path) if has_own else None)
+    )
+
+
+def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(folder / name))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{option} {str(folder)!r}: its {name} cannot be read: {why}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{option} {str(folder)!r}: its {name} is no JSON object.")
+    return found
+
+
+def _given(tokenizer: str | None) -> str | None:
+    if tokenizer is None:
+        return None
+    path = Path(tokenizer)
+    if path.is_file() or any((path / name).is_file() for name in TOKENIZER_FILES):
+        return tokenizer
+    raise UsageError(
+        f"--tokenizer {tokenizer!r} is neither a tokenizer.json nor a folder with a tokenizer of transformers."
+    )
+
+
+# -- what transformers makes of it
+
+
+def configuration_of(stored: StoredModel) -> Any:
+    """The configuration of transformers. Raises `UsageError` where it knows no such model."""
+    from transformers import AutoConfig
+
+    words = {key: value for key, value in stored.config.items() if key != "model_type"}
+    try:
+        if stored.kind == "folder":
+            return AutoConfig.from_pretrained(stored.path, local_files_only=True)
+        return AutoConfig.for_model(stored.config["model_type"], **words)
+    except Exception as error:  # transformers checks its configurations with errors of many kinds
+        raise UsageError(f"SOURCE {stored.path!r} is of no model that transformers knows: {brief(error)}") from None
+
+
+def tokenizer_of(stored: StoredModel) -> Any:
+    """The tokenizer of transformers. Raises `UsageError` where there is none, or it cannot be read."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if stored.tokenizer is None:
+        raise UsageError(
+            f"SOURCE {str(stored)!r} has no tokenizer beside it, and the cache of `accordion train` has none of it; give "
+            "--tokenizer a tokenizer.json or a folder of transformers."
+        )
+    path = Path(stored.tokenizer)
+    alone = path if path.is_file() else path / TOKENIZER
+    try:
+        if path.is_file() or (not (path / "tokenizer_config.json").is_file() and alone.is_file()):
+            return PreTrainedTokenizerFast(tokenizer_file=str(alone), clean_up_tokenization_spaces=False)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # of the library, which raises plain Exception
+        raise UsageError(f"{str(path)!r} holds no tokenizer that can be read: {brief(error)}") from None
+
+
+def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The causal language model on the meta device, in eval mode, with its adapters. Raises `UsageError` where it is none."""
+    model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
+    if stored.adapter is None:
+        return model
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError:
+        raise UsageError("adapters need peft, not installed here; pip install 'accordion[integrations]'.") from None
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = get_peft_model(model, PeftConfig.from_pretrained(stored.adapter))
+        return adapted.eval()
+    except Exception as error:  # what a wrong adapter_config.json breaks is anywhere in PEFT
+        raise UsageError(f"SOURCE {stored.adapter!r} is no adapter of {stored.path!r}: {brief(error)}") from None
+
+
+def dtype_of(stored: StoredModel) -> torch.dtype:
+    """The floating-point dtype of most of the stored weights."""
+    counts: dict[torch.dtype, int] = {}
+    for dtype, num_bytes in _stored_dtypes(stored):
+        counts[dtype] = counts.get(dtype, 0) + num_bytes
+    floating = {dtype: count for dtype, count in counts.items() if dtype.is_floating_point}
+    return max(floating, key=lambda dtype: floating[dtype], default=torch.float32)
+
+
+def _stored_dtypes(stored: StoredModel) -> list[tuple[torch.dtype, int]]:
+    if stored.kind == "checkpoint":
+        entries = manifest_of(stored).tensors.items()
+        return [
+            (DTYPES[e.dtype], sum(e.num_bytes(chunk.box) for chunk in e.chunks))
+            for name, e in entries
+            if name.startswith("model/")
+        ]
+    found = []
+    folder = Path(stored.path)
+    try:
+        names = [HF_SINGLE] if (folder / HF_SINGLE).is_file() else sorted(set(read_index(folder).values()))
+        for name in names:
+            found += [(DTYPES[entry.dtype], entry.end - entry.at) for entry in read_header(folder / name)]
+    except (OSError, CheckpointError) as error:
+        raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
+    return found
+
+
+def manifest_of(stored: StoredModel) -> Manifest:
+    """Of a checkpoint. Raises `UsageError` where it cannot be read any more."""
+    try:
+        return read_manifest(checkpoint_at(stored.path))
+    except (CheckpointError, OSError) as error:
+        raise UsageError(f"SOURCE {stored.path!r}: {error}") from None
+
+
+def computing(model: nn.Module) -> Any:
+    """The model of transformers itself, with the layers of its adapters inside, where PEFT has one around it."""
+    return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+
+
+def check_weights(model: nn.Module, stored: StoredModel) -> None:
+    """Hold names and shapes of what is stored against a model on meta. Raises `UsageError` or `CheckpointError`."""
+    if stored.kind == "folder":
+        check_pretrained(model, Path(stored.path))
+        return
+    manifest = manifest_of(stored)
+    held = {n.removeprefix("model/"): e.shape for n, e in manifest.tensors.items() if n.startswith("model/")}
+    added = added_by_adapters(model)
+    own = {name: tuple(value.shape) for name, value in names_of(model).items() if id(value) not in added}
+    wrong = [f"{n} is {held[n]} there and {shape} here" for n, shape in own.items() if held.get(n, shape) != shape]
+    wrong += [f"{n} is not in it" for n in own if n not in held and f"model/{n}" not in manifest.aliases]
+    wrong += [f"{n} is not in the model" for n in held if n not in own]
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise UsageError(f"SOURCE {stored.path!r} is of another model: {'; '.join(wrong[:SHOWN])}{more}.")

@@ -1,0 +1,184 @@
+"""Classes and functions by class path, and which of their parameters flags and run files may set."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+from accordion.tasks.errors import of_the_task
+
+CLASS_PATH = "class_path"  # the key that names a part's class, beside its options
+TAKEN = {"task": 0, "model": 0, "data": 1, "loss": 2, "optimizer": 1}
+"""The parts of a training that a class path may name, and how many arguments come before the options: the split of the data,
+the model and the batch of a loss, the parameters of an optimizer."""
+BY_NAME = {"data": ("rank", "world")}  # arguments that the run gives where a part takes them
+PLAIN = (float, int, str, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartConfig:
+    """A class or function of the user's, "file.py:Name", "package.module:Name" or "package.module.Name", and its options."""
+
+    class_path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def target_of(key: str, class_path: str) -> Callable[..., Any]:
+    """What `class_path` names. Raises `UsageError` where it names nothing, `TaskError` where importing it fails."""
+    where, colon, name = class_path.partition(":")
+    if where.endswith(".py"):
+        module, name = _of_file(key, where), name or "Task"
+    else:
+        if not colon:
+            where, _, name = class_path.rpartition(".")
+        if not where or not name:
+            raise UsageError(
+                f"{key} {class_path!r} names no class; write file.py, file.py:Name, package.module:Name or package.module.Name."
+            )
+        module = _of_package(key, where)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            kinds = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
+            raise UsageError(
+                f"{key} {class_path!r}: there is no {part!r} in {where}; {nearest(part, kinds or ['Task'])}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{key} {class_path!r} is a {type(found).__name__}; it takes a class or a function.")
+    return found  # type: ignore[no-any-return]
+
+
+def _of_file(key: str, file: str) -> ModuleType:
+    """The module of a file, which finds its neighbours as a program does."""
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    # Under its own name, so that pickles find it; not where that would hide another module.
+    plain = importlib.util.find_spec(path.stem) if known is None and path.stem.isidentifier() else None
+    name = path.stem if plain is not None and plain.origin == str(path) else f"task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "the name ends in .py"
+    assert spec.loader is not None, "as above"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with of_the_task(file):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _of_package(key: str, name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        with of_the_task(name):
+            return importlib.import_module(name)
+    except Exception as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and (name + ".").startswith(cause.name + "."):
+            raise UsageError(
+                f"{key}: there is no module {cause.name!r}; it is looked for here and where Python looks."
+            ) from None
+        raise
+
+
+# -- the options
+
+
+def options_kind(key: str, class_path: str) -> type[Any]:
+    """A dataclass with a field for each option of what `class_path` names, and one for the class path itself.
+
+    Raises `UsageError` for a parameter that no text can give and that has no default.
+    """
+    target = target_of(key, class_path)
+    told = _told(target)
+    made: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
+    lines = [f"{key}: {class_path}.", "", "Args:", f"        {CLASS_PATH}: the class or function"]
+    for name, parameter in _parameters(key, target).items():
+        if name == CLASS_PATH:
+            raise UsageError(f"{key} {class_path!r} has a parameter {name!r}, which names the class here; rename it.")
+        hint = _hint(parameter)
+        if hint is None:
+            if parameter.default is parameter.empty:
+                raise UsageError(
+                    f"{key} {class_path!r} needs {name!r}, which is no number, text or truth value; give it a default."
+                )
+            continue
+        made.append((name, hint, field(default=None if parameter.default is parameter.empty else parameter.default)))
+        lines.append(f"        {name}: {told.get(name) or f'of {class_path}'}")
+    kind = make_dataclass(f"{key.title()}Options", made, frozen=True, kw_only=True)
+    kind.__doc__ = "\n".join(lines)
+    return kind
+
+
+def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
+    """The part that `values`, name -> value, describe, defaults included. Raises `UsageError` where an option is missing."""
+    class_path = values[CLASS_PATH]
+    options: dict[str, Any] = {}
+    for name, parameter in _parameters(key, target_of(key, class_path)).items():
+        if _hint(parameter) is None:
+            continue
+        if name not in values and parameter.default is parameter.empty:
+            raise UsageError(f"{key} {class_path!r} needs {name!r}, which has no default; give --{key}.{name}.")
+        options[name] = values.get(name, parameter.default)
+    return PartConfig(class_path=class_path, options=options)
+
+
+def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Those that options may set, with the types that their annotations mean."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return {}
+    try:
+        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError, AttributeError):  # annotations of what is imported for type checkers alone
+        hints = {}
+    named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    free = [p for p in signature.parameters.values() if p.kind in named][TAKEN[key] :]
+    given = BY_NAME.get(key, ())
+    return {p.name: p.replace(annotation=hints.get(p.name, p.annotation)) for p in free if p.name not in given}
+
+
+def _hint(parameter: inspect.Parameter) -> Any:
+    """The type of an option; None where a text cannot say it."""
+    hint, default = parameter.annotation, parameter.default
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind in PLAIN]
+        chosen = type(default) if type(default) in kinds else next((k for k in PLAIN if k in kinds), None)
+        if chosen is None:
+            return None
+        return chosen | None if NoneType in get_args(hint) else chosen
+    if get_origin(hint) is Literal and all(isinstance(choice, str) for choice in get_args(hint)):
+        return hint
+    if hint in PLAIN:
+        return hint | None if default is None or default is parameter.empty else hint
+    if hint is parameter.empty and type(default) in PLAIN:
+        return type(default)
+    return None
+
+
+def _told(target: Callable[..., Any]) -> dict[str, str]:
+    """What the docstring says of each parameter, under `Args:`."""
+    text = (inspect.getdoc(target) or "").partition("Args:")[2]
+    found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE)
+    return {name: " ".join(said.split()) for name, said in found}

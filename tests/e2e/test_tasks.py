@@ -1,0 +1,194 @@
+"""`accordion train --task`: a task of the user's trains as plain PyTorch does, on any number of ranks, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accordion import cli
+from accordion.train import launch
+from accordion.train.data import GlobalOrder, Share
+from tests.support import forked, own_tasks
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+FILE = str(Path(own_tasks.__file__))
+DIGITS = str(Path(__file__).parents[2] / "examples" / "tasks" / "digits.py")
+Metrics = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("tasks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(folder)
+        yield folder
+
+
+def words_of(task: str, run_dir: Path, *flags: str) -> list[str]:
+    at = ["--task", f"{FILE}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu", "--train.clip", "0"]
+    return ["train", *at, *flags]
+
+
+def metrics(run_dir: Path) -> Metrics:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(task: str, run_dir: Path, *flags: str) -> Metrics:
+    assert cli.main(words_of(task, run_dir, *flags)) == 0
+    return metrics(run_dir)
+
+
+def losses(found: Metrics) -> list[float]:
+    return [line["loss"] for line in found]
+
+
+def plain(task: own_tasks.Task, steps: int, global_batch: int) -> list[float]:
+    """What one process without this package finds, over the samples that the run's order has."""
+    torch.manual_seed(0)
+    model, data = task.model(), own_tasks.TensorDataset(*own_tasks.numbers())
+    order = iter(GlobalOrder(len(data), Share(rank=0, world=1, micro_batch=global_batch, accumulate=1), seed=0))
+    optimizer, found = task.optimizer(model.parameters()), []
+    for _ in range(steps):
+        loss = task.loss(model, own_tasks.DataLoader(data, batch_sampler=[next(order)]).__iter__().__next__())
+        mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(mean.detach()))
+    return found
+
+
+@pytest.mark.parametrize(("nproc", "accumulate"), [(2, 1), (3, 2), (1, 3)])
+@pytest.mark.parametrize("kind", ["Task", "Weighed"])
+def test_a_task_trains_as_plain_torch_does(place: Path, kind: str, nproc: int, accumulate: int) -> None:
+    """Sums and counts make the mean of the global batch, whatever each micro-batch of each rank has of it."""
+    flags = ["--train.steps", "9", "--train.micro_batch", "3", "--train.accumulate", str(accumulate)]
+    found = train(kind, place / f"{kind}-{nproc}", *flags, "--launch.nproc", str(nproc))
+    expected = plain(getattr(own_tasks, kind)(), 9, 3 * nproc * accumulate)
+    assert losses(found) == pytest.approx(expected, rel=1e-5)
+    assert "samples_per_s" in found[0]
+    assert "tokens_per_s" not in found[0]
+
+
+ELASTIC = ["--train.steps", "14", "--train.micro_batch", "2", "--train.global_batch", "12", "--checkpoint.every", "6"]
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> dict[str, Metrics]:
+    """Runs of 14 steps on two ranks, with checkpoints after 6 and 12, and several epochs."""
+    return {
+        kind: train(kind, place / f"whole-{kind}", *ELASTIC) for kind in ("Weighed", "Streamed", "Scheduled", "OnMeta")
+    }
+
+
+@pytest.mark.parametrize("kind", ["Weighed", "Streamed", "Scheduled", "OnMeta"])
+@pytest.mark.parametrize("nproc", [2, 1, 3])
+def test_resume_goes_on_with_the_same_curve(place: Path, whole: dict[str, Metrics], kind: str, nproc: int) -> None:
+    """Data, its order and random numbers, optimizer and scheduler; bit for bit on as many ranks."""
+    at = str(place / f"whole-{kind}" / "checkpoints" / "step-000006")
+    found = train(
+        kind, place / f"again-{kind}-{nproc}", *ELASTIC, "--checkpoint.resume", at, "--launch.nproc", str(nproc)
+    )
+    for key in ("step", "loss", "grad_norm", "lr"):
+        values, expected = ([line[key] for line in lines] for lines in (found, whole[kind][6:]))
+        assert values == (expected if nproc == 2 else pytest.approx(expected, rel=1e-4)), key
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("Loaded", []), ("Task", ["--task.dropout", "0.4", "--train.accumulate", "2"])]
+)
+def test_resume_with_a_loader_and_with_dropout(place: Path, kind: str, flags: list[str]) -> None:
+    """On as many ranks: the loader is the user's, and each rank draws random numbers of its own."""
+    own = ["--train.steps", "14", "--train.micro_batch", "4", "--checkpoint.every", "5", *flags]
+    once = train(kind, place / f"once-{kind}", *own)
+    at = str(place / f"once-{kind}" / "checkpoints" / "step-000010")
+    again = train(kind, place / f"twice-{kind}", *own, "--checkpoint.resume", at)
+    assert losses(again) == losses(once)[10:]
+
+
+def test_a_scheduler_is_stepped(whole: dict[str, Metrics]) -> None:
+    assert [line["lr"] for line in whole["Scheduled"][:7]] == pytest.approx([0.02] * 3 + [0.01] * 3 + [0.005])
+
+
+def test_held_out_data_counts_each_sample_once(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Seven samples over two ranks of three at a time: the last batch is one rank's alone."""
+    capfd.readouterr()
+    train("Held", place / "held", "--train.steps", "1", "--train.micro_batch", "3", "--task.width", "5")
+    model = own_tasks.Net(5)
+    cli_model = place / "held" / "checkpoints" / "step-000001"
+    import accordion as acc
+
+    acc.load(str(cli_model), model)
+    x, y, weight = (t[:7] for t in own_tasks.numbers())
+    off = (model(x) - y).detach()
+    loss, mean = float((off.square() * weight).sum() / weight.sum()), float(off.abs().mean())
+    said = re.search(r"validation loss (\S+) after 1 steps, off (\S+), pair (\S+)", capfd.readouterr().out)
+    assert said is not None
+    assert [float(word) for word in said.groups()] == pytest.approx([loss, mean, mean], abs=1e-4)
+
+
+def test_parts_by_class_path(place: Path, tmp_path: Path) -> None:
+    """A model, data, a loss and an optimizer, each with its options, by flags and by a run file."""
+    parts = {"model": "build", "data": "corpus", "loss": "squares"}
+    flags = [w for key, name in parts.items() for w in (f"--{key}", f"tests.support.own_tasks:{name}")]
+    flags += ["--model.width", "8", "--optimizer.class_path", "torch.optim.SGD", "--optimizer.lr", "0.02"]
+    flags += ["--optimizer.momentum", "0.9", "--train.steps", "5", "--train.micro_batch", "3", "--launch.device", "cpu"]
+    assert cli.main(["train", *flags, "--train.clip", "0", "--run.dir", str(place / "parts")]) == 0
+    assert losses(metrics(place / "parts")) == pytest.approx(plain(own_tasks.Task(), 5, 6), rel=1e-5)
+    kept = place / "parts" / "config.yaml"
+    assert cli.main(["train", "--config", str(kept), "--run.dir", str(place / "by file"), "--train.steps", "4"]) == 0
+    assert losses(metrics(place / "by file")) == losses(metrics(place / "parts"))[:4]
+
+
+def test_an_optimizer_by_class_path_trains_on_text(place: Path) -> None:
+    words = ["--model.preset", "llama-tiny", "--data.path", str(Path(json.__file__).parent), "--data.seq_len", "16"]
+    words += ["--train.steps", "2", "--train.micro_batch", "1", "--launch.nproc", "1", "--launch.device", "cpu"]
+    words += ["--optimizer", "torch.optim.Adadelta", "--optimizer.lr", "0.5", "--run.dir", str(place / "text")]
+    assert cli.main(["train", *words]) == 0
+    assert [line["lr"] for line in metrics(place / "text")] == [0.5, 0.5]
+
+
+# -- the examples
+
+
+@pytest.fixture(scope="module")
+def digits(place: Path) -> str:
+    """What the example prints as a person runs it."""
+    words = ["--task", DIGITS, "--train.steps", "300", "--train.micro_batch", "64", "--checkpoint.every", "292"]
+    flags = ["--launch.device", "cpu", "--launch.nproc", "2", "--run.dir", "digits"]
+    run = [sys.executable, "-m", "accordion", "train", *words, *flags]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_digits_are_told_apart(digits: str) -> None:
+    found = re.search(r"after 300 steps, accuracy (\S+)", digits)
+    assert found is not None
+    assert float(found[1]) >= 0.97
+
+
+@pytest.mark.parametrize(("nproc", "micro_batch"), [(1, 128), (3, 64)])
+def test_digits_go_on_with_another_number_of_ranks(place: Path, digits: str, nproc: int, micro_batch: int) -> None:
+    """On one rank with the same global batch the curve is the same; three take a larger one, and go on all the same."""
+    at = str(place / "digits" / "checkpoints" / "step-000292")
+    flags = ["--train.steps", "300", "--train.micro_batch", str(micro_batch), "--launch.nproc", str(nproc)]
+    words = ["train", "--task", DIGITS, *flags, "--launch.device", "cpu", "--run.dir", f"digits-{nproc}"]
+    assert cli.main([*words, "--checkpoint.resume", at]) == 0
+    found, before = metrics(place / f"digits-{nproc}"), metrics(place / "digits")[292:]
+    assert [line["lr"] for line in found] == [line["lr"] for line in before]
+    if nproc == 1:
+        assert losses(found) == pytest.approx(losses(before), rel=1e-3)
+    else:
+        assert max(losses(found)) < 0.5

@@ -1,0 +1,290 @@
+"""`accordion generate`: the text of transformers, token for token, on any number of ranks and however the model is held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accordion import cli
+from accordion.checkpoint import save
+from accordion.checkpoint.convert import export
+from accordion.generate import ranks as ranks_of_generate
+from accordion.train import launch
+from tests.support import forked, language_folders
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+PROMPTS = ["the quick brown", "def add", "a line", "colourless green ideas sleep", "b"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return language_folders.llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "start", forked.start)
+    monkeypatch.chdir(tmp_path)
+
+
+def of_transformers(folder: Path, text: str, new: int, model: Any = None, **how: Any) -> tuple[str, int]:
+    """What plain transformers writes after `text`, and how many tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(folder)
+    model = model or AutoModelForCausalLM.from_pretrained(folder)
+    shown = words(text, return_tensors="pt")
+    with torch.no_grad():
+        made = model.generate(**shown, max_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how))
+    ids = made[0, shown["input_ids"].shape[1] :]
+    return words.decode(ids, skip_special_tokens=True), len(ids)
+
+
+def generated(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert cli.main(["generate", *words, "--device", "cpu", "--json"]) == 0
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("hold", ["full", "units"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, capfd):
+    """Five prompts over two or three ranks: uneven in number and in length, and some end early."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    found = generated(
+        capfd,
+        str(folder),
+        "--prompts",
+        "prompts.txt",
+        "--nproc",
+        str(num_ranks),
+        "--hold",
+        hold,
+        "--max-new-tokens",
+        "24",
+    )
+    assert [line["prompt"] for line in found] == PROMPTS
+    wanted = [of_transformers(folder, text, 24) for text in PROMPTS]
+    assert [(line["text"], line["tokens"]) for line in found] == wanted
+    assert len({text for text, _ in wanted}) == len(PROMPTS), "they say different things"
+
+
+def test_ranks_without_prompts_and_with_long_ones_leave_each_other(tmp_path, capfd):
+    """Unit by unit over three ranks: one has nothing to write; one writes up to the last of the model's positions."""
+    folder = language_folders.gpt2(tmp_path / "gpt2")
+    (tmp_path / "two.jsonl").write_text('{"prompt": "b"}\n\n{"prompt": "the quick brown fox jumps over"}\n')
+    words = (str(folder), "--prompts", "two.jsonl", "--nproc", "3", "--hold", "units", "--max-new-tokens", "26")
+    found = generated(capfd, *words)
+    assert [(line["text"], line["tokens"]) for line in found] == [
+        of_transformers(folder, text, 26) for text in ("b", "the quick brown fox jumps over")
+    ]
+
+
+def test_draws_are_those_of_the_seed_on_any_number_of_ranks(folder, tmp_path, capfd):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    words = (
+        str(folder),
+        "--prompts",
+        "prompts.txt",
+        "--temperature",
+        "0.9",
+        "--top-p",
+        "0.95",
+        "--max-new-tokens",
+        "12",
+    )
+    one = generated(capfd, *words, "--nproc", "1", "--seed", "3")
+    assert generated(capfd, *words, "--nproc", "2", "--seed", "3", "--hold", "units") == one
+    assert generated(capfd, *words, "--nproc", "1", "--seed", "4") != one
+    torch.manual_seed(3)
+    drawn = of_transformers(folder, PROMPTS[0], 12, do_sample=True, temperature=0.9, top_p=0.95, top_k=0)
+    assert (one[0]["text"], one[0]["tokens"]) == drawn
+
+
+def test_prompts_are_computed_together(folder, tmp_path, capfd):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    words = (str(folder), "--prompts", "prompts.txt", "--nproc", "2", "--max-new-tokens", "10")
+    assert generated(capfd, *words, "--batch", "3") == generated(capfd, *words)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run; the cache beside it has its tokenizer."""
+    at = tmp_path_factory.mktemp("runs")
+    (at / "notes.txt").write_text("".join(f"{i} lines of text, and {i * i} more\n" for i in range(800)))
+    words = "--model.preset llama-tiny --data.seq_len 16 --train.micro_batch 2 --train.steps 4 --train.warmup 0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(at / "cache"))
+        patch.setattr(launch, "start", forked.start)
+        where = ["--data.path", str(at / "notes.txt"), "--run.dir", str(at / "mine"), "--launch.device", "cpu"]
+        assert cli.main(["train", *words.split(), *where]) == 0
+    return at / "mine"
+
+
+@pytest.mark.parametrize("hold", ["full", "units"])
+def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, trained, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(trained.parent / "cache"))
+    export(trained / "checkpoints" / "step-000004", tmp_path / "hf")
+    tokenizer = next((trained.parent / "cache" / "accordion" / "tokens").glob("*/tokenizer.json"))
+    (tmp_path / "hf" / "tokenizer.json").write_text(tokenizer.read_text())
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    words = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    shown = words("12 lines", return_tensors="pt")["input_ids"]
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
+    text = words.decode(made[0, shown.shape[1] :], skip_special_tokens=True)
+    for source in (trained, trained / "checkpoints", trained / "checkpoints" / "step-000004"):
+        words = (str(source), "--prompt", "12 lines", "--nproc", "2", "--hold", hold, "--max-new-tokens", "9")
+        assert generated(capfd, *words) == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
+
+
+@pytest.mark.parametrize("hold", ["full", "units"])
+def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
+    adapter = language_folders.lora(folder, tmp_path / "adapter")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).eval()
+    found = generated(
+        capfd, str(adapter), "--prompt", "def add", "--nproc", "2", "--hold", hold, "--max-new-tokens", "12"
+    )
+    wanted = of_transformers(folder, "def add", 12, adapted)
+    assert [(line["text"], line["tokens"]) for line in found] == [wanted]
+    assert wanted != of_transformers(folder, "def add", 12)
+
+
+def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n" + '{"prompt": "add"}\n')
+    found = generated(capfd, str(folder), "--prompts", "chats.jsonl", "--chat", "--max-new-tokens", "8")
+    shown = ["<system>be brief\n<user>add\n<assistant>", "<user>add\n<assistant>"]
+    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, text, 8) for text in shown]
+
+
+def test_one_prompt_is_streamed_and_several_are_told_apart(folder, tmp_path, capfd):
+    wanted = of_transformers(folder, "a line", 8)[0]
+    assert cli.main(["generate", str(folder), "--prompt", "a line", "--max-new-tokens", "8", "--device", "cpu"]) == 0
+    said = capfd.readouterr()
+    assert said.out == f"{wanted}\n"
+    assert "tokens/s; full parameters" in said.err
+    (tmp_path / "prompts.txt").write_text("a line\nb\n")
+    words = ["generate", str(folder), "--prompts", "prompts.txt", "--max-new-tokens", "8", "--device", "cpu"]
+    assert cli.main(words) == 0
+    assert capfd.readouterr().out == f"> a line\n{wanted}\n\n> b\n{of_transformers(folder, 'b', 8)[0]}\n\n"
+
+
+@pytest.mark.parametrize(("free", "how"), [(2**40, "full parameters"), (2**10, "unit by unit")])
+def test_memory_says_how_the_model_is_held(free, how, folder, capfd, monkeypatch):
+    """What is free is asked on each rank; the forked ranks see what is planted here."""
+    monkeypatch.setattr(launch, "start", in_process)
+    monkeypatch.setattr(ranks_of_generate, "free_bytes", lambda device, num_ranks: free)
+    assert cli.main(["generate", str(folder), "--prompt", "b", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert how in capfd.readouterr().err
+
+
+def in_process(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
+    """One rank, this process."""
+    assert nproc == 1
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = launch.RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="torchrun", url="env://")
+    entry(place, store, *args)
+    return 0
+
+
+def test_a_dtype_is_computed_in(folder, capfd):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found = generated(
+        capfd, str(folder), "--prompt", "def", "--dtype", "bf16", "--nproc", "2", "--max-new-tokens", "12"
+    )
+    assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, "def", 12, model)]
+
+
+WRONG = {
+    "--prompt b --prompts x.txt": "both are given",
+    "": "neither is given",
+    "--prompts nowhere.txt": "cannot be read",
+    "--prompts empty.txt": "holds no prompt",
+    "--prompts latin.txt": "no text in UTF-8",
+    "--prompts broken.jsonl": "line 1 of --prompts is no JSON",
+    "--prompts other.jsonl": "no object with prompt",
+    "--prompt b --max-new-tokens 0": "--max-new-tokens is 0; it must be between 1 and 2147483647",
+    "--prompt b --max-new-tokens 128": "which with 128 new ones are 129, and the model has 128 positions",
+    "--prompt b --temperature -1": "--temperature is -1.0",
+    "--prompt b --temperature nan": "--temperature is nan",
+    "--prompt b --top-p 0": "--top-p is 0",
+    "--prompt b --top-p 1.5": "--top-p is 1.5",
+    "--prompt b --top-k -1": "--top-k is -1",
+    "--prompt b --seed -1": "--seed is -1",
+    "--prompt b --batch 0": "--batch is 0",
+    "--prompt b --nproc -1": "--nproc is -1",
+    "--prompt b --hold half": "--hold 'half' is an invalid choice",
+    "--prompt b --dtype int4": "--dtype 'int4' is an invalid choice",
+    "--prompt b --device quantum": "--device is 'quantum'",
+    "--prompt b --tokenizer nowhere": "--tokenizer 'nowhere' is neither",
+    "--prompt b --timeout-s 0": "--timeout-s is 0",
+    "--prompt b --chat --tokenizer plain.json": "--chat needs the chat template",
+    "--prompt b --tokenizer wide.json": "give --tokenizer the one that belongs to the model",
+    "--prompt=": "--prompt is empty",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_bad_input_is_one_line_before_ranks_start(words, folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "start", None)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
+    for name, spec in (("plain", (folder / "tokenizer.json").read_text()), ("wide", _wide())):
+        (tmp_path / f"{name}.json").write_text(spec)
+    assert cli.main(["generate", str(folder), *words.split()]) == cli.BAD_INPUT
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("accordion: ")
+    assert said.err.count("\n") == 1
+    assert WRONG[words] in said.err
+
+
+def _wide() -> str:
+    from tokenizers import Tokenizer, models
+
+    return str(Tokenizer(models.WordLevel({"[UNK]": 0, "b": 70000}, unk_token="[UNK]")).to_str())
+
+
+def test_what_is_no_model_is_told(folder, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "start", None)
+    wrong = {}
+    (tmp_path / "empty").mkdir()
+    wrong["empty"] = "holds no model"
+    (tmp_path / "file").write_text("x")
+    wrong["file"] = "is a file; give a checkpoint"
+    wrong["emty"] = "Did you mean 'empty'?"
+    for name in ("no-weights", "no-type", "lost", "narrow"):
+        (tmp_path / name).mkdir()
+        for file in folder.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "no-weights" / "model.safetensors").unlink()
+    wrong["no-weights"] = "has no weights"
+    (tmp_path / "no-type" / "config.json").write_text("{}")
+    wrong["no-type"] = "names no model_type"
+    for file in (tmp_path / "lost").glob("token*"):
+        file.unlink()
+    wrong["lost"] = "give --tokenizer"
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    wrong["narrow"] = "(96, 64) in the folder and float32 (80, 64) in the model"
+    save(tmp_path / "other", torch.nn.Linear(2, 2))
+    wrong["other"] = "give --like a folder"
+    for source, said in wrong.items():
+        assert cli.main(["generate", source, "--prompt", "b"]) == cli.BAD_INPUT
+        told = capfd.readouterr().err
+        assert told.count("\n") == 1
+        assert said in told, (source, told)

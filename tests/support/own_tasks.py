@@ -1,0 +1,154 @@
+"""Tasks of a user, small: each has one thing that a run must get right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+COUNT, FEATURES = 60, 6
+
+
+def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs (COUNT, 4, FEATURES), what is to be found (COUNT, 4), and which of the four count, unevenly many."""
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(COUNT, 4, FEATURES, generator=draw)
+    weights = torch.rand(COUNT, 4, generator=draw) < torch.linspace(0.1, 1.0, COUNT).unsqueeze(1)
+    return x, x.sum(-1) + torch.randn(COUNT, 4, generator=draw), weights.float()
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., FEATURES) -> (...,)
+        return self.layers(x).squeeze(-1)
+
+
+@dataclass
+class Task:
+    """Finds sums.
+
+    Args:
+        width: of the hidden layer
+        dropout: of it
+    """
+
+    width: int = 8
+    dropout: float = 0.0
+
+    def model(self) -> nn.Module:
+        return Net(self.width, self.dropout)
+
+    def dataset(self, split: str):
+        return TensorDataset(*numbers()) if split == "train" else None
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        return F.mse_loss(model(x), y)
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.02, momentum=0.9)
+
+
+class Weighed(Task):
+    """Of each sample other numbers count: the loss is a sum and a count."""
+
+    def loss(self, model, batch):
+        x, y, weight = batch
+        return ((model(x) - y).square() * weight).sum(), weight.sum()
+
+
+class Held(Weighed):
+    """With held-out data that ranks do not share out evenly, and a figure of merit that is a mean."""
+
+    def dataset(self, split: str):
+        return TensorDataset(*(t[: COUNT if split == "train" else 7] for t in numbers()))
+
+    def metrics(self, model, batch):
+        x, y, _ = batch
+        return {"off": (model(x) - y).abs().mean(), "pair": ((model(x) - y).abs().sum(), y.numel())}
+
+
+class Stream(IterableDataset):
+    """Numbers in an order that Python's random numbers decide anew in each epoch."""
+
+    def __iter__(self):
+        order = list(range(COUNT - 7))  # not a multiple of a batch
+        random.shuffle(order)
+        x, y, weight = numbers()
+        for i in order:
+            yield x[i], y[i] + random.random(), weight[i]
+
+
+class Streamed(Weighed):
+    """An iterable, of which ranks take turns."""
+
+    def dataset(self, split: str):
+        return Stream() if split == "train" else None
+
+
+class Loaded(Weighed):
+    """A loader of its own for each rank, whose batches are not all of one size."""
+
+    def dataset(self, split: str, rank: int, world: int):
+        data = TensorDataset(*numbers())
+        sampler = DistributedSampler(data, world, rank, shuffle=True, seed=3)
+        return DataLoader(data, batch_size=4, sampler=sampler) if split == "train" else None
+
+
+class Scheduled(Task):
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+
+class OnMeta(Task):
+    """A model without memory, that its own code fills; and a state of the task's."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.counter = self.Counter()
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return super().model()
+
+    def init(self, model):
+        import accordion as acc
+
+        acc.initialise(model)
+
+    def state(self):
+        return {"counter": self.counter}
+
+    def loss(self, model, batch):
+        self.counter.seen += 1
+        return super().loss(model, batch) + 0.0 * self.counter.seen
+
+
+def build(width: int = 8) -> nn.Module:
+    return Net(width)
+
+
+def corpus(split: str, count: int = COUNT):
+    return TensorDataset(*(t[:count] for t in numbers())) if split == "train" else None
+
+
+def squares(model, batch, power: float = 2.0):
+    x, y, _ = batch
+    return (model(x) - y).abs().pow(power).mean()
