@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import sys
 import threading
 
 import pytest
@@ -14,6 +15,8 @@ from accordion.checkpoint.inspect import inspect
 from accordion.checkpoint.storage import folders
 from accordion.errors import CheckpointError, UsageError
 from tests.checkpoint.test_places import filled, names
+
+prune_module = sys.modules["accordion.checkpoint.prune"]  # the package gives its function under this name
 
 # -- removing old ones
 
@@ -105,6 +108,21 @@ def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path):
         stop.set()
         writer.join()
     assert None not in seen
+
+
+def test_prune_leaves_what_was_saved_under_a_name_while_it_looked(tmp_path, monkeypatch):
+    for name in ("last", "step-1"):
+        save(tmp_path / name, filled(1))
+    faults_in = prune_module.faults_in
+
+    def beside_a_save(folder):
+        save(tmp_path / "last", filled(2))
+        return faults_in(folder)
+
+    monkeypatch.setattr(prune_module, "faults_in", beside_a_save)
+    prune(tmp_path, 1)
+    load(tmp_path / "last", loaded := filled(0))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), filled(2).parameters(), strict=True))
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])

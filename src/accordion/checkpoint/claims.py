@@ -88,6 +88,7 @@ def check_free(path: Path) -> None:
         )
     try:
         held = os.listdir(path)
+        os.stat(path)  # what another job has renamed before we listed it may have been half removed then
     except FileNotFoundError:
         return
     except NotADirectoryError:
@@ -193,11 +194,15 @@ def lives(folder: Path) -> bool:
 def remove(path: Path) -> None:
     """Remove a folder and all in it, of which nothing is seen any more once this has begun. Raises `OSError`."""
     whose = _whose(path.name)
-    if whose is None or whose[1] != "gone":
-        doomed = hidden(path.with_name(whose[0]) if whose else path, secrets.token_hex(4), "gone")
-        path.rename(doomed)
-        path = doomed
-    shutil.rmtree(path)
+    shutil.rmtree(path if whose and whose[1] == "gone" else hide(path))
+
+
+def hide(path: Path) -> Path:
+    """Rename a folder to one of those that are being removed, and give that. Raises `OSError`."""
+    whose = _whose(path.name)
+    doomed = hidden(path.with_name(whose[0]) if whose else path, secrets.token_hex(4), "gone")
+    path.rename(doomed)
+    return doomed
 
 
 def remove_quietly(path: Path) -> None:

@@ -181,12 +181,14 @@ def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> li
     found = _good(_by_age(at))
     doomed = found[:-keep]
     if doomed:
-        sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i])), 0)
+        sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i].folder)), 0)
         doomed = doomed[:sound]
     rests = [Local(path) for _, path in claims.rests(at.path)] if isinstance(at, Local) else []
-    for one in [] if dry else [*doomed, *rests]:
-        _discard(one)
-    return [str(one) for one in (*doomed, *rests)]
+    for good in [] if dry else doomed:
+        _discard(good.folder, good.mark)
+    for rest in [] if dry else rests:
+        _discard(rest)
+    return [str(one) for one in (*(good.folder for good in doomed), *rests)]
 
 
 def check_keep(keep: int) -> None:
@@ -204,30 +206,39 @@ def prune_before(saved: Folder, keep: int) -> None:
     parent, _, own = str(saved).rpartition("/")
     at, stem = folder_at(parent or "/"), NUMBER.sub("", own)
     like = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
-    names = [str(one) for one in like]
+    names = [str(one.folder) for one in like]
     older = like[: names.index(str(saved)) if str(saved) in names else 0]
     for name, rest in claims.rests(at.path) if isinstance(at, Local) else []:
         if NUMBER.sub("", name) == stem:
             claims.remove_quietly(rest)
     for one in older[: max(0, len(like) - keep)]:
-        _discard(one)
+        _discard(one.folder, one.mark)
 
 
-def _good(found: list[_Candidate]) -> list[Folder]:
+@dataclass(frozen=True, slots=True)
+class _Good:
+    """A complete checkpoint, and the mark by which one sees whether its name has been given to another since."""
+
+    folder: Folder
+    mark: object
+
+
+def _good(found: list[_Candidate]) -> list[_Good]:
     """Those that are complete and may be removed: no links, which would count twice, and nothing that holds other files too."""
     good = []
     for at in found:
         with suppress(OSError, CheckpointError):  # what cannot be read is not counted, so that more stay
             folder = at.folder()
+            mark = folder.mark()
             apart = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
             if not apart and at.fault() is None:
-                good.append(folder)
+                good.append(_Good(folder, mark))
     return good
 
 
-def _discard(one: Folder) -> None:
+def _discard(one: Folder, mark: object = None) -> None:
     try:
-        one.discard()
+        one.discard(mark)
     except FileNotFoundError:
         return  # another job was faster
     except OSError as error:

@@ -82,8 +82,11 @@ class Folder(Protocol):
     def commit(self, begun: Folder) -> None:
         """Make what `begin` gave, its manifest written, the checkpoint of this name. On the rank that called `begin`."""
 
-    def discard(self) -> None:
-        """Remove it and all in it, so that no half of it is ever seen under its name. Raises `OSError`."""
+    def discard(self, mark: object = None) -> None:
+        """Remove it and all in it, so that no half of it is ever seen under its name. Raises `OSError`.
+
+        With a `mark`, only if it has that one still: what another job has saved under this name since then stays.
+        """
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
@@ -237,9 +240,7 @@ class Local:
         assert isinstance(begun, Local)
         held = begun.sizes()
         now = time.time_ns()
-        with suppress(
-            OSError
-        ):  # a time of its own: file systems write that of the last tick, of which two saves may share one
+        with suppress(OSError):  # a time of its own: file systems write the last tick's, which two saves may share
             os.utime(begun.path / MANIFEST, ns=(now, now))
         _sync(begun.path)
         left = claims.beside(self.path, "old")
@@ -257,7 +258,7 @@ class Local:
             raise CheckpointError(
                 f"{self.path} was saved by another job at the same time; no other job may save under this name."
             ) from error
-        if self.sizes() != held:  # its lock too: until it has its name it is not to be taken for a rest
+        if not self._holds(held):  # its lock too: until it has its name it is not to be taken for a rest
             raise CheckpointError(
                 f"{self.path} is not what was written there, another job saved or removed files; the one before is {replaced}."
             )
@@ -266,15 +267,32 @@ class Local:
         for one in [*left, *([replaced] if os.path.lexists(replaced) else [])]:
             claims.remove_quietly(one)
 
+    def _holds(self, sizes: dict[str, int]) -> bool:
+        """Whether these files lie there; one that has renamed it in error gives it its name again."""
+        for _ in range(LOOKS):
+            with suppress(FileNotFoundError):
+                if self.sizes() == sizes:
+                    return True
+            time.sleep(LOOK_S)
+        return False
+
     def _release(self, path: Path) -> None:
         """Give back the lock, which lies in `path` now."""
         if self._lock is not None:
             handle, self._lock = self._lock, None
             claims.unlock(path, handle)
 
-    def discard(self) -> None:
+    def discard(self, mark: object = None) -> None:
         self._release(self.path)
-        claims.remove(self.path)
+        if mark is None:
+            claims.remove(self.path)
+        elif self.mark() == mark and not claims.lives(self.path):  # a save that looks whether it is all there
+            doomed = claims.hide(self.path)
+            if Local(doomed).mark() != mark:
+                with suppress(OSError):  # the next one has the name already
+                    doomed.rename(self.path)
+                    return
+            claims.remove(doomed)
 
 
 class Remote:
@@ -380,7 +398,7 @@ class Remote:
     def commit(self, begun: Folder) -> None:
         """Its manifest is there: it is a checkpoint."""
 
-    def discard(self) -> None:
+    def discard(self, mark: object = None) -> None:  # all have one mark: nothing is replaced there
         with suppress(FileNotFoundError):
             self._storage.rm_file(self._at(MANIFEST))
         with suppress(FileNotFoundError):
