@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 
 import accordion as acc
@@ -23,6 +24,7 @@ from accordion.devices import num_cores
 from accordion.errors import DivergenceError, UsageError
 from accordion.train import launch
 from accordion.train.launch import RankPlace
+from accordion.train.store_watchdog import watched_store
 from tests.support.sample import sampled
 
 WITHIN_S = 10.0
@@ -168,10 +170,10 @@ time.sleep(600)
 WATCHES = """
 import sys, time
 from torch.distributed import PrefixStore, TCPStore
-from accordion.train.store_watchdog import watch_store
-watch_store(PrefixStore("job", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)), 3, 1.0)
-print("watches", flush=True)
-time.sleep(600)
+from accordion.train.store_watchdog import watched_store
+with watched_store(PrefixStore("job", TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)), 3, 1.0):
+    print("watches", flush=True)
+    time.sleep(600)
 """
 
 
@@ -197,6 +199,15 @@ def test_a_rank_whose_store_falls_silent_ends_by_itself() -> None:
     assert rank.returncode == 1
     assert "accordion: rank 3 stopped: the job's store at 127.0.0.1:" in said
     assert "has not answered for 1 s (launch.timeout_s)" in said
+
+
+def test_no_thread_asks_the_store_when_python_ends() -> None:
+    """One that was inside of torch then aborted the process: 4 of 12 that asked without a pause."""
+    own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with watched_store(own, 0, 600.0):
+        asks = [thread for thread in threading.enumerate() if thread.name == "accordion-store-watchdog"]
+        assert len(asks) == 2
+    assert not any(thread.is_alive() for thread in asks)
 
 
 def test_an_agent_whose_store_falls_silent_ends_in_time() -> None:

@@ -24,7 +24,7 @@ from accordion.train.owner import check_free
 from accordion.train.prepare import Folders, prepare
 from accordion.train.run_files import content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
-from accordion.train.store_watchdog import watch_store
+from accordion.train.store_watchdog import watched_store
 
 ABOUT = (
     "Train a causal language model, sharded over ranks, on text. Without arguments: a Llama of 10 M parameters on the Python "
@@ -135,7 +135,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     place = launch.place_of(environ)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
     if place is not None:
-        launch.guarded(_started_rank, config, named, cache)
+        launch.guarded(_watched_rank, config, named, cache)
         return 0
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(spread(config, named, world), named, world)
@@ -146,9 +146,14 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     return launch.start(loop.train, (config, prepared, device), world)
 
 
+def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> None:
+    """One rank that another launcher started, which ends if the job's store is gone."""
+    with watched_store(store, place.rank, config.launch.timeout_s):
+        _started_rank(place, store, config, *rest)
+
+
 def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path) -> None:
-    """One rank that another launcher started: the first on each host prepares for the others."""
-    watch_store(store, place.rank, config.launch.timeout_s)
+    """Train: the first on each host prepares for the others."""
     device, world = launch.choose(config.launch, place, devices_here())
     config = translated(spread(config, named, world), named, world)
     if config.train.plan != "none":
