@@ -226,6 +226,9 @@ def test_an_agent_whose_store_falls_silent_ends_in_time() -> None:
             any(iter(handler.num_nodes_waiting, -1))  # what it heard within the last second it does not ask again
         assert handler.shutdown() is False  # at once, not for two seconds more each
         assert time.monotonic() - start < WITHIN_S
+    for thread in threading.enumerate():
+        if thread.name == "accordion-rendezvous":
+            thread.join()  # its store is gone now; inside of torch it would abort this process, if that ended first
 
 
 def test_torchrun_learns_of_the_rendezvous_without_the_package() -> None:
