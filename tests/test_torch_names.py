@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from accordion import _torch
 from accordion.workers import null_group
@@ -499,6 +501,26 @@ def _() -> None:
         finally:
             DTensor._op_dispatcher._custom_op_handlers.pop(operator)  # type: ignore[attr-defined]
     assert told == [None]
+
+
+@checks("pass_hooks_by")
+def _() -> None:
+    keep, give = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    seen: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    ones, zeros = torch.ones(2, 2), torch.zeros(2, 2)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with _torch.pass_hooks_by(keep):
+            product = ones @ ones
+    assert not seen
+    with give:
+        found = zeros @ zeros
+    assert torch.equal(found, product), "what was kept"
 
 
 @checks("TENSOR_MAKERS", "SUBCLASS_MAKERS")

@@ -36,6 +36,7 @@ def test_every_name_of_torch_is_here():
             "DataParallelMeshDims",
             "FSDPModule",
             "fully_shard",
+            "GradientReductionHandle",
             "MixedPrecisionPolicy",
             "OffloadPolicy",
         ),

@@ -28,6 +28,7 @@ WRITES = (
     *(aten.zero_.default, aten.fill_.Scalar, aten.copy_.default),
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
 )
+WRITES_AT = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
 
 
@@ -38,7 +39,8 @@ def answer_for_dtensors() -> None:
         _torch.answer_operator(operator, _draw)
     for operator in WRITES:
         _torch.answer_operator(operator, _write)
-    _torch.answer_operator(aten.index_put_.default, _write_at)
+    for operator in WRITES_AT:
+        _torch.answer_operator(operator, _write_at)
     if not _torch.has_rule(aten.fill_.Tensor):
         _torch.answer_operator(aten.fill_.Tensor, _refuse_fill)
 

@@ -79,7 +79,7 @@ class _Keep(_torch.DispatchMode):
             self._kept.append(None)
             return func(*args, **kwargs)
         keep, give = create_selective_checkpoint_contexts([func])
-        out = keep.__torch_dispatch__(func, types, args, kwargs)
+        out = _torch.pass_hooks_by(keep).__torch_dispatch__(func, types, args, kwargs)
         self._at.update(dict.fromkeys(_addresses(out), len(self._kept)))
         self._kept.append(give)
         return out

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
 from accordion.compat.fsdp2.asked import keeps_dtype
-from accordion.compat.fsdp2.layouts import Layout, layout_of, local_part
+from accordion.compat.fsdp2.layouts import layout_beside
 from accordion.compat.fsdp2.lazy import PART, Part, parts_below
 from accordion.engine.layout import Cut
+from accordion.shard.layouts import Layout, local_part
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_tensor, extended_rows, is_extended
 from accordion.shard.topology import device_of
@@ -89,7 +90,7 @@ def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     if part.spmd is not None and not part.spmd.shard:
         dim = None
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
-    layout = layout_of(o.names[0], o.original, c, mesh, part.spmd)
+    layout = layout_beside(o.names[0], o.original, c, mesh, part.spmd)
     return replace_field(layout, keeps_dtype=True) if keeps_dtype(o.names[0], o.original, part.policy) else layout
 
 

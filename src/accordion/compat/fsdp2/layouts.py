@@ -1,4 +1,4 @@
-"""How one parameter lies after a call has cut it: on its own mesh, beside tensor parallelism, or on a mesh of all axes."""
+"""How one parameter lies after a call has cut it: what it may lie beside, and a mesh of all axes."""
 
 from __future__ import annotations
 
@@ -6,43 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.compat.fsdp2.tensor_parallel import TensorParallelView
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
+from accordion.shard.layouts import Layout, cut_on, layout_of
+from accordion.shard.tensor_parallel import TensorParallelView
 from accordion.shard.topology import device_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Mesh and placements of the sharded parameter, how its local tensor before was cut, and what modules see around it.
-
-    `over`: the data-parallel axes, one that shards or two. `rank`: this one among those that have rows of the cut.
-    `keeps_dtype`: it computes in its own dtype, whatever the policy says.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    cut: Cut
-    rank: int
-    over: DeviceMesh
-    around: TensorParallelView | None = None
-    keeps_dtype: bool = False
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
-        return self.cut.local_shape(self.rank)
-
-
-def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axis of a data-parallel mesh over which rows are cut."""
-    return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,37 +40,14 @@ class Spmd:
         return [all_names.index(name) for name in names]
 
 
-def local_part(param: nn.Parameter) -> Tensor:
-    """What data parallelism cuts: the parameter, or this rank's part of it under other parallelism."""
-    return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
-
-
-def layout_of(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None) -> Layout:
+def layout_beside(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd | None) -> Layout:
     """Where the sharded parameter lies. Raises `UsageError` where it is a DTensor that cannot be composed with `mesh`."""
-    rank = mesh.get_local_rank(mesh.ndim - 1)
     if spmd is not None:
         return _on_all_axes(name, param, c, mesh, spmd)
+    if isinstance(param, DTensor):
+        _check_beside(name, param, mesh)
     own: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
-    if mesh.ndim == 2:
-        own.insert(0, Replicate())
-    if not isinstance(param, DTensor):
-        return Layout(mesh, tuple(own), c, rank, mesh)
-    _check_beside(name, param, mesh)
-    inner, placements = param.device_mesh, param.placements
-    own[-1] = _cut_on(c, placements, [inner.size(i) for i in range(inner.ndim)])
-    around = TensorParallelView(inner, placements, param.shape, device_of(mesh))
-    return Layout(_torch.joined_mesh(mesh, inner), (*own, *placements), c, rank, mesh, around)
-
-
-def _cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
-    """The placement of a cut that is made on what the axes to its right have left: strided where they cut the same dim."""
-    if c.dim is None:
-        return Replicate()
-    split = 1
-    for placement, size in zip(after, sizes, strict=True):
-        if isinstance(placement, Shard) and placement.dim == c.dim:
-            split *= size
-    return _torch.StridedShard(c.dim, split_factor=split) if split > 1 else Shard(c.dim)
+    return layout_of(param, c, mesh, [Replicate(), *own] if mesh.ndim == 2 else own)
 
 
 def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) -> Layout:
@@ -117,7 +67,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
     sharding, sizes = spmd.axes(spmd.shard), [spmd.mesh.size(i) for i in range(spmd.mesh.ndim)]
     placements = list(param.placements)
     for i in sharding:
-        placements[i] = _cut_on(c, param.placements[i + 1 :], sizes[i + 1 :])
+        placements[i] = cut_on(c, param.placements[i + 1 :], sizes[i + 1 :])
     around = TensorParallelView(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
     if len(sharding) < 2:
         return Layout(spmd.mesh, tuple(placements), c, rank, mesh, around)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.compat.fsdp2.layouts import Layout, Spmd, shard_mesh
+from accordion.compat.fsdp2.layouts import Spmd
 from accordion.compat.fsdp2.lease import Lease, UnshardLeases
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
 from accordion.engine.engine import Engine
@@ -29,7 +29,8 @@ from accordion.errors import UsageError
 from accordion.safety.refusals import unguard
 from accordion.same_on_ranks import same_structure
 from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_tiers
-from accordion.shard.subclasses import is_extended
+from accordion.shard.layouts import Layout
+from accordion.shard.subclasses import is_extended, rows_mesh
 from accordion.shard.topology import beside, secondary_communicator, wire
 from accordion.units import Owned, owned_parameters
 
@@ -221,7 +222,7 @@ class Tree:
                     precision=part.precision,
                     planned=planned[i],
                     extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
-                    mesh=shard_mesh(part.mesh),
+                    mesh=rows_mesh(part.mesh),
                     context=own.get(part.mesh),
                     extension_policy=part.policy,
                     unit_policy=part.unit_policy,

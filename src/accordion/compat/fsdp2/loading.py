@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.fsdp2.cutting import rows_of
-from accordion.compat.fsdp2.layouts import Layout
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.compat.fsdp2.module import fsdp_part
 from accordion.engine.tree import map_tensors
 from accordion.safety.divergence import monitor_of
+from accordion.shard.layouts import Layout
 from accordion.shard.subclasses import is_extended
 from accordion.shard.topology import device_of
 from accordion.state import is_sharded_alike, refuse_others, settle

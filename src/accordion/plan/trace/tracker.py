@@ -32,6 +32,7 @@ MESSAGES = {  # torch's own collectives: (kind, which of arguments and result th
 BELONGS = {  # arguments of torch's FSDP2 that tell what memory is for
     "fsdp.all_gather_copy_in.default": Category.GATHERED,
     "fsdp.chunk_cat.default": Category.GRADIENTS,
+    "fsdp.chunk_cat_mixed_dtype.default": Category.GRADIENTS,  # torch 2.15
     "c10d._reduce_scatter_base_.default": Category.GRADIENTS,
 }
 BY_PHASE = {
