@@ -47,11 +47,11 @@ def describe(model: nn.Module) -> Report:
     unsharded = 0
     for unit in engine.units:
         for p in unit.params:
-            unsharded += p.cut.numel * p.dtype.itemsize * (4 if p.sharded.requires_grad else 1)
+            unsharded += p.sharded.numel() * p.dtype.itemsize * (4 if p.sharded.requires_grad else 1)
     return Report(
         strategy=engine.strategy.name,
         world=engine.context.num_ranks,
-        total_params=sum(p.cut.numel for u in engine.units for p in u.params),
+        total_params=sum(p.sharded.numel() for u in engine.units for p in u.params),
         unsharded_bytes=unsharded,
         units=tuple(_unit_report(u) for u in engine.units),
     )
@@ -63,7 +63,7 @@ def _unit_report(unit: Unit) -> UnitReport:
     return UnitReport(
         name=unit.name or "(root)",
         kind=type(unit.module()).__name__,
-        num_params=sum(p.cut.numel for p in unit.params),
+        num_params=sum(p.sharded.numel() for p in unit.params),
         parameter_bytes=sum(v.numel() * v.itemsize for v, _ in local),
         gradient_bytes=trained,
         optimizer_bytes=2 * trained,

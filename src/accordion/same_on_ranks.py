@@ -178,7 +178,7 @@ def on_every_rank(make: Callable[[], Made], context: ShardingContext) -> Made:
         raise error
     if communicators and failed.item():
         raise UsageError(
-            f"{int(failed.item())} other ranks could not get the memory or files that offloading asks for; they say why."
+            f"{int(failed.item())} other ranks refused what they were given, or could not get what it takes; they say why."
         )
     assert made is not None, "what is made is an object"
     return made
@@ -204,12 +204,19 @@ def same_given(
 ValueOf = Callable[[Owned], Tensor | None]
 
 
-def same_values(model: nn.Module, owned: list[Owned], context: ShardingContext, sync: bool) -> ValueOf:
+def same_values(
+    model: nn.Module,
+    owned: list[Owned],
+    context: ShardingContext,
+    sync: bool,
+    own_contexts: Mapping[int, ShardingContext] | None = None,
+) -> ValueOf:
     """What gives the value from which each parameter is cut, None for one on meta; with `sync` the first rank's, for all.
 
     Where ranks hold other values, of parameters or of buffers in the state dict, raises `DivergenceError` on every rank, naming
-    them. Other buffers are each rank's own: those that differ are told in a warning. With `sync` what is given must be called
-    for every parameter, on all ranks in the same order: it communicates, and one full parameter is in memory at a time.
+    them. Other buffers are each rank's own: those that differ are told in a warning. `own_contexts`: by id, of parameters that
+    are the same on some of the ranks alone. With `sync` what is given must be called for every parameter, on all ranks in the same
+    order: it communicates, and one full parameter is in memory at a time.
     """
     communicators = _communicators(context)
     if sync and communicators:
@@ -220,7 +227,9 @@ def same_values(model: nn.Module, owned: list[Owned], context: ShardingContext, 
     if communicators:
         kept = dict(buffers_of(model))
         others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
-        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned}
+        alone = {id(o): own_contexts[id(o)] for o in owned if id(o) in (own_contexts or {})}
+        _same_on_their_ranks([o for o in owned if id(o) in alone], alone, context)
+        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in alone}
         facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}
         unlike = differences(checksums(facts), monitor_of(context), "compares its values")
         if unlike:
@@ -239,7 +248,36 @@ def same_values(model: nn.Module, owned: list[Owned], context: ShardingContext, 
                 "first rank's.",
                 apart,
             )
-    return lambda o: None if o.original.is_meta else o.original.detach()
+    return lambda o: None if o.original.is_meta else _part_of(o).detach()
+
+
+def _part_of(o: Owned) -> Tensor:
+    """What this rank holds of a parameter before it is sharded."""
+    return _torch.local_of(o.original) if isinstance(o.original, DTensor) else o.original
+
+
+def _same_on_their_ranks(
+    owned: Sequence[Owned], contexts: Mapping[int, ShardingContext], context: ShardingContext
+) -> None:
+    """Raise `DivergenceError` on every rank of the model where ranks of a parameter's own mesh hold other values of it."""
+    if not owned:
+        return
+    unlike = torch.zeros(len(owned), device=context.device)
+    for i, o in enumerate(owned):
+        if not _part_of(o).is_meta:
+            low, high = extremes(checksum(_part_of(o)).to(context.device), _communicators(contexts[id(o)]))
+            unlike[i] = (low != high).item()
+    reduced(unlike, _communicators(context), dist.ReduceOp.MAX)
+    wrong = [o.names[0] for o, is_unlike in zip(owned, unlike.tolist(), strict=True) if is_unlike]
+    if wrong:
+        raise DivergenceError(
+            f"values differ between ranks of a parameter's own mesh: {_listed(wrong)}; seed these ranks alike before "
+            "building the model, or load the same weights on them."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:SHOWN_FACTS])) + _more(len(names) - SHOWN_FACTS, "more")
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> Facts:

@@ -112,9 +112,9 @@ def seeded() -> Model:
         return here(Model())
 
 
-def spread(mesh: Any) -> Model:
+def spread(mesh: Any, dtype: torch.dtype = torch.float32) -> Model:
     """The same model with its experts over the axis "ep" of a mesh."""
-    model = seeded()
+    model = seeded().to(dtype)
     for block in model.blocks:
         block.group = mesh["ep"].get_group()
         block.experts.parallelize(mesh["ep"])

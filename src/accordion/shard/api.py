@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -36,15 +37,25 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import check_activations
 from accordion.offload.tiers import activation_offload_of
 from accordion.safety.late_parameters import refuse_additions
-from accordion.same_on_ranks import arguments_of, place_buffers, same_structure, same_values, settings_of
+from accordion.same_on_ranks import (
+    arguments_of,
+    on_every_rank,
+    place_buffers,
+    same_structure,
+    same_values,
+    settings_of,
+)
 from accordion.shard.activations import checkpoint_forward
-from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_tiers
+from accordion.shard.build import UnitSpec, build_engine, groups_over, with_tiers
 from accordion.shard.checks import check_model
 from accordion.shard.entry_points import check_entry_point
+from accordion.shard.layouts import Layout, layout_of, local_part
+from accordion.shard.own_meshes import MeshChoice, check_choice, own_meshes, told
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
 from accordion.shard.topology import (
     CommunicatorMaker,
+    beside,
     communicator_over,
     mesh_for,
     secondary_communicator,
@@ -67,6 +78,7 @@ def shard(
     offload: Offload | None = None,
     checkpoint_activations: str = "none",
     secondary: int | None = None,
+    meshes: MeshChoice | None = None,
     reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
@@ -82,6 +94,9 @@ def shard(
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `secondary`: how many ranks keep one copy of each unit from its forward to its backward, a part each, in the dtype that is
     gathered: the ranks of a node say, so that a backward gathers from none outside of it. By default nothing is kept.
+    `meshes`: parameters that lie over some of the ranks alone, experts say: a class of modules, or a pattern of the names of
+    modules or parameters -> a slice of a mesh of all ranks, 1-D, or 2-D of which the second axis shards. They are DTensors over
+    the other ranks, `Shard(dim)` on each axis. Their gradients are summed over their own mesh and divided as all others.
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
     go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
     ranks agree on each collective before it, as they do in the first step without; "finite" names the unit and the phase
@@ -101,6 +116,7 @@ def shard(
         offload=offload,
         checkpoint_activations=checkpoint_activations,
         secondary=secondary,
+        meshes=meshes,
         reduce_op=reduce_op,
         sync=sync,
         debug=debug,
@@ -119,6 +135,7 @@ def shard_over(
     offload: Offload | None = None,
     checkpoint_activations: str = "none",
     secondary: int | None = None,
+    meshes: MeshChoice | None = None,
     reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
@@ -129,6 +146,7 @@ def shard_over(
     check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
     modes = debug_modes(debug)
+    meshes = check_choice(meshes, strategy, sync=sync)
     check_model(model, reduce_op)
     with torch.no_grad(), torch.inference_mode(False):
         mesh = mesh_for(mesh, strategy)
@@ -139,33 +157,47 @@ def shard_over(
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
+        over = on_every_rank(partial(own_meshes, model, owned, meshes, mesh, strategy), context)
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
-        check_extended(owned, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
+        spread = [o for o, m in zip(owned, over, strict=True) if m is None]
+        check_extended(spread, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
         given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing, secondary)
-        given |= settings_of([name for name, _ in chosen], precisions, offloads)
+        given |= settings_of([name for name, _ in chosen], precisions, offloads) | told(over, owned)
         same_structure(owned, chosen, strategy, context, given)
-        value_of = same_values(model, owned, context, sync)
-        cuts = [[(o, _cut(o, own, context)) for o in owned if o.owner == i] for i, own in enumerate(precisions)]
+        own_contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
+        alone = {id(o): (m, own_contexts[m]) for o, m in zip(owned, over, strict=True) if m is not None}
+        value_of = same_values(model, owned, context, sync, {key: c for key, (_, c) in alone.items()})
+        layouts: dict[str, Layout] = {}
+        for o in owned:
+            own_mesh, at = alone.get(id(o), (mesh, context))
+            c = _cut(o, precisions[o.owner], at)
+            layouts[o.names[0]] = layout_of(o.original, c, own_mesh, _placements(c, own_mesh, strategy))
+        cuts = [[(o, layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(chosen))]
         extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
         plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
-        planned = [plan_groups(mine, own) for mine, own in zip(plain, precisions, strict=True)]
+        planned = [
+            groups_over(mine, [alone[id(o)][1] if id(o) in alone else None for o, _ in mine], own)
+            for mine, own in zip(plain, precisions, strict=True)
+        ]
         check_activations(offloads, checkpoint_activations)
         context = with_tiers(context, offloads, planned, offload, make_arena)
         unfilled: list[nn.Parameter] = []
 
         def fill(i: int, param: Param, local: Tensor) -> None:
             o = by_name[param.name]
-            value = value_of(o)
+            value, layout = value_of(o), layouts[param.name]
             if value is not None:
-                local.copy_(own_rows(value, param.cut, context))
-            param.sharded = replace(o, local, mesh, _placements(param.cut, mesh, strategy))
+                local.copy_(own_rows(value, param.cut, param.context))
+            param.sharded, param.around = replace(o, local, layout.mesh, layout.placements), layout.around
             if value is None:
                 unfilled.append(param.sharded)
 
         if secondary is not None:
-            over = secondary_communicator(context, secondary, make)
-            planned = [[group._replace(secondary=over) for group in groups] for groups in planned]
+            planned = [
+                [g._replace(secondary=secondary_communicator(g.context or context, secondary, make)) for g in groups]
+                for groups in planned
+            ]
         by_name = {o.names[0]: o for o in owned}
         for o, c in [pair for mine in extended for pair in mine]:
             rows = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
@@ -210,9 +242,10 @@ def entry_point(module: nn.Module, name: str) -> None:
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:
+    shape = local_part(o.original).shape
     if is_extended(o.original):  # rows are what subclasses know how to cut
-        return Cut(tuple(o.original.shape), 0, context.shard.num_ranks)
-    return cut(o.original.shape, context.shard.num_ranks, gathered_dtype(o, precision).itemsize)
+        return Cut(tuple(shape), 0, context.shard.num_ranks)
+    return cut(shape, context.shard.num_ranks, gathered_dtype(o, precision).itemsize)
 
 
 def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]:
@@ -220,7 +253,7 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
         return [Replicate()] * mesh.ndim
     if strategy.optim_over_replicas:
         return [_torch.StridedShard(c.dim, split_factor=mesh.size(1)), Shard(c.dim)]
-    return [Replicate(), Shard(c.dim)] if strategy.hybrid else [Shard(c.dim)]
+    return [Replicate(), Shard(c.dim)] if mesh.ndim == 2 else [Shard(c.dim)]
 
 
 def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:

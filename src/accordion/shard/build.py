@@ -145,6 +145,16 @@ def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Gro
     return [GroupPlan(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
 
 
+def groups_over(
+    mine: Sequence[tuple[Owned, Cut]], contexts: Sequence[ShardingContext | None], precision: Precision
+) -> list[GroupPlan]:
+    """`plan_groups` by the ranks over which parameters lie. `contexts`: that of each one, None for the model's."""
+    by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
+    for pair, context in zip(mine, contexts, strict=True):
+        by_context.setdefault(context, []).append(pair)
+    return [g._replace(context=c) for c, pairs in by_context.items() for g in plan_groups(pairs, precision)]
+
+
 def _shape(group: GroupPlan, context: ShardingContext) -> Shape:
     params, gathered = group.params, group.dtype
     lies = messages(group.context or context, [p.cut for p in params], gathered)[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
@@ -30,8 +29,6 @@ def check_model(model: nn.Module, reduce_op: str) -> None:
                 f"module {name!r} renormalises its weight in its forward (max_norm), which shards would not follow."
             )
     for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            raise UsageError(f"parameter {name!r} is a DTensor already; shard() takes plain parameters.")
         if not param.dtype.is_floating_point and param.requires_grad:
             raise UsageError(
                 f"parameter {name!r} is {param.dtype} and requires gradients; only floating ones are trained."

@@ -31,9 +31,7 @@ def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
         )
     for key, mesh in meshes.items():
         if not (isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module))):
-            raise UsageError(
-                f"meshes has the key {key!r}; pass a class of modules, or a pattern of names as a string."
-            )
+            raise UsageError(f"meshes has the key {key!r}; pass a class of modules, or a pattern of names as a string.")
         if not isinstance(mesh, DeviceMesh):
             raise UsageError(
                 f"meshes[{_shown(key)}] is a {type(mesh).__name__}; pass a DeviceMesh, a slice of one say."
@@ -63,7 +61,7 @@ def own_meshes(
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
         if not named:
             raise UsageError(
-                f"meshes names {_shown(key)}, and the model has no such module with parameters and no such parameter; pass a class "
+                f"meshes names {_shown(key)}, and no module with parameters and no parameter of the model is one; pass a class "
                 "of its modules, or a pattern of names as model.named_parameters() gives them."
             )
         _check_mesh(key, asked, mesh, strategy)
@@ -92,7 +90,9 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
     one_axis = strategy.optim is Place.REPLICATE
     if asked.ndim not in (1, 2) or (asked.ndim == 2 and one_axis):
         wanted = "one" if one_axis else "one axis that shards, or two, the second of which shards"
-        raise UsageError(f"{which} has {asked.ndim} axes, named {asked.mesh_dim_names}; {strategy.name} takes {wanted}.")
+        raise UsageError(
+            f"{which} has {asked.ndim} axes, named {asked.mesh_dim_names}; {strategy.name} takes {wanted}."
+        )
     if asked.device_type != mesh.device_type:
         raise UsageError(
             f"{which} is one of {asked.device_type!r} devices, and the model's of {mesh.device_type!r}; pass a slice of the "
@@ -115,20 +115,20 @@ def _check_parameter(o: Owned, own: DeviceMesh | None, mesh: DeviceMesh) -> None
     if own is None:
         if is_spread:
             raise UsageError(
-                f"parameter {name!r} is a DTensor already; shard() takes plain parameters, and DTensors only with a mesh of their "
-                "own in meshes=."
+                f"parameter {name!r} is a DTensor already; shard() takes plain parameters, and DTensors only with a mesh of "
+                "their own in meshes=."
             )
         return
     if not _torch.is_plain(local_part(param)):
         raise UsageError(
-            f"parameter {name!r} is a {type(local_part(param)).__name__}, a tensor subclass, and lies on a mesh of its own, where "
+            f"parameter {name!r} is a {type(local_part(param)).__name__}, a tensor subclass, on a mesh of its own, where "
             "only plain ones are sharded; leave it out of meshes."
         )
     everybody, ranks = sorted(_torch.ranks_of(mesh)), sorted(_torch.ranks_of(own))
     if not is_spread:
         if ranks != everybody:
             raise UsageError(
-                f"parameter {name!r} lies on the mesh {own} of its own and is a plain tensor, of which nobody could tell what the "
+                f"parameter {name!r} lies on the mesh {own} of its own and is a plain tensor: nobody could tell what the "
                 f"other {len(everybody) - len(ranks)} ranks hold; make it a DTensor over these first, with distribute_tensor("
                 "param, mesh['ep'], [Shard(0)])."
             )
@@ -137,14 +137,14 @@ def _check_parameter(o: Owned, own: DeviceMesh | None, mesh: DeviceMesh) -> None
     names, others = own.mesh_dim_names, inner.mesh_dim_names
     if names is None or others is None or set(names) & set(others):
         raise UsageError(
-            f"parameter {name!r} is a DTensor on {inner} and lies on the mesh {own} of its own; pass slices of one mesh with named "
-            "axes, each axis to one of both: mesh['ep'] to distribute_tensor and mesh['edp'] here."
+            f"parameter {name!r} is a DTensor on {inner} and lies on the mesh {own} of its own; pass slices of one mesh with "
+            "named axes, each axis to one of both: mesh['ep'] to distribute_tensor and mesh['edp'] here."
         )
     placements = param.placements  # type: ignore[attr-defined]
     if not all(type(p) is Shard for p in placements):
         raise UsageError(
-            f"parameter {name!r} is placed {placements} on {inner}, whose ranks do not add up its gradients; a parameter on a mesh "
-            "of its own is Shard(dim) on the axes beside it."
+            f"parameter {name!r} is placed {placements} on {inner}, whose ranks do not add up its gradients; a parameter on a "
+            "mesh of its own is Shard(dim) on the axes beside it."
         )
     if sorted(_torch.ranks_of(_torch.joined_mesh(own, inner))) != everybody:
         raise UsageError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,19 +117,27 @@ def wire(
     )
 
 
-def beside(context: ShardingContext, mesh: DeviceMesh, make: CommunicatorMaker = communicator_over) -> ShardingContext:
-    """The context of parameters with a mesh of their own, of ranks of the model's, whose streams and monitor it uses.
+def beside(
+    context: ShardingContext,
+    mesh: DeviceMesh,
+    strategy: Strategy = FULL_SHARD,
+    make: CommunicatorMaker = communicator_over,
+) -> ShardingContext:
+    """The context of parameters with a mesh of their own, of ranks of the model's, whose streams, scale and monitor it uses.
 
-    Collective. Sums are divided by the ranks of `mesh`; with two axes the first one has replicas.
+    Collective. `strategy`: the model's. On two axes the first one has replicas, on one this is cut, unless the strategy cuts
+    nothing.
     """
-    strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
+    if mesh.ndim == 2:
+        strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
+    elif strategy.hybrid:
+        strategy = replace(FULL_SHARD, reduce=strategy.reduce)
     shard, replicate = _axes(mesh, strategy, context.device, make)
-    return dataclasses.replace(
+    return replace(
         context,
         shard=shard,
         replicate=replicate,
         cut_twice=False,
-        scale=1.0 / mesh.size(),
         where=f" of ranks {_torch.ranks_of(mesh)}",
     )
 

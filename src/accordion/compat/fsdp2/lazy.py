@@ -204,7 +204,10 @@ class Tree:
             context = top.wired()
             same_structure([o for o, _ in owned], chosen, top.strategy, context)
             by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
-            own = {mesh: beside(context, mesh) for mesh in _other_meshes(top, [layout for _, layout in owned])}
+            own = {
+                mesh: replace(beside(context, mesh), scale=1.0 / mesh.size())  # as torch's
+                for mesh in _other_meshes(top, [layout for _, layout in owned])
+            }
             planned = [_planned(mine, part, context, own) for mine, part in zip(by_unit, parts, strict=True)]
             context = with_tiers(context, [part.offload for part in parts], planned)
             by_name = {o.names[0]: (o, layout) for o, layout in owned}
