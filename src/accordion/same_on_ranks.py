@@ -215,8 +215,8 @@ def same_values(
 
     Where ranks hold other values, of parameters or of buffers in the state dict, raises `DivergenceError` on every rank, naming
     them. Other buffers are each rank's own: those that differ are told in a warning. `own_contexts`: by id, of parameters that
-    are the same on some of the ranks alone. With `sync` what is given must be called for every parameter, on all ranks in the same
-    order: it communicates, and one full parameter is in memory at a time.
+    are the same on some of the ranks alone. With `sync` what is given must be called for every parameter, on all ranks in the
+    same order: it communicates, and one full parameter is in memory at a time.
     """
     communicators = _communicators(context)
     if sync and communicators:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, gathered, own_rows
+from accordion.engine.group import Param, gathered, own_part, own_rows
 from accordion.engine.hooks import attached_to, engine_of
 from accordion.errors import DivergenceError, UsageError
 from accordion.offload.step.deferred_step import owners_of
@@ -242,7 +242,7 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
         if isinstance(given, DTensor):
             given = given.full_tensor()
         local = _torch.local_of(sharded)
-        rows = own_rows(given, param.cut, param.context).to(device=local.device, dtype=local.dtype)
+        rows = own_part(given, param).to(device=local.device, dtype=local.dtype)
         state[key] = _torch.as_dtensor(rows.contiguous(), sharded)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import accordion as acc
 from tests.devices import device
-from tests.inside import unit_in, units_of
+from tests.inside import unit_in
 from tests.support import experts
 from tests.support.checks import assert_close
 from tests.support.meters import Wire
@@ -21,11 +21,11 @@ from tests.support.meters import Wire
 RANKS = 4
 
 
-def sharded(mesh: Any, meshes: Any = None, **options: Any) -> nn.Module:
+def sharded(mesh: Any, dtype: torch.dtype = torch.float32, meshes: Any = None, **options: Any) -> nn.Module:
     """Experts over the axis "ep", each sharded over "edp"; everything else over all ranks."""
     everybody = mesh["edp", "ep"]._flatten("dp")
     own = {experts.Experts: mesh["edp"]} if meshes is None else meshes
-    return acc.shard(experts.spread(mesh), everybody, meshes=own, **options)
+    return acc.shard(experts.spread(mesh, dtype), everybody, meshes=own, **options)
 
 
 def unsharded(step: int, model: experts.Model, reduce_op: str = "mean") -> tuple[list[float], dict[str, Tensor]]:
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 def trains_alike(mesh: Any, case: str) -> None:
     """Three clipped steps, in float64: what is left are orders of sums, and nothing that a divisor or a missing rank makes."""
     options = CASES[case]
-    model, plain = sharded_in(mesh, torch.float64, **options), experts.seeded().double()
+    model, plain = sharded(mesh, torch.float64, **options), experts.seeded().double()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, plain)]
     acc.wrap_optimizer(optimizers[0])
     for step in range(3):
@@ -78,12 +78,6 @@ def trains_alike(mesh: Any, case: str) -> None:
     assert bool(acc.full_state_dict(model)) == (dist.get_rank() == 0)
 
 
-def sharded_in(mesh: Any, dtype: torch.dtype, meshes: Any = None, **options: Any) -> nn.Module:
-    everybody = mesh["edp", "ep"]._flatten("dp")
-    own = {experts.Experts: mesh["edp"]} if meshes is None else meshes
-    return acc.shard(experts.spread(mesh, dtype), everybody, meshes=own, **options)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_experts_train_as_the_unsharded_model(world: Any, case: str) -> None:
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, case)
@@ -92,3 +86,193 @@ def test_experts_train_as_the_unsharded_model(world: Any, case: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 4), (4, 1)])
 def test_a_gradient_is_divided_by_all_ranks_whatever_the_size_of_its_mesh(world: Any, shape: tuple[int, int]) -> None:
     world.run_mesh(shape, ("edp", "ep"), trains_alike, "experts are units")
+
+
+def communicates(mesh: Any) -> None:
+    """Experts are gathered and reduced over their own ranks alone, messages say which, and bytes are those of their rows."""
+    model = sharded(mesh, units={experts.Mixture, experts.Experts})
+    for step in range(2):
+        with Wire() as wire:
+            model.loss(experts.tokens(step, dist.get_rank())).backward()
+    same = [mesh.get_local_rank("ep"), mesh.get_local_rank("ep") + 2]
+    numel = 2 * experts.EXPERTS // 2 * experts.WIDTH * experts.HIDDEN
+    for kind in ("gather", "reduce"):
+        numels = [sum(call.numels) for call in wire.of(kind) if call.group == "2"]
+        found = [n for n in numels if n >= numel]  # the others are the all-to-alls of tokens
+        assert len(found) >= 2
+        assert max(found) <= numel + 16
+    unit = unit_in(model.blocks[0].experts)
+    assert unit.groups[0].context.shard.gather.ranks == same
+    assert unit.groups[0].place.endswith(f"(blocks.0.experts) of ranks {same}")
+    assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
+    report = {each.name: each for each in acc.describe(model).units}["blocks.0.experts"]
+    assert report.num_params == 2 * numel  # in whole
+    assert report.parameter_bytes == numel // 2 * 4
+    assert acc.describe(model).total_params == sum(p.numel() for p in experts.seeded().parameters())
+
+
+def test_experts_talk_to_their_own_ranks_alone(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), communicates)
+
+
+def by_other_words(mesh: Any) -> None:
+    """Patterns of modules or of parameters mean the same; of several that name one the last holds."""
+    own = mesh["edp"]
+    for meshes in ({"blocks.*.experts": own}, {"*.up": own, "*.down": own}, {"blocks.0": own, "*.experts": own}):
+        if "blocks.0" in meshes:
+            with pytest.raises(acc.UsageError, match=r"router.*is a plain tensor: nobody could tell"):
+                sharded(mesh, meshes=meshes)
+            continue
+        model = sharded(mesh, meshes=meshes)
+        assert model.blocks[1].experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
+    model = acc.shard(
+        experts.seeded(), mesh["edp", "ep"]._flatten("dp"), meshes={"embed": mesh, "head": mesh["edp", "ep"]}
+    )
+    assert model.embed.weight.placements == (Replicate(), Shard(0))
+    assert model.blocks[0].router.weight.placements == (Shard(0),)
+    plain = experts.seeded()
+    _, wanted = unsharded(0, plain)
+    model.loss(experts.tokens(0, dist.get_rank())).backward()
+    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
+
+
+def test_a_mesh_is_named_by_class_or_pattern(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), by_other_words)
+
+
+def in_a_hybrid(mesh: Any) -> None:
+    """Two replicas of two shards, experts over the shards and cut over the replicas; and with secondary shards."""
+    spread = experts.spread(mesh, axis="shard")
+    model = acc.shard(spread, mesh, strategy=acc.HYBRID_SHARD, meshes={experts.Experts: mesh["replicate"]})
+    plain = experts.seeded()
+    _, wanted = unsharded(0, plain)
+    model.loss(experts.tokens(0, dist.get_rank())).backward()
+    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
+
+
+def secondary(mesh: Any) -> None:
+    """Two ranks keep one copy of what lies over four; experts lie over two, and are gathered again."""
+    plain, kept = experts.seeded(), sharded(mesh, secondary=2)
+    _, wanted = unsharded(0, plain)
+    kept.loss(experts.tokens(0, dist.get_rank())).backward()
+    assert_close({n: p.grad.full_tensor() for n, p in kept.named_parameters()}, wanted, 1e-6)
+    kinds = {bool(g.context.where): g.secondary_bytes > 0 for g in unit_in(kept.blocks[0]).groups}
+    assert kinds == {True: False, False: True}
+
+
+def test_beside_a_hybrid(world: Any) -> None:
+    world.run_mesh((2, 2), ("replicate", "shard"), in_a_hybrid)
+
+
+def test_beside_secondary_shards(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), secondary)
+
+
+def written(mesh: Any, folder: str) -> dict[str, Tensor]:
+    model = sharded(mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(2):
+        model.loss(experts.tokens(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.save(folder, model, optimizer)
+    whole = acc.full_state_dict(model, rank0_only=False)
+
+    again = sharded(mesh)
+    again.load_state_dict(whole)
+    assert all(
+        torch.equal(a.full_tensor(), b.full_tensor())
+        for a, b in zip(again.parameters(), model.parameters(), strict=True)
+    )
+    with acc.full_params(model, write=True):
+        for p in model.parameters():
+            p.data.mul_(2)
+    halved = acc.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(halved[name], 2 * whole[name]) for name in whole)
+    return whole
+
+
+def read(mesh: Any, folder: str) -> dict[str, Tensor]:
+    model = acc.shard(experts.seeded(), mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    acc.load(folder, model, optimizer)
+    assert all(state["exp_avg"].full_tensor().abs().sum() > 0 for state in optimizer.state.values())
+    return acc.full_state_dict(model)
+
+
+def read_back(mesh: Any, folder: str) -> dict[str, Tensor]:
+    """On meta, and other ranks have the experts."""
+    with torch.device("meta"):
+        model = experts.Model()
+    for block in model.blocks:
+        block.experts.parallelize(mesh["ep"])
+    model = acc.shard(model, mesh["edp", "ep"]._flatten("dp"), meshes={experts.Experts: mesh["edp"]})
+    acc.load(folder, model)
+    return acc.full_state_dict(model)
+
+
+def test_a_checkpoint_says_the_whole(world: Any, tmp_path: Path) -> None:
+    """It is read where no expert is anywhere special, on another number of ranks, and by other ranks."""
+    folder = str(tmp_path / "c")
+    wanted = world.run_mesh((2, 2), ("edp", "ep"), written, folder)[0]
+    for found in (world.run(3, read, folder)[0], world.run_mesh((1, 2), ("edp", "ep"), read_back, folder)[0]):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def refused(mesh: Any) -> None:
+    everybody, own = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ([own], {}, "pass a mapping from classes of modules"),
+        ({1: own}, {}, "has the key 1; pass a class of modules"),
+        ({"*.experts": "edp"}, {}, "is a str; pass a DeviceMesh"),
+        ({"*.expert": own}, {}, r"names '\*.expert', and no module with parameters"),
+        ({experts.AllToAll: own}, {}, "has the key"),
+        ({experts.Experts: own}, {"sync": True}, "with sync=True"),
+        ({experts.Experts: mesh}, {"strategy": acc.NO_SHARD}, "has 2 axes, named .*; no_shard takes one"),
+        ({}, {}, "is a DTensor already; .* in meshes="),
+        ({"*.up": own}, {}, r"experts.down' is a DTensor already"),
+        ({experts.Experts: mesh["ep"]}, {}, "pass slices of one mesh with named axes"),
+        ({experts.Experts: own, "*.router": own}, {}, "router.weight' lies on the mesh .* plain tensor"),
+    ]
+    for meshes, options, words in wrong:
+        model = experts.spread(mesh)
+        with pytest.raises(acc.UsageError, match=words):
+            acc.shard(model, everybody, meshes=meshes, **options)
+        assert all(not hasattr(p, "moved_to") for p in model.parameters()), "nothing was changed"
+    square = {"strategy": acc.HYBRID_SHARD_OPTIM, "meshes": {experts.Experts: own}}
+    with pytest.raises(acc.UsageError, match="cuts rows over two axes"):
+        acc.shard(experts.spread(mesh), mesh, **square)
+    model = experts.seeded()
+    for name, p in list(model.blocks[0].experts.named_parameters()):
+        setattr(model.blocks[0].experts, name, nn.Parameter(distribute_tensor(p.detach(), mesh["ep"], [Replicate()])))
+    with pytest.raises(acc.UsageError, match="whose ranks do not add up its gradients"):
+        acc.shard(model, everybody, meshes={"blocks.0.experts": own})
+    model = experts.spread(mesh)
+    with pytest.raises(acc.UsageError, match=r"has the ranks .*, which the model's mesh has not"):
+        acc.shard(model, own, meshes={experts.Experts: mesh["edp", "ep"]._flatten("dp")})
+
+
+def test_what_it_cannot_be_is_one_sentence_on_every_rank(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), refused)
+
+
+def parts(mesh: Any) -> None:
+    """One rank asks for something else, or holds other values than the ranks that share its experts: all hear of it."""
+    everybody, own, rank = mesh["edp", "ep"]._flatten("dp"), mesh["edp"], dist.get_rank()
+    model = experts.spread(mesh)
+    with pytest.raises(acc.UsageError, match=r"no module with parameters|refused what they were given"):
+        acc.shard(model, everybody, meshes={"*.expert" if rank == 3 else "*.experts": own})
+    with pytest.raises(acc.DivergenceError, match=r"mesh of parameter 'head.weight'"):
+        acc.shard(model, everybody, meshes={"*.experts": own} | ({"head": mesh} if rank == 2 else {}))
+    if rank == 3:
+        with torch.no_grad():
+            model.blocks[1].experts.down.to_local().add_(1)
+    with pytest.raises(acc.DivergenceError, match=r"own mesh: 'blocks.1.experts.down'; seed these ranks alike"):
+        acc.shard(model, everybody, meshes={"*.experts": own})
+    assert all(type(p) is nn.Parameter for p in model.head.parameters())
+    assert all(isinstance(p, DTensor) for p in model.blocks[0].experts.parameters())
+
+
+def test_ranks_that_part_hear_of_it(world: Any) -> None:
+    world.run_mesh((2, 2), ("edp", "ep"), parts)

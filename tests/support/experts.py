@@ -112,12 +112,12 @@ def seeded() -> Model:
         return here(Model())
 
 
-def spread(mesh: Any, dtype: torch.dtype = torch.float32) -> Model:
-    """The same model with its experts over the axis "ep" of a mesh."""
+def spread(mesh: Any, dtype: torch.dtype = torch.float32, axis: str = "ep") -> Model:
+    """The same model with its experts over one axis of a mesh."""
     model = seeded().to(dtype)
     for block in model.blocks:
-        block.group = mesh["ep"].get_group()
-        block.experts.parallelize(mesh["ep"])
+        block.group = mesh[axis].get_group()
+        block.experts.parallelize(mesh[axis])
     return model
 
 

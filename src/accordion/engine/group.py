@@ -92,6 +92,9 @@ class ParamView(Protocol):
     def whole(self, full: Tensor) -> Tensor:
         """The tensor of the model without any parallelism. A collective."""
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of such a tensor, a view."""
+
 
 @dataclass(slots=True)
 class Param:
@@ -119,6 +122,12 @@ def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
             start = min(axis.rank * level.chunk, level.rows)
             full = full.narrow(level.dim, start, level.rows_of(axis.rank))
     return full
+
+
+def own_part(whole: Tensor, param: Param) -> Tensor:
+    """This rank's rows of a parameter of the model without any parallelism, a view."""
+    mine = whole if param.around is None else param.around.part_of(whole)
+    return own_rows(mine, param.cut, param.context)
 
 
 def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:

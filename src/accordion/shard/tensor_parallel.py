@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from accordion import _torch
 from accordion.engine.communicator import Communicator
+from accordion.engine.layout import Cut
 
 
 class TensorParallelView:
@@ -51,9 +51,13 @@ class TensorParallelView:
         return self.seen(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of such a tensor, which every rank has."""
-        parts = distribute_tensor(whole.detach(), self.mesh, self.placements, src_data_rank=None)
-        return _torch.local_of(parts)
+        """This rank's part of such a tensor, which every rank has; a view."""
+        for i, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                c = Cut(tuple(whole.shape), placement.dim % len(whole.shape), self.mesh.size(i))
+                rank = self.mesh.get_local_rank(i)
+                whole = whole.narrow(placement.dim, min(rank * c.chunk, c.rows), c.rows_of(rank))
+        return whole
 
     @property
     def is_first(self) -> bool:

@@ -21,7 +21,7 @@ from accordion.checkpoint.contents import WRAPPERS, local_data
 from accordion.checkpoint.format import holds
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
 from accordion.engine.engine import Engine
-from accordion.engine.group import own_rows
+from accordion.engine.group import own_part
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle, sharded_engine
 from accordion.weights.adapters import added_by_adapters, copied_inside
@@ -394,7 +394,7 @@ def _places(folder: Path) -> dict[str, str] | None:
 def _own(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
     """What this rank holds of a tensor of the model."""
     param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
-    return rows if param is None else own_rows(rows, param.cut, param.context)  # type: ignore[arg-type, return-value]
+    return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]
 
 
 def _read(model: nn.Module, engine: Engine, found: Mapping[str, FoundTensor]) -> None:

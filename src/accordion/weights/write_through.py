@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.communicator import reduced
-from accordion.engine.group import Param, ShardingContext, own_rows
+from accordion.engine.group import Param, ShardingContext, own_part
 from accordion.errors import UsageError
 from accordion.state import sharded_engine
 
@@ -44,7 +44,7 @@ class Full:
 
     def __init__(self, param: Param, device: torch.device, kept: bool) -> None:
         self.param, self.kept, self.filled = param, kept, False
-        self.data = torch.empty(param.cut.shape, dtype=param.dtype, device=device)
+        self.data = torch.empty(param.sharded.shape, dtype=param.dtype, device=device)
         self.storage = self.data.untyped_storage()
         self.num_bytes = self.storage.nbytes()
         self.tensor = nn.Parameter(self.data, requires_grad=param.sharded.requires_grad)
@@ -60,7 +60,7 @@ class Full:
     def take(self, value: Tensor, context: ShardingContext) -> None:
         """Write this rank's rows of `value` to the shard."""
         if self.kept:
-            _torch.local_of(self.param.sharded).copy_(own_rows(value, self.param.cut, self.param.context))
+            _torch.local_of(self.param.sharded).copy_(own_part(value, self.param))
 
 
 class Fulls(_torch.DispatchMode):
@@ -197,11 +197,11 @@ def init_mode(
 def gather_into(full: Tensor, param: Param, context: ShardingContext) -> None:
     """Fill the contiguous `full` from the shards without memory beside it: each element is one rank's, so bits add up."""
     full.zero_()
-    own_rows(full, param.cut, param.context).copy_(_torch.local_of(param.sharded))
-    if param.cut.dim is not None and full.numel():
-        reduced(
-            full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), param.context.cut_communicators
-        )
+    own_part(full, param).copy_(_torch.local_of(param.sharded))
+    over = [] if param.cut.dim is None else list(param.context.cut_communicators)
+    over += [] if param.around is None else param.around.communicators
+    if full.numel():
+        reduced(full.view(-1).view(torch.int32 if full.nbytes % 4 == 0 else torch.uint8), over)
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
