@@ -503,6 +503,31 @@ def _() -> None:
     assert told == [None]
 
 
+@checks("asked_grad_dtype", "keep_grad_dtype", "like_in")
+def _() -> None:
+    plain = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    assert not _torch.asked_grad_dtype(plain)[0]
+    for asked in (torch.float32, None):
+        set_ = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        set_.grad_dtype = asked
+        assert _torch.asked_grad_dtype(set_) == (True, asked)
+        with one_rank() as mesh:
+            new = sharded(mesh)
+            _torch.keep_grad_dtype(plain, new)
+            assert not _torch.asked_grad_dtype(new)[0]
+            _torch.keep_grad_dtype(set_, new)
+            assert _torch.asked_grad_dtype(new) == (
+                asked is not torch.float32 or hasattr(new, "_has_grad_dtype_override"),
+                asked,
+            )
+            like = _torch.like_in(new, torch.float64)
+            grad = _torch.as_dtensor(torch.ones(2, 3, dtype=torch.float64), like)
+            assert grad.dtype == like.dtype == (grad * 2).dtype == torch.float64
+            assert (grad.device_mesh, grad.placements, grad.shape) == (new.device_mesh, new.placements, new.shape)
+            if asked is None:
+                new.grad = grad
+
+
 @checks("pass_hooks_by")
 def _() -> None:
     keep, give = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import sys
@@ -608,6 +609,31 @@ def joined_mesh(*slices: Any) -> Any:
 def flattened_mesh(mesh: Any, name: str) -> Any:
     """The axes of a mesh as one. No public name; torch's FSDP2 does the same."""
     return mesh._flatten(name)
+
+
+def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether `grad_dtype` was set on a parameter, and to what: None takes gradients of any dtype.
+
+    Before torch 2.15, which keeps whether it was set, the parameter's own dtype counts as unset.
+    """
+    asked = param.grad_dtype
+    was_set = getattr(param, "_has_grad_dtype_override", asked != param.dtype)
+    return bool(was_set), asked
+
+
+def keep_grad_dtype(old: Tensor, new: Tensor) -> None:
+    """Let a leaf take gradients of the dtype that was set for another, if one was."""
+    was_set, asked = asked_grad_dtype(old)
+    if was_set:
+        new.grad_dtype = asked
+
+
+def like_in(like: Tensor, dtype: torch.dtype) -> DTensor:
+    """A stand-in without memory for `as_dtensor(s)`: a DTensor placed as `like`, in another dtype. No public name."""
+    spec = copy.copy(like._spec)  # type: ignore[attr-defined]
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+    local = torch.empty(local_of(like).shape, dtype=dtype, device="meta")
+    return _new_dtensor(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 def pass_hooks_by(mode: Any) -> Any:

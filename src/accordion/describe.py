@@ -60,12 +60,13 @@ def describe(model: nn.Module) -> Report:
 def _unit_report(unit: Unit) -> UnitReport:
     local = [(v, p) for g in unit.groups for v, p in zip(g.shard_buffer.locals, g.params, strict=True)]
     trained = sum(v.numel() * v.itemsize for v, p in local if p.sharded.requires_grad)
+    grads = sum(v.numel() * p.grad_like.dtype.itemsize for v, p in local if p.sharded.requires_grad)
     return UnitReport(
         name=unit.name or "(root)",
         kind=type(unit.module()).__name__,
         num_params=sum(p.sharded.numel() for p in unit.params),
         parameter_bytes=sum(v.numel() * v.itemsize for v, _ in local),
-        gradient_bytes=trained,
+        gradient_bytes=grads,
         optimizer_bytes=2 * trained,
         full_bytes=unit.full_bytes,
         inner_shard_bytes=sum(g.inner_shard_bytes for g in unit.groups),

@@ -65,7 +65,10 @@ class LocalStep:
         for p, own in pairs:
             if own is not p:
                 grad = p.grad
-                own.grad = None if grad is None else _torch.local_of(grad)
+                grad = None if grad is None else _torch.local_of(grad)
+                if grad is not None and grad.dtype is not own.dtype:
+                    own.grad_dtype = grad.dtype
+                own.grad = grad
             if p in outer_state:
                 state[own] = local_state(outer_state[p])
         try:

@@ -268,7 +268,7 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        self.add_up(unit, TrainedParams((i,), [unit.params[i].sharded], [unit.views[i]]), [grad])
+        self.add_up(unit, unit.trained_at((i,)), [grad])
 
     # -- gradients
 

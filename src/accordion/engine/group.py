@@ -100,6 +100,7 @@ class ParamView(Protocol):
 class Param:
     """One tensor of the model: its sharded parameter and every place where a module reads it.
 
+    `grad_dtype`: of its sharded gradient; None takes that of the sum as it is. `grad_like`: a DTensor placed as that lies.
     `extension`: makes of a gathered tensor what stands for it in modules, a tensor subclass. `around`: the DTensor of other
     parallelism around that. `context`: over which ranks it lies, that of its group.
     """
@@ -109,9 +110,11 @@ class Param:
     cut: Cut
     dtype: torch.dtype  # of the shard
     requires_grad: bool
+    grad_dtype: torch.dtype | None
     extension: Callable[[Tensor], Tensor] | None = None
     around: ParamView | None = None
     sharded: nn.Parameter = field(init=False)
+    grad_like: Tensor = field(init=False, repr=False)
     context: ShardingContext = field(init=False, repr=False)
 
 
@@ -214,7 +217,8 @@ class Group(ABC):
         self.place = f"unit {self.index} ({self.name or 'root'}){context.where}"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
         self.after_reduce: Callable[[Tensor], None] | None = None  # sees each buffer of sums, and may write into it
-        self.sums_are_shards = all(p.dtype is self.reduce_dtype for p in self.params)  # in dtype
+        self.grad_dtypes = [p.grad_dtype or self.reduce_dtype for p in self.params]
+        self.sums_are_grads = all(dtype is self.reduce_dtype for dtype in self.grad_dtypes)  # in dtype
         self.rescale(context.scale)
         self.filled = -1
 

@@ -53,7 +53,7 @@ class LocalSums:
             param = self._params[i].sharded
             shown, is_ours = param.grad, param.grad is None
             if shown is None:
-                shown = param.grad = _torch.as_dtensor(torch.zeros_like(_torch.local_of(param)), param)
+                shown = param.grad = _zeros(self._params[i])
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -99,6 +99,11 @@ class LocalSums:
                 return None
             held.version = grad._version
         return held
+
+
+def _zeros(param: Param) -> DTensor:
+    like = param.grad_like
+    return _torch.as_dtensor(torch.zeros_like(_torch.local_of(param.sharded), dtype=like.dtype), like)
 
 
 def _any_nonzero(grad: Tensor) -> bool:

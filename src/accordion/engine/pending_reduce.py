@@ -119,7 +119,7 @@ class PendingReduce:
         """`finish`, with rows where gradients rest, and the copy to there that is under way; see `ShardBuffer.put`."""
         rows, group = self.finish(decide), self._group
         made_by = (
-            (self._outer or self._transfer) if group.sums_are_shards else None
+            (self._outer or self._transfer) if group.sums_are_grads else None
         )  # else by the compute stream, which casts
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
@@ -136,7 +136,7 @@ class PendingReduce:
         return [(sums, k) if k in absent else None for k in range(len(self._chosen))]
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
-        """Local rows for each chosen parameter, in the dtype of its shard.
+        """Local rows for each chosen parameter, in the dtype of its sharded gradient.
 
         `decide`: None for what no rank has, for which a rank that lacked a gradient reads the device; else zeros.
         """
@@ -149,7 +149,7 @@ class PendingReduce:
                 sums = self._last.flag_sums.tolist()
                 nobody = [k for k in self._absent if sums[k] == 0]
                 self._results = [None if k in nobody else r for k, r in enumerate(self._results)]
-            if self._group.sums_are_shards:
+            if self._group.sums_are_grads:
                 return list(self._results)
-        dtypes = [self._group.params[i].dtype for i in self._chosen]
+        dtypes = [self._group.grad_dtypes[i] for i in self._chosen]
         return [r if r is None or r.dtype is d else r.to(d) for r, d in zip(self._results, dtypes, strict=True)]

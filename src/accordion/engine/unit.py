@@ -39,11 +39,15 @@ class ReduceNode:
 
 @dataclass(slots=True)
 class TrainedParams:
-    """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their node."""
+    """The parameters of a unit that required gradients when a call began, by index, as shards and in full; and their node.
+
+    `likes`: DTensors that lie as their sharded gradients do.
+    """
 
     indices: tuple[int, ...]
     params: list[nn.Parameter]
     views: list[Tensor]
+    likes: list[Tensor]
     reduce_node: ReduceNode | None = None
 
 
@@ -114,6 +118,10 @@ class Unit:
         self._opened_on: Any = None
         self._landed: list[Transfer] = []  # those that brought them
         self._aside: list[Any] = []  # other streams that compute with them
+        for group in groups:
+            for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
+                alike = dtype is param.sharded.dtype
+                param.grad_like = param.sharded if alike else _torch.like_in(param.sharded, dtype)
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
         self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed where they are
         self._on_device = context.device.type != "cpu"
@@ -143,7 +151,13 @@ class Unit:
 
     def _trained_now(self) -> TrainedParams:
         indices = self._trains_now()
-        return TrainedParams(indices, [self.params[i].sharded for i in indices], [self.views[i] for i in indices])
+        return self.trained_at(indices)
+
+    def trained_at(self, indices: tuple[int, ...]) -> TrainedParams:
+        params = [self.params[i] for i in indices]
+        return TrainedParams(
+            indices, [p.sharded for p in params], [self.views[i] for i in indices], [p.grad_like for p in params]
+        )
 
     def drop_stale(self) -> None:
         """A full copy older than the shards is filled again at its next use."""
@@ -357,4 +371,4 @@ class Unit:
             local += rows
             if transfer is not None:
                 copies.append(transfer)
-        return _torch.as_dtensors(local, trained.params), copies
+        return _torch.as_dtensors(local, trained.likes), copies

@@ -19,6 +19,7 @@ from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut
 from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
+from accordion.errors import UsageError
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
@@ -127,6 +128,13 @@ def with_tiers(
     """
     if not any(own.asks for own in offloads):
         return context
+    for own, groups in zip(offloads, planned, strict=True):
+        for param in [param for group in groups for param in group.params if own.asks]:
+            if param.requires_grad and param.grad_dtype is not param.dtype:
+                raise UsageError(
+                    f"parameter {param.name!r} of {param.dtype} has grad_dtype {param.grad_dtype}, and an offloaded gradient "
+                    "rests in its parameter's dtype; leave grad_dtype as it is, or do not offload this unit."
+                )
     shapes = [[_shape(group, context) for group in groups] for groups in planned]
 
     def make() -> Tiers:
@@ -140,7 +148,9 @@ def plan_groups(mine: list[tuple[Owned, Cut]], precision: Precision) -> list[Gro
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for o, c in mine:
         dtype, trained = o.original.dtype, o.original.requires_grad
-        param = Param(o.names[0], o.places, c, precision.master_dtype(dtype, trained), trained)
+        own = precision.master_dtype(dtype, trained)
+        was_set, asked = _torch.asked_grad_dtype(o.original)
+        param = Param(o.names[0], o.places, c, own, trained, asked if was_set else own)
         by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
     return [GroupPlan(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
 

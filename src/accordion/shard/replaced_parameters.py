@@ -25,6 +25,7 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
     sharded = nn.Parameter(_torch.as_dtensor(local, rows), requires_grad=o.original.requires_grad)
     for original in (*reversed(o.others), o.original):
         vars(sharded).update(_torch.marks_of(original))
+    _torch.keep_grad_dtype(o.original, sharded)
     _torch.hand_over_hooks(o.original, sharded)
     for ref, attr in o.places:
         module = ref()

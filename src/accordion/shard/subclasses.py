@@ -112,7 +112,8 @@ def extended_groups(
     by_dtype: dict[torch.dtype, list[Extended]] = {}
     for o, c in mine:
         local = _torch.local_of(o.original)
-        param = Param(o.names[0], o.places, c, local.dtype, o.original.requires_grad)
+        was_set, asked = _torch.asked_grad_dtype(o.original)
+        param = Param(o.names[0], o.places, c, local.dtype, o.original.requires_grad, asked if was_set else local.dtype)
         param.sharded = o.original
         dtype = precision.compute_dtype(local.dtype)
         extended = Extended(param, dtype, context, mesh, policy)

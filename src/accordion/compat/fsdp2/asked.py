@@ -151,12 +151,6 @@ def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
             f"param_dtype_override_fn returned {asked!r} for {name!r} of {param.dtype}; return None, param_dtype "
             f"({policy.param_dtype}), or the parameter's own dtype."
         )
-    own = getattr(param, "grad_dtype", None) if _torch.reduces_in_own_dtype() and param.requires_grad else None
-    if own not in (None, param.dtype):
-        raise UsageError(
-            f"parameter {name!r} of {param.dtype} has grad_dtype {own}, which a sharded gradient does not keep; pass "
-            "reduce_dtype, and leave grad_dtype as it is."
-        )
     return asked is not None and asked == param.dtype != policy.param_dtype
 
 

@@ -342,8 +342,11 @@ def _planned(
 
 
 def _own_dtype(group: GroupPlan) -> torch.dtype:
-    """That of the gradients' sum where nobody names one, in torch 2.15: what those of the parameters are promoted to."""
-    own = [param.dtype for param in group.params if param.requires_grad]
+    """That of the gradients' sum where nobody names one, in torch 2.15: what those of the parameters are promoted to.
+
+    A gradient of any dtype (`grad_dtype` None) comes in that of the computation.
+    """
+    own = [param.grad_dtype or group.dtype for param in group.params if param.requires_grad]
     return reduce(torch.promote_types, own) if own else group.reduce_dtype
 
 
