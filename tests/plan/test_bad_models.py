@@ -102,6 +102,11 @@ def test_a_compiled_model_is_planned_as_it_was_written(how):
     assert _torch.without_compile(model) is not None
 
 
+def test_meshes_of_their_own_are_not_planned():
+    with pytest.raises(acc.UsageError, match=r"a plan knows one mesh of all ranks"):
+        acc.plan(nn.Linear(4, 4), total, torch.zeros(4, 4), gpus=2, meshes={"*": None})
+
+
 def test_more_gpus_than_any_world_has_are_not_tried():
     cluster = Cluster(gpu=GPUS["h100"], node=8)
     space = Space(

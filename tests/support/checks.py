@@ -113,6 +113,15 @@ def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | Non
         assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name} differs by {error}"
 
 
+def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    """Of float64: each tensor's error against its norm. What is left is the order of sums; a divisor or a missing rank is not."""
+    assert found.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        assert found[name].dtype == expected.dtype == torch.float64, name
+        off = torch.linalg.vector_norm(found[name].cpu() - expected.cpu())
+        assert off <= tolerance * torch.linalg.vector_norm(expected.cpu()), f"{name} differs by {off}"
+
+
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert not [name for name in wanted if not torch.equal(found[name].cpu(), wanted[name].cpu())]

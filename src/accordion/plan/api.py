@@ -350,6 +350,11 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
 def _check_names(training: Training, fixed: Fixed) -> None:
     """That what is named exists, and goes together."""
     engine, strategy, offload = training.engine, fixed.strategy, fixed.offload
+    if training.sharding.get("meshes"):
+        raise UsageError(
+            "meshes is given, and a plan knows one mesh of all ranks: what experts on some of them send and keep is not planned; "
+            "leave it out and plan the model with all of its experts on every rank."
+        )
     named: tuple[tuple[str, str, Iterable[str]], ...] = (
         ("optimizer", training.optimizer, OPTIMIZERS),
         ("engine", engine, ENGINES),
