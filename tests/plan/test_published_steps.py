@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, replace
 
 import pytest
+import torch
 
 from accordion.plan.efficiency import BY_KIND
 from accordion.plan.hardware import GPUS

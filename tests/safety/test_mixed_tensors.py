@@ -107,6 +107,8 @@ def makes(mesh: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_note_names_the_parameter_its_unit_and_the_ways_out(world, name):
+    if name == "an LSTM by hand" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 looks for a DTensor among an LSTM's arguments and not in their lists, and says so")
     world.run(2, makes, name)
 
 

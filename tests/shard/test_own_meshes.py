@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import accordion as acc
-from tests.devices import device
 from tests.inside import unit_in
 from tests.support import experts
 from tests.support.checks import assert_as_exact, assert_close
