@@ -227,7 +227,7 @@ def same_values(
     if communicators:
         kept = dict(buffers_of(model))
         others = {name: b for name, b in buffers_of(model, all_of_them=True) if name not in kept}
-        alone = {id(o): own_contexts[id(o)] for o in owned if id(o) in (own_contexts or {})}
+        alone = own_contexts or {}
         _same_on_their_ranks([o for o in owned if id(o) in alone], alone, context)
         facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in alone}
         facts |= {f"buffer {name!r}": buffer for name, buffer in kept.items()}

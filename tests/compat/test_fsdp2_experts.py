@@ -26,10 +26,10 @@ RANKS = 4
 WAYS = ("a module", "a parameter")
 
 
-def sharded(api: Any, mesh: Any, way: str, **options: Any) -> experts.Model:
+def sharded(api: Any, mesh: Any, way: str, dtype: torch.dtype = torch.float32, **options: Any) -> experts.Model:
     """Experts over two ranks and sharded over the other two, everything else sharded over all four."""
     everybody, same = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
-    model, info = experts.spread(mesh, torch.float64), placed(same)
+    model, info = experts.spread(mesh, dtype), placed(same)
     for block in model.blocks:
         if way == "a module":
             api.fully_shard(block.experts, mesh=same, **options)
@@ -67,7 +67,7 @@ def is_expert(name: str) -> bool:
 
 def trains_alike(mesh: Any, way: str, **options: Any) -> None:
     """In float64: in float32 gradients are up to 2e-6 of their largest element off, by the order of sums alone."""
-    pair = [sharded(api, mesh, way, **options) for api in SIDES]
+    pair = [sharded(api, mesh, way, torch.float64, **options) for api in SIDES]
     plain = experts.seeded().double()
     assert {n: describe(p) for n, p in pair[1].named_parameters()} == {
         n: describe(p) for n, p in pair[0].named_parameters()

@@ -130,6 +130,10 @@ class Odd(nn.Module):
         return (x @ self.weight.t()).sum() * self.scale + (x * self.wide).sum() * self.one
 
 
+# torch 2.11 cannot redistribute rows that are cut over two axes, which reading a part of them takes.
+REDISTRIBUTES_NOT = ["hybrid_shard_optim"] if torch.__version__ < "2.12" else []
+
+
 def numbers(mesh, strategy: acc.Strategy) -> None:
     plain, model = Odd(), acc.shard(Odd(), mesh=mesh, strategy=strategy)
     for m in (plain, model):
@@ -153,7 +157,7 @@ def numbers(mesh, strategy: acc.Strategy) -> None:
 
 
 def test_a_number_in_a_sharded_tensor_is_that_of_all_ranks(world):
-    run_all(world, numbers)
+    run_all(world, numbers, but=REDISTRIBUTES_NOT)
 
 
 def one_asks(mesh) -> None:
@@ -239,7 +243,7 @@ def written(mesh, strategy: acc.Strategy) -> None:
 
 
 def test_a_part_of_a_sharded_tensor_is_written_or_refused(world):
-    run_all(world, written)
+    run_all(world, written, but=REDISTRIBUTES_NOT)
 
 
 # -- what reads or changes a unit's layers from outside
