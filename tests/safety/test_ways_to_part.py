@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from accordion.safety.causes import ADVICE, advice
-from tests.support.ways_to_part import MARGIN_S, TIMEOUT_S, WAYS
+from tests.support.parting import MARGIN_S, TIMEOUT_S
+from tests.support.ways_to_part import WAYS
 
 SAMPLE = [
     "raises in its backward",
