@@ -60,10 +60,12 @@ class Script:
 
     def moment(self, name: str) -> None:
         """The way's own deed, at the moment that it names; first what all ranks do then."""
+        parts = self.here and name in self.way.deeds
+        if parts:
+            self._at()
         if name in self.way.all_do and self.step == (0 if name == "before_training" else self.way.step):
             self.way.all_do[name](self)
-        if self.here and name in self.way.deeds:
-            self._at()
+        if parts:
             self.way.deeds[name](self)
 
     def train(self) -> None:
@@ -87,7 +89,12 @@ class Script:
         self.model.head.register_forward_hook(self._watch)
         self.moment("before_training")
         for self.step in range(1, STEPS + 1):
-            self.moment("loader")
+            try:
+                self.moment("loader")
+            except StopIteration:
+                break
+            if self.here and self.way.leaves_step_out:
+                continue
             tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
             self.one_step(tokens, targets)
         self.moment("end")
@@ -182,6 +189,8 @@ class Way:
     all_say: bool = False
     one_says: bool = False  # and the others nothing
     all_do: dict[str, Deed] = field(default_factory=dict)
+    leaves_step_out: bool = False
+    harmless: bool = False
     stays: bool = False
 
     @property
@@ -207,6 +216,8 @@ class Found:
     @property
     def is_true(self) -> bool:
         way = self.way
+        if way.harmless:
+            return not self.late and not any(self.codes.values())
         told = [self.said.get(r, "") for r in way.speakers]
         return not self.late and all(is_ours(text) and all(re.search(p, text) for p in way.says) for text in told)
 

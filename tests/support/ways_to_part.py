@@ -23,6 +23,7 @@ import torch.distributed as dist
 import accordion as acc
 from tests.support import models
 from tests.support.parting import AT, MARGIN_S, STEPS, TIMEOUT_S, Deed, Found, Script, Way, nothing, run
+from tests.support.users_ways import KIND, users
 
 # -- how a rank ends
 
@@ -397,7 +398,7 @@ def given() -> Iterator[Way]:
         )
 
 
-WAYS: dict[str, Way] = {way.name: way for make in (ends, alone, differs, given) for way in make()}
+WAYS: dict[str, Way] = {way.name: way for make in (ends, alone, differs, given, users) for way in make()}
 
 
 def table(found: Sequence[Found]) -> str:
