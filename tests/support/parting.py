@@ -88,7 +88,7 @@ class Script:
         self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
         self.model.head.register_forward_hook(self._watch)
         self.moment("before_training")
-        for self.step in range(1, STEPS + 1):
+        for self.step in range(1, self.way.num_steps + 1):
             try:
                 self.moment("loader")
             except StopIteration:
@@ -178,6 +178,7 @@ class Way:
     one: int = ONE
     step: int = AT
     num_ranks: int = 2
+    num_steps: int = STEPS
     options: dict[str, Any] = field(default_factory=dict)
     others_options: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
