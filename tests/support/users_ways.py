@@ -422,8 +422,16 @@ def users() -> Iterator[Way]:
 
     evaluates_together = {"before_step": evaluates_more}
     yield way("its loader is shorter", "loader", ends_its_loop, "has ended its program")
-    yield way("its loader is shorter, and all save at the end", "loader", ends_its_loop, "saves a checkpoint alone", all_do={"end": saves_last})
-    yield way("its loader is shorter, and all meet at a barrier", "loader", ends_its_loop, "barrier", all_do={"end": waits})
+    yield way(
+        "its loader is shorter, and all save at the end",
+        "loader",
+        ends_its_loop,
+        "saves a checkpoint alone",
+        all_do={"end": saves_last},
+    )
+    yield way(
+        "its loader is shorter, and all meet at a barrier", "loader", ends_its_loop, "barrier", all_do={"end": waits}
+    )
     yield way("leaves out a step whose loss is NaN", "loader", nothing, "has ended its program", leaves_step_out=True)
     yield way("its evaluation has a batch more", "before_step", nothing, "evaluat", all_do=evaluates_together)
     yield way("rank 0 evaluates with full parameters", "loader", evaluates_full, "full parameters", one=0, who="rank 0")
@@ -433,12 +441,23 @@ def users() -> Iterator[Way]:
     yield way("gathers objects", "loader", gathers_objects, "all_gather_object")
     yield way("receives what nobody sends", "loader", receives, "recv")
     yield way("waits in the store", "loader", waits_in_store, "wait")
-    yield way("waits at a barrier of another group", "loader", waits_at_own_barrier, "barrier", all_do={"before_training": makes_group})
+    yield way(
+        "waits at a barrier of another group",
+        "loader",
+        waits_at_own_barrier,
+        "barrier",
+        all_do={"before_training": makes_group},
+    )
     yield way("makes a group", "loader", makes_group_alone, "new_group")
     yield way("saves its state dict with torch.save", "loader", torch_saves, harmless=True)
     yield way("a row of its loader's worker is bad", "loader", loads_rows(is_bad), "bad row|ValueError")
     yield way("its loader's worker is killed", "loader", loads_rows(kills_itself(signal.SIGKILL)), "DataLoader worker")
-    yield way("its loader's worker is interrupted", "loader", loads_rows(kills_itself(signal.SIGINT)), "DataLoader worker|KeyboardInterrupt|interrupt|No such file")
+    yield way(
+        "its loader's worker is interrupted",
+        "loader",
+        loads_rows(kills_itself(signal.SIGINT)),
+        "DataLoader worker|KeyboardInterrupt|interrupt|No such file",
+    )
     yield way("loads rows with a worker", "loader", loads_rows(lambda: None), harmless=True)
     yield way("its thread that reads ahead has died", "loader", waits_for_thread, r"rows\.get", stays=True)
     yield way("loops for ever", "loader", loops, "while True|nothing is heard of rank 1", stays=True)
@@ -446,18 +465,38 @@ def users() -> Iterator[Way]:
     yield way("a child that it forked ends", "loader", forks(lambda: os._exit(0)), harmless=True)
     yield way("a child that it forked ends as a script does", "loader", forks(lambda: sys.exit(0)), harmless=True)
     yield way("a child that it forked fails", "loader", forks(fails_in_child), harmless=True)
-    yield way("its scheduler steps once more", "before_step", steps_scheduler, "lr", "step 3", all_say=True, all_do={"before_training": makes_scheduler})
+    yield way(
+        "its scheduler steps once more",
+        "before_step",
+        steps_scheduler,
+        "lr",
+        "step 3",
+        all_say=True,
+        all_do={"before_training": makes_scheduler},
+    )
     yield way("its learning rate falls with its own loss", "after_step", plateaus, "lr", all_say=True)
     yield way("clears gradients before its step", "before_step", clears_before_step, "gradient", all_say=True)
     yield way("has a micro-batch more, under no_sync", "loader", accumulates, "no_sync")
     yield way("has a micro-batch more", "loader", accumulates_aloud, "step|optimizer", all_say=True)
     yield way("has another parameter group", "before_training", adds_group, "group", step=0, all_say=True)
-    yield way("gives its optimizer half of the parameters", "before_training", forgets_params, "param", step=0, all_say=True)
+    yield way(
+        "gives its optimizer half of the parameters", "before_training", forgets_params, "param", step=0, all_say=True
+    )
     yield way("loads its optimizer's state", "loader", loads_optimizer_state, "load_state_dict|optimizer")
     yield way("autocasts", "before_training", autocasts, "autocast", step=0, all_say=True)
     yield way("forgets model.train()", "before_training", to_eval, "eval|training mode", step=0, all_say=True)
-    yield way("takes a batch again where memory is full in its forward", "loader", lambda s: retries(s, False), "OutOfMemoryError")
-    yield way("takes a batch again where memory is full in its backward", "loader", lambda s: retries(s, True), "OutOfMemoryError")
+    yield way(
+        "takes a batch again where memory is full in its forward",
+        "loader",
+        lambda s: retries(s, False),
+        "OutOfMemoryError",
+    )
+    yield way(
+        "takes a batch again where memory is full in its backward",
+        "loader",
+        lambda s: retries(s, True),
+        "OutOfMemoryError",
+    )
     yield way("goes on after a bad sample", "loader", skips_after_error, "bad sample")
     yield way("leaves the process group on the way of an error", "loader", destroys_and_fails, "bad sample")
     yield way("waits at a barrier on the way of an error", "loader", fails_and_waits, "bad sample")
@@ -465,26 +504,98 @@ def users() -> Iterator[Way]:
     yield way("prints an error and exits", "loader", logs_and_exits, "has ended its program")
     yield way("saves when a signal comes", "forward", saves_on_signal, "saves|checkpoint")
     yield way("exits when a signal comes", "loader", exits_on_signal, "has ended its program")
-    yield way("a forward hook fails", "loader", hooks("register_forward_hook", lambda s: s.model.blocks[1]), "bad sample")
-    yield way("a hook of the whole model fails", "loader", hooks("register_forward_pre_hook", lambda s: s.model), "bad sample")
-    yield way("a full backward hook fails", "loader", hooks("register_full_backward_hook", lambda s: s.model.blocks[1]), "bad sample")
-    yield way("a hook on a parameter's gradient fails", "loader", hooks("register_hook", lambda s: next(s.model.blocks[1].parameters())), "bad sample")
-    yield way("a hook after a gradient is there fails", "loader", hooks("register_post_accumulate_grad_hook", lambda s: next(s.model.blocks[1].parameters())), "bad sample")
-    yield way("a hook of the optimizer fails", "loader", hooks("register_step_pre_hook", lambda s: s.optimizer), "bad sample")
+    yield way(
+        "a forward hook fails", "loader", hooks("register_forward_hook", lambda s: s.model.blocks[1]), "bad sample"
+    )
+    yield way(
+        "a hook of the whole model fails", "loader", hooks("register_forward_pre_hook", lambda s: s.model), "bad sample"
+    )
+    yield way(
+        "a full backward hook fails",
+        "loader",
+        hooks("register_full_backward_hook", lambda s: s.model.blocks[1]),
+        "bad sample",
+    )
+    yield way(
+        "a hook on a parameter's gradient fails",
+        "loader",
+        hooks("register_hook", lambda s: next(s.model.blocks[1].parameters())),
+        "bad sample",
+    )
+    yield way(
+        "a hook after a gradient is there fails",
+        "loader",
+        hooks("register_post_accumulate_grad_hook", lambda s: next(s.model.blocks[1].parameters())),
+        "bad sample",
+    )
+    yield way(
+        "a hook of the optimizer fails", "loader", hooks("register_step_pre_hook", lambda s: s.optimizer), "bad sample"
+    )
     yield way("deletes its model and goes on", "loader", deletes_model, r"Event\(\)\.wait", stays=True)
     yield way("shards another model", "loader", shards_another, "shard")
-    yield way("calls two models in another order", "loader", nothing, "rank 0|unit", all_do={"before_training": shards_two, "loader": turns_two_round})
+    yield way(
+        "calls two models in another order",
+        "loader",
+        nothing,
+        "rank 0|unit",
+        all_do={"before_training": shards_two, "loader": turns_two_round},
+    )
     yield way("freezes the whole model", "loader", freezes_all, "train|gradient|require", all_say=False)
     yield way("freezes the head", "loader", freezes_head, "train")
     yield way("goes back twice", "loader", nothing, "backward", all_do={"loader": backs_twice})
     yield way("asks for gradients of one parameter first", "loader", nothing, "backward", all_do={"loader": penalises})
     yield way("casts its model", "loader", casts, "UsageError")
-    yield way("saves elsewhere", "loader", nothing, "best", all_do={"loader": saves_elsewhere}, who="rank 1|this rank saves", all_say=True)
-    yield way("loads another checkpoint", "loader", nothing, "other checkpoints", all_do={"before_training": saves_two, "loader": loads_elsewhere}, all_say=True)
-    yield way("is killed while all save in the background", "loader", nothing, "ended", all_do=saves_behind_and(is_killed(signal.SIGKILL)))
-    yield way("rank 0 is killed while all save in the background", "loader", nothing, "ended", all_do=saves_behind_and(is_killed(signal.SIGKILL)), one=0, who="rank 0|store")
-    yield way("is stopped while all save in the background", "loader", nothing, "", all_do=saves_behind_and(is_killed(signal.SIGSTOP)), stays=True)
-    yield way("rank 0 is stopped while all save in the background", "loader", nothing, "", all_do=saves_behind_and(is_killed(signal.SIGSTOP)), one=0, who="rank 0|store", stays=True)
+    yield way(
+        "saves elsewhere",
+        "loader",
+        nothing,
+        "best",
+        all_do={"loader": saves_elsewhere},
+        who="rank 1|this rank saves",
+        all_say=True,
+    )
+    yield way(
+        "loads another checkpoint",
+        "loader",
+        nothing,
+        "other checkpoints",
+        all_do={"before_training": saves_two, "loader": loads_elsewhere},
+        all_say=True,
+    )
+    yield way(
+        "is killed while all save in the background",
+        "loader",
+        nothing,
+        "ended",
+        all_do=saves_behind_and(is_killed(signal.SIGKILL)),
+    )
+    yield way(
+        "rank 0 is killed while all save in the background",
+        "loader",
+        nothing,
+        "ended",
+        all_do=saves_behind_and(is_killed(signal.SIGKILL)),
+        one=0,
+        who="rank 0|store",
+    )
+    yield way(
+        "is stopped while all save in the background",
+        "loader",
+        nothing,
+        "",
+        all_do=saves_behind_and(is_killed(signal.SIGSTOP)),
+        stays=True,
+    )
+    yield way(
+        "rank 0 is stopped while all save in the background",
+        "loader",
+        nothing,
+        "",
+        all_do=saves_behind_and(is_killed(signal.SIGSTOP)),
+        one=0,
+        who="rank 0|store",
+        stays=True,
+    )
     yield way("raises while all save in the background", "loader", nothing, "", all_do=saves_behind_and(fails))
     for name, options, num_ranks in (
         ("offload to host", {"offload": acc.Offload(params="host", optimizer="host")}, 2),  # told over the party line
@@ -492,7 +603,11 @@ def users() -> Iterator[Way]:
         ("no_shard", {"strategy": acc.NO_SHARD}, 2),
         ("shard_grad_op", {"strategy": acc.SHARD_GRAD_OP}, 2),
     ):
-        more: dict[str, Any] = {"options": options, "num_ranks": num_ranks, "num_steps": 16 if "offload" in name else STEPS}
+        more: dict[str, Any] = {
+            "options": options,
+            "num_ranks": num_ranks,
+            "num_steps": 16 if "offload" in name else STEPS,
+        }
         yield way(f"a bad sample, {name}", "loader", fails, "bad sample", **more)
         yield way(f"its step fails, {name}", "before_step", fails, "bad sample", **more)
         yield way(f"its disk is full at the step, {name}", "before_step", fills_disk, "No space left", **more)
@@ -500,9 +615,19 @@ def users() -> Iterator[Way]:
         yield way(f"evaluates alone, {name}", "loader", evaluates_alone, "evaluat", harmless=name == "no_shard", **more)
         yield way(f"its loader is shorter, {name}", "loader", ends_its_loop, "has ended its program", **more)
         yield way(f"skips its backward, {name}", "skips_backward", nothing, "backward", **more)
-        yield way(f"its scheduler steps once more, {name}", "before_step", steps_scheduler, "lr", all_say=True, all_do={"before_training": makes_scheduler}, **more)
+        yield way(
+            f"its scheduler steps once more, {name}",
+            "before_step",
+            steps_scheduler,
+            "lr",
+            all_say=True,
+            all_do={"before_training": makes_scheduler},
+            **more,
+        )
         yield way(f"a step left out, {name}", "skips_step", nothing, "step", all_say=True, **more)
-        yield way(f"weights written, {name}", "after_step", changes_weights, "weights|written|replica", all_say=True, **more)
+        yield way(
+            f"weights written, {name}", "after_step", changes_weights, "weights|written|replica", all_say=True, **more
+        )
 
 
 def changes_weights(script: Script) -> None:

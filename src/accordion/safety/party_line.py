@@ -82,13 +82,15 @@ BACKEND_WORDS = (
         "simccl",
     ),
 )
-def _spellings(file: str, up: int) -> tuple[str, ...]:
+
+
+def spellings(file: str, up: int) -> tuple[str, ...]:
     """A folder around a file, as its files may name it: an environment is often reached through a link."""
     return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
 
 
-OWN_FOLDERS = (*_spellings(inspect.getfile(torch), 0), *_spellings(__file__, 1))
-STANDARD = _spellings(threading.__file__, 0)
+OWN_FOLDERS = (*spellings(inspect.getfile(torch), 0), *spellings(__file__, 1))
+STANDARD = spellings(threading.__file__, 0)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -274,7 +276,9 @@ class _Ends:
         self._main = threading.main_thread().ident
         self._timeout_s = _torch.timeout_s_of_job()
         self._crashes: dict[int, list[str]] = {}  # by rank, what its last words are where it crashes
-        self._to_crash: int | None = None  # a descriptor, which stays open as long as Python may write such words into it
+        self._to_crash: int | None = (
+            None  # a descriptor, which stays open as long as Python may write such words into it
+        )
 
     # -- connections
 

@@ -40,7 +40,7 @@ Record = dict[str, str]
 class StepWatch(Observer):
     """Owns the records of a model's last backwards, and what has come for the next one.
 
-    Writes into offloaded parameters are not told from their steps, which run on threads.
+    Steps of offloaded parameters run on threads, and write to local tensors: there only writes to the DTensors are counted.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
@@ -58,7 +58,8 @@ class StepWatch(Observer):
             and marked is not None
             and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
         )
-        self._sees_writes = not self._is_offloaded and all_have_rows(engine)
+        self._sees_writes = all_have_rows(engine)
+        self._count_writes = _torch.own_versions_of if self._is_offloaded else _torch.versions_of
         self._record: Record = {}
         self._num_steps = 0  # since the last backward
         self._versions: int | None = None  # of all shards, as the last step left them
@@ -87,8 +88,9 @@ class StepWatch(Observer):
             self._record["gradients at its step"] = "cleared"
         if self._sees_writes:
             # A wrapped step counts one more write of each parameter when it is over.
-            later = sum(len(group["params"]) for group in optimizer.param_groups) * isinstance(optimizer, LocalStep)
-            self._versions = _torch.versions_of(self._params) + later
+            counts = isinstance(optimizer, LocalStep) and not self._is_offloaded
+            later = sum(len(group["params"]) for group in optimizer.param_groups) if counts else 0
+            self._versions = self._count_writes(self._params) + later
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         self._monitor.busy("clips gradients")
@@ -102,7 +104,7 @@ class StepWatch(Observer):
             model = self._model()
             if model is not None and not model.training:
                 self._record["model"] = "in eval mode"
-        if self._versions is not None and _torch.versions_of(self._params) != self._versions:
+        if self._versions is not None and self._count_writes(self._params) != self._versions:
             self._record["weights"] = "written after the optimizer's step"
             self._versions = None
 
