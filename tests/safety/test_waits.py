@@ -83,7 +83,7 @@ def test_who_has_left_its_process_group_is_told_so_at_its_next_forward() -> None
     monitor.check()
     monitor.listens = True
     assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="was called after dist.destroy_process_group"):
+    with pytest.raises(UsageError, match="was called after dist"):
         monitor.check()
 
 

@@ -88,7 +88,8 @@ class Script:
         self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
         self.model.head.register_forward_hook(self._watch)
         self.moment("before_training")
-        for self.step in range(1, self.way.num_steps + 1):
+        for step in range(1, way.num_steps + 1):
+            self.step = step
             try:
                 self.moment("loader")
             except StopIteration:

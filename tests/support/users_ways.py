@@ -1,4 +1,4 @@
-"""Ways in which programs of users let one rank part from the others, as they are written: loaders, schedulers, logging, retries."""
+"""Ways in which programs of users let one rank part from the others: loaders, schedulers, logging, retries."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import accordion as acc
 from tests.support import models
-from tests.support.parting import AT, STEPS, TIMEOUT_S, Deed, Script, Way, nothing
+from tests.support.parting import STEPS, Deed, Script, Way, nothing
 
 KIND = "what users do"
 

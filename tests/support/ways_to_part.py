@@ -23,7 +23,7 @@ import torch.distributed as dist
 import accordion as acc
 from tests.support import models
 from tests.support.parting import AT, MARGIN_S, STEPS, TIMEOUT_S, Deed, Found, Script, Way, nothing, run
-from tests.support.users_ways import KIND, users
+from tests.support.users_ways import users
 
 # -- how a rank ends
 

@@ -179,7 +179,7 @@ class DivergenceMonitor(Observer):
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
-                self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
+                self.fail(f"{text}{self._unheard(self._posts(), ': ')}; {ADVICE}")
         self.busy(None)
         if waits:
             self._say_waits("")

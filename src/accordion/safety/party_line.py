@@ -52,7 +52,7 @@ LOOK_S = 1.0  # between two looks of the thread whether the job's store answers
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
     "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
-    "ended it, as gloo does where collectives of ranks do not match"
+    "ended it, as gloo does where collectives of ranks do not match; its output or its machine's log may tell"
 )
 PROGRAM_END = (
     "has ended its program, while others train; see what it printed last, and have all ranks take as many steps"
@@ -84,13 +84,13 @@ BACKEND_WORDS = (
 )
 
 
-def spellings(file: str, up: int) -> tuple[str, ...]:
+def spellings(file: str, up: int = 0) -> tuple[str, ...]:
     """A folder around a file, as its files may name it: an environment is often reached through a link."""
     return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
 
 
-OWN_FOLDERS = (*spellings(inspect.getfile(torch), 0), *spellings(__file__, 1))
-STANDARD = spellings(threading.__file__, 0)
+OWN_FOLDERS = (*spellings(inspect.getfile(torch)), *spellings(__file__, 1))
+STANDARD = spellings(threading.__file__)
 
 
 def is_echo(error: BaseException) -> bool:
