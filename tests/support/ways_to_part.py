@@ -196,7 +196,7 @@ def trains_less(script: Script) -> None:
 
 
 def sleeps(script: Script) -> None:
-    time.sleep(TIMEOUT_S + 3)
+    time.sleep(5 * TIMEOUT_S)
 
 
 def leaves_group(script: Script) -> None:
@@ -227,7 +227,8 @@ def alone() -> Iterator[Way]:
         ("sleeps before the first forward", "before_training", sleeps, ["rank 1", r"sleep"]),
     ]
     for name, moment, deed, says in loner:
-        yield Way(name=name, kind=kind, says=says, deeds={moment: deed}, step=0 if moment == "before_training" else AT)
+        step = 0 if moment == "before_training" else AT
+        yield Way(name=name, kind=kind, says=says, deeds={moment: deed}, step=step, stays=deed is sleeps)
     for name, deed in [
         ("saves", saves),
         ("takes the full state dict", takes_full_state),
