@@ -132,7 +132,8 @@ def in_hand(error: BaseException | None) -> str:
 def _error_of(thread: int) -> BaseException | None:
     """What `sys.exception()` gives that thread."""
     found: Any = sys._current_exceptions().get(thread)
-    return found[1] if isinstance(found, tuple) else found  # 3.11 gives what `sys.exc_info` does
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # 3.11 gives what `sys.exc_info` does
+    return error
 
 
 def _place_of_error(error: BaseException) -> str:
