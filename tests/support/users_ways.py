@@ -478,7 +478,9 @@ def users() -> Iterator[Way]:
     yield way("clears gradients before its step", "before_step", clears_before_step, "gradient", all_say=True)
     yield way("has a micro-batch more, under no_sync", "loader", accumulates, "no_sync")
     yield way("has a micro-batch more", "loader", accumulates_aloud, "step|optimizer", all_say=True)
-    yield way("has another parameter group", "before_training", adds_group, "number of parameters", step=0, all_say=True)
+    yield way(
+        "has another parameter group", "before_training", adds_group, "number of parameters", step=0, all_say=True
+    )
     yield way(
         "gives its optimizer half of the parameters", "before_training", forgets_params, "param", step=0, all_say=True
     )

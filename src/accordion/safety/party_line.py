@@ -317,15 +317,17 @@ class _Ends:
     def _forked(self) -> None:
         """In a child that holds the sockets too: its life must not pass for the rank's."""
         self.closed = True
-        self._say_no_crash()
+        self._aim_crash()
         self._close()
 
-    def _say_no_crash(self) -> None:
-        """Nobody hears any more of a crash of this process. Who may have asked for these words since is left alone."""
-        if self._to_crash is not None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._to_crash, inheritable=False)
-            os.close(nowhere)
+    def _aim_crash(self) -> None:
+        """Have the words of a crash go to one who hears them, or nowhere. Who may have asked for them since is left alone."""
+        if self._to_crash is None:
+            return
+        hears = None if self.closed else next(iter(self._peers.values()), None)
+        target = os.open(os.devnull, os.O_WRONLY) if hears is None else os.dup(hears.fileno())
+        os.dup2(target, self._to_crash, inheritable=False)
+        os.close(target)
 
     def _close(self) -> None:
         for each in [*self._peers.values(), *([] if self._server is None else [self._server])]:
@@ -340,7 +342,7 @@ class _Ends:
         over = sys.is_finalizing() or not _main_runs()
         self.say_ended(PROGRAM_END if over else LEFT_END.format(in_hand(error)), error is not None and is_echo(error))
         self.closed = True
-        self._say_no_crash()
+        self._aim_crash()
         for peer in list(self._peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)  # wakes who listens there, and what was said still arrives
@@ -399,6 +401,7 @@ class _Ends:
         if not data:
             self._selector.unregister(peer)
             self._peers.pop(rank, None)
+            self._aim_crash()
             peer.close()
             if rank not in self.ended and not self.closed:
                 crash = crash_of(self._crashes.get(rank, []))
