@@ -32,6 +32,7 @@ from accordion.safety.divergence import DivergenceMonitor
 KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
 STEPS = "steps before it"
 NO_OPTIONS = ("params", "param_names")
+OF_FORWARD = frozenset({"autocast", "model"})  # what of a record its own forward says
 SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
 """What is compared of one backward, by the name that messages show."""
@@ -152,6 +153,8 @@ class StepWatch(Observer):
                 each = [
                     f"{key} {record.get(key, NONE)} (rank {ranks[0]}: {theirs.get(key, NONE)})" for key in keys[:SHOWN]
                 ]
+                if record[STEPS] != "0" and OF_FORWARD.issuperset(keys):
+                    step += 1  # that of the backward; the rest of its record is of the optimizer's step before it
                 unlike.append(f"rank {rank} has {'; '.join(each)}")
                 begun = min(begun or step, step)
                 break
