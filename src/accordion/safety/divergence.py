@@ -23,7 +23,7 @@ from accordion.engine.group import ShardingContext
 from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.causes import ADVICE, advice
-from accordion.safety.party_line import PartyLine, echo_s, in_hand, of_another, told
+from accordion.safety.party_line import PartyLine, echo_s, in_hand, is_out_of_time, of_another, told
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -265,7 +265,7 @@ class DivergenceMonitor(Observer):
         if cause is not None:
             self._break(f"while this rank {self._doing(what)}, rank {cause[0]} {cause[1]}", error, of_rank=cause[0])
         said = str(error).splitlines()[0]
-        others = "" if line is None else line.told_of(self._ranks, all_of_them="imed out" in said)
+        others = "" if line is None else line.told_of(self._ranks, all_of_them=is_out_of_time(error))
         if others:
             timeout_s = _torch.timeout_s_of_job()
             text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {others}"

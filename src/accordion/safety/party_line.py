@@ -80,6 +80,7 @@ BACKEND_WORDS = (
         "unbound_buffer",
         "Failed to recv",
         "simccl",
+        "Application timeout",
     ),
 )
 
@@ -626,7 +627,12 @@ def explain(line: PartyLine, error: BaseException) -> str:
 
 def echo_s(error: BaseException) -> float:
     """For how long to wait for the cause of an echo: where only time has run out nobody has ended."""
-    return 0.0 if "imed out" in str(error) else ECHO_S
+    return 0.0 if is_out_of_time(error) else ECHO_S
+
+
+def is_out_of_time(error: BaseException) -> bool:
+    """Whether a backend gave up waiting: gloo has two words for it."""
+    return any(words in str(error) for words in ("imed out", "Application timeout"))
 
 
 def why_in_vain(line: PartyLine, this: str, wait_s: float) -> str:
