@@ -183,9 +183,9 @@ def _() -> None:
             own.add_(1)
             param.mul_(2)
         assert _torch.versions_of([param]) >= version + 2
-        own = _torch.own_versions_of([param])
-        _torch.local_of(param).detach().add_(1)
-        assert _torch.own_versions_of([param]) == own
+        of_wrapper = _torch.own_versions_of([param])
+        own.detach().add_(1)
+        assert _torch.own_versions_of([param]) == of_wrapper
         _torch.set_local(param, other := torch.zeros(2, 3))
         assert _torch.local_of(param) is other
         made, nothing = _torch.as_dtensors([other, None], [param, param])
