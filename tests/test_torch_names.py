@@ -166,7 +166,16 @@ def _() -> None:
 # -- DTensors
 
 
-@checks("local_of", "set_local", "as_dtensor", "as_dtensors", "versions_of", "plain_attributes", "StridedShard")
+@checks(
+    "local_of",
+    "set_local",
+    "as_dtensor",
+    "as_dtensors",
+    "versions_of",
+    "own_versions_of",
+    "plain_attributes",
+    "StridedShard",
+)
 def _() -> None:
     with one_rank() as mesh:
         param = sharded(mesh)
@@ -176,6 +185,9 @@ def _() -> None:
             own.add_(1)
             param.mul_(2)
         assert _torch.versions_of([param]) >= version + 2
+        of_wrapper = _torch.own_versions_of([param])
+        own.detach().add_(1)
+        assert _torch.own_versions_of([param]) == of_wrapper
         _torch.set_local(param, other := torch.zeros(2, 3))
         assert _torch.local_of(param) is other
         made, nothing = _torch.as_dtensors([other, None], [param, param])

@@ -108,6 +108,12 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
         return int(sum(map(_version, tensors)) + sum(map(_version, map(_local, tensors))))
 
 
+def own_versions_of(tensors: Sequence[Tensor]) -> int:
+    """The same without what is written to local tensors, as steps off the device do."""
+    with plain_attributes():
+        return int(sum(map(_version, tensors)))
+
+
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Give a DTensor other memory, for the same object: optimizers hold it. torch's FSDP2 does the same; no public name."""
     tensor._local_tensor = local  # type: ignore[attr-defined]

@@ -28,14 +28,22 @@ def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool, **more: Any) -
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     if wrapped:
         optimizer = acc.wrap_optimizer(optimizer)
+    optimizer.param_groups[0]["helper"] = object()  # whose text is another one in each process
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     try:
         for step in range(1, NUM_STEPS + 1):
             differs = is_other and step == 3
             if differs and how == "lr":
                 optimizer.param_groups[0]["lr"] = 0.5
-            one_loss(model, step).backward()
+            if differs and how == "half":
+                optimizer.param_groups[0]["params"].pop()
+            model.train(not (differs and how == "eval"))
+            with torch.autocast("cpu", torch.bfloat16, enabled=differs and how == "autocast"):
+                loss = one_loss(model, step)
+            loss.backward()
             acc.clip_grad_norm_(model, 0.5 if differs and how == "clip" else 1.0)
+            if differs and how == "cleared":
+                optimizer.zero_grad()
             if not (differs and how == "step"):
                 optimizer.step()
             if not (differs and how == "zero_grad"):
@@ -55,6 +63,10 @@ SAID = {
     "step": "steps before it 0 (rank 0: 1)",
     "zero_grad": "gradients not cleared before it (zero_grad) (rank 0: none)",
     "weights": "weights written after the optimizer's step (rank 0: none)",
+    "half": "number of parameters ",
+    "cleared": "gradients at its step cleared (rank 0: none)",
+    "eval": "model in eval mode (rank 0: none)",
+    "autocast": "autocast torch.bfloat16 (rank 0: none)",
 }
 
 
@@ -74,7 +86,7 @@ def test_ranks_that_step_differently_are_named(alone, how):
         assert f"rank {last} has {SAID[how]}" in text
 
 
-@pytest.mark.parametrize("how", ["lr", "clip", "step"])
+@pytest.mark.parametrize("how", ["lr", "clip", "step", "weights"])
 @pytest.mark.parametrize(
     "more",
     [

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from accordion import _torch
 from accordion.engine.communicator import Pending, alone
-from accordion.errors import DivergenceError
-from accordion.safety import divergence
+from accordion.errors import DivergenceError, UsageError
+from accordion.safety import divergence, party_line
 from accordion.safety.divergence import DivergenceMonitor
 
 
@@ -74,3 +76,51 @@ def test_what_a_device_asserts_has_fewer_bytes_than_cuda_takes(monkeypatch: pyte
         _torch.assert_on_device(torch.tensor(True), f"ranks are in different units: this rank gathers unit 1 ({name})")
     assert [len(text) < 255 for text in texts] == [True] * 3
     assert texts[0].endswith(b"(blocks.1)")
+
+
+def test_who_has_left_its_process_group_is_told_so_at_its_next_forward() -> None:
+    monitor = DivergenceMonitor([], [0])
+    monitor.check()
+    monitor.listens = True
+    assert not dist.is_initialized()
+    with pytest.raises(UsageError, match="was called after dist"):
+        monitor.check()
+
+
+# -- what ranks say of one another
+
+
+def test_files_of_torch_are_known_as_such_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "torch")
+    for name in ("torch", "link"):
+        assert f"{tmp_path}/{name}/" in party_line.spellings(f"{tmp_path}/link/__init__.py")
+
+
+def test_an_error_that_is_handled_is_told_with_its_place() -> None:
+    try:
+        raise ValueError("bad sample\nand more")
+    except ValueError as error:
+        told = party_line.in_hand(error)
+    assert told.startswith(" while it handles ValueError: bad sample (at test_waits.py:")
+    assert [party_line.in_hand(each) for each in (None, SystemExit(1), StopIteration())] == [""] * 3
+
+
+WORDS = """Fatal Python error: Aborted
+
+{first} 0x01 (most recent call first):
+  File "/usr/lib/python3/site-packages/torch/x.py", line 3 in wait
+  File "/job/train.py", line 7 in run
+
+Thread 0x02 (most recent call first):
+  File "/job/train.py", line 321 in <module>"""
+
+
+@pytest.mark.parametrize(("first", "line"), [("Thread", 321), ("Current thread", 7)])
+def test_a_crash_is_told_by_the_thread_that_crashed_or_the_main_one(
+    monkeypatch: pytest.MonkeyPatch, first: str, line: int
+) -> None:
+    monkeypatch.setattr(party_line, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
+    told = party_line.crash_of(WORDS.format(first=first).splitlines())
+    assert told.startswith(f"(Aborted) at train.py:{line}; gloo lets a process crash")
+    assert party_line.crash_of([]) == party_line.crash_of(["stray"]) == ""

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from accordion.safety.causes import ADVICE, advice
-from tests.support.ways_to_part import MARGIN_S, TIMEOUT_S, WAYS
+from tests.support.parting import MARGIN_S, TIMEOUT_S
+from tests.support.ways_to_part import WAYS
 
 SAMPLE = [
     "raises in its backward",
@@ -23,6 +24,10 @@ SAMPLE = [
     "evaluates",
     "skips its backward",
     "rank 0 saves at the end",
+    "leaves the process group on the way of an error",
+    "takes a full tensor",
+    "takes a batch again where memory is full in its backward",
+    "a child that it forked fails",
 ]
 MOST_UNTRUE = 0.05
 
@@ -49,7 +54,11 @@ def test_ways_to_part() -> None:
     found = what_becomes_of(list(WAYS))
     assert len(found) >= 100
     assert not [one["way"] for one in found if one["late"] or one["seconds"] > TIMEOUT_S + MARGIN_S]
-    silent = [one["way"] for one in found if not all(one["said"][str(r)] for r in WAYS[one["way"]].speakers)]
+    silent = [
+        one["way"]
+        for one in found
+        if not all(one["said"][str(r)] for r in WAYS[one["way"]].speakers) and not WAYS[one["way"]].harmless
+    ]
     assert not silent
     untrue = [one["way"] for one in found if not one["true"]]
     assert len(untrue) <= MOST_UNTRUE * len(found), untrue
@@ -66,7 +75,7 @@ TRAINS = {"what": "gathers unit 0 (root)"}
         ({0: {**TRAINS, "left_out": True}, 1: TRAINS, 2: {**TRAINS, "left_out": True}}, "each of ranks 0, 2 has left out"),
         ({0: {**TRAINS, "left_out": True}, 1: {**TRAINS, "left_out": True}}, ADVICE),
         ({0: {**TRAINS, "left_out": True, "caught": "failed: OutOfMemoryError"}, 1: TRAINS}, "rank 0 has caught an error"),
-        ({0: {"what": "saves a checkpoint"}, 1: TRAINS}, "rank 0 saves a checkpoint alone; all ranks must"),
+        ({0: {"what": "saves a checkpoint"}, 1: TRAINS}, "rank 0 saves a checkpoint alone; all ranks must do it"),
         ({0: {"what": "saves a checkpoint"}, 1: {"what": "saves a checkpoint"}}, ADVICE),
     ],
 )  # fmt: skip

@@ -1,201 +1,29 @@
 """All ways in which ranks part, each as a program of a user's own: how long the others wait, and what they print.
 
 `python -m tests.support.ways_to_part > docs/ways-to-part.md` runs every way and writes the table; `--only a,b` runs
-some, `--json` prints what was found. A way is a training script in which one rank does something else, once. Processes are
-forked from this one, which has imported what they need; a rank then ends as a script of Python's own does, hooks and exit
-code included.
+some, `--json` prints what was found.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import faulthandler
 import gc
 import json
 import os
 import re
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
 from tests.support import models
-
-TIMEOUT_S = 20.0  # of the process group
-MARGIN_S = 5.0  # beyond it every rank has ended
-STEPS = 6
-AT = 3  # the step in which ranks part, unless the way says another
-NUM_AT_A_TIME = 6
-ONE = 1  # the rank that parts, unless the way says another
-
-
-class Script:
-    """One rank's training; a way overrides what the one rank does elsewhere, by the name of the moment.
-
-    `model`, `optimizer`: as a user makes them. `here`: whether this is the rank that parts, in the step in which it does.
-    """
-
-    strategy = acc.FULL_SHARD
-
-    def __init__(self, way: Way, rank: int, num_ranks: int, folder: str, at: Callable[[], None]) -> None:
-        self.way, self.rank, self.num_ranks, self.folder, self._at = way, rank, num_ranks, folder, at
-        self.step = 0
-
-    @property
-    def is_one(self) -> bool:
-        return self.rank == self.way.one
-
-    @property
-    def here(self) -> bool:
-        return self.is_one and self.step == self.way.step
-
-    def moment(self, name: str) -> None:
-        """The way's own deed, at the moment that it names; first what all ranks do then."""
-        if name in self.way.all_do and self.step == (0 if name == "before_training" else self.way.step):
-            self.way.all_do[name](self)
-        if self.here and name in self.way.deeds:
-            self._at()
-            self.way.deeds[name](self)
-
-    def train(self) -> None:
-        way = self.way
-        self.moment("before_group")
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
-        self.step = 0
-        self.moment("before_shard")
-        options = dict(way.options)
-        if self.is_one:
-            if way.others_options:
-                self._at()
-            options |= way.others_options
-        mesh = None
-        if options.get("strategy", acc.FULL_SHARD).hybrid:
-            mesh = init_device_mesh("cpu", (2, self.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
-        plain = models.Tiny(**(way.others_model if self.is_one and way.others_model else way.model))
-        self.model = acc.shard(plain, mesh, units={models.Block}, **options)
-        self.optimizer = self.make_optimizer()
-        self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.moment("forward"))
-        self.model.head.register_forward_hook(self._watch)
-        self.moment("before_training")
-        for self.step in range(1, STEPS + 1):
-            self.moment("loader")
-            tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
-            self.one_step(tokens, targets)
-        self.moment("end")
-        if "leaves_group" in way.deeds:
-            dist.destroy_process_group()
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        kind, options = torch.optim.AdamW, {"lr": 1e-3}
-        if self.is_one and self.way.others_optimizer:
-            self._at()
-            kind, options = self.way.others_optimizer
-        made = kind(self.model.parameters(), **options)
-        return acc.wrap_optimizer(made) if self.way.wrapped else made
-
-    def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        if self.here and "backward" in self.way.deeds and out.requires_grad:
-            out.register_hook(lambda grad: self.moment("backward"))
-
-    def one_step(self, tokens: Tensor, targets: Tensor) -> None:
-        try:
-            with self._no_sync():
-                loss = self.loss(tokens, targets)
-                if self.here and "skips_backward" in self.way.deeds:
-                    self._at()
-                else:
-                    loss.backward()
-        except torch.OutOfMemoryError:
-            if not self.way.swallows:
-                raise
-        self.moment("after_backward")
-        if not (self.here and "skips_clip" in self.way.deeds):
-            if self.way.clips:
-                acc.clip_grad_norm_(self.model, 1.0)
-        else:
-            self._at()
-        self.moment("before_step")
-        if not (self.here and "skips_step" in self.way.deeds):
-            self.optimizer.step()
-        else:
-            self._at()
-        self.moment("after_step")
-        if not (self.here and "skips_zero_grad" in self.way.deeds):
-            self.optimizer.zero_grad()
-        else:
-            self._at()
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model(tokens)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        if self.here and "no_sync" in self.way.deeds:
-            self._at()
-            with acc.no_sync(self.model):
-                yield
-        else:
-            yield
-
-
-Deed = Callable[[Script], Any]
-
-
-def nothing(script: Script) -> None:
-    """The deed of ways that leave something out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to part. `says`: patterns, all of which the first sentence of every other rank has, in any order.
-
-    `deeds`: by moment, of the rank `one` in step `step`. `others_...`: what that rank is given in place of the rest. `all_say`:
-    that rank says it too. `one_says`: it alone does. `all_do`: by moment, what every rank does. `stays`: that rank ends when the
-    others have.
-    """
-
-    name: str
-    kind: str
-    says: Sequence[str]
-    deeds: dict[str, Deed] = field(default_factory=dict)
-    one: int = ONE
-    step: int = AT
-    num_ranks: int = 2
-    options: dict[str, Any] = field(default_factory=dict)
-    others_options: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    others_model: dict[str, Any] = field(default_factory=dict)
-    others_optimizer: Any = None
-    wrapped: bool = True
-    clips: bool = False
-    swallows: bool = False
-    all_say: bool = False
-    one_says: bool = False  # and the others nothing
-    all_do: dict[str, Deed] = field(default_factory=dict)
-    stays: bool = False
-
-    @property
-    def speakers(self) -> list[int]:
-        if self.one_says:
-            return [self.one]
-        return [rank for rank in range(self.num_ranks) if self.all_say or rank != self.one]
-
+from tests.support.parting import AT, MARGIN_S, STEPS, TIMEOUT_S, Deed, Found, Script, Way, nothing, run
+from tests.support.users_ways import users
 
 # -- how a rank ends
 
@@ -235,7 +63,7 @@ ENDS: dict[str, tuple[Deed, str]] = {
     "calls os._exit(7)": (vanishes(7), "without a word"),
     "is killed": (is_killed(signal.SIGKILL), "without a word"),
     "is terminated": (is_killed(signal.SIGTERM), "without a word"),
-    "aborts": (is_killed(signal.SIGABRT), "without a word"),
+    "aborts": (is_killed(signal.SIGABRT), "crashed"),
 }
 MOMENTS = {
     "before_training": ("before the first forward", 0),
@@ -368,7 +196,7 @@ def trains_less(script: Script) -> None:
 
 
 def sleeps(script: Script) -> None:
-    time.sleep(TIMEOUT_S + 3)
+    time.sleep(5 * TIMEOUT_S)
 
 
 def leaves_group(script: Script) -> None:
@@ -384,7 +212,7 @@ def alone() -> Iterator[Way]:
         ("calls a block", "loader", calls_a_block, ["rank 1", r"blocks\.1"]),
         ("clips", "after_backward", clips, ["rank 1", "clip"]),
         ("takes the norm of a DTensor", "after_backward", norm_of_dtensor, ["rank 1", r"norm\(\)"]),
-        ("takes a full tensor", "after_backward", full_tensor, ["rank 1", "do not match"]),  # gloo aborts
+        ("takes a full tensor", "after_backward", full_tensor, ["rank 1", r"full_tensor\(\)"]),
         ("takes the full state dict", "loader", takes_full_state, ["rank 1", "full state dict"]),
         ("saves", "loader", saves, ["rank 1", "saves"]),
         ("saves in the background", "loader", saves_behind, ["rank 1", "saves"]),
@@ -399,7 +227,8 @@ def alone() -> Iterator[Way]:
         ("sleeps before the first forward", "before_training", sleeps, ["rank 1", r"sleep"]),
     ]
     for name, moment, deed, says in loner:
-        yield Way(name=name, kind=kind, says=says, deeds={moment: deed}, step=0 if moment == "before_training" else AT)
+        step = 0 if moment == "before_training" else AT
+        yield Way(name=name, kind=kind, says=says, deeds={moment: deed}, step=step, stays=deed is sleeps)
     for name, deed in [
         ("saves", saves),
         ("takes the full state dict", takes_full_state),
@@ -425,7 +254,7 @@ def alone() -> Iterator[Way]:
     ]:
         yield Way(name=name, kind=kind, says=says, deeds={key: nothing}, clips=key == "skips_clip")
     for moment in ("forward", "backward"):
-        said = "OutOfMemoryError" if moment == "forward" else "do not match"  # gloo aborts
+        said = "OutOfMemoryError" if moment == "forward" else "caught an error .*in the backward of step 3"
         yield Way(
             name=f"swallows an out-of-memory error in its {moment}", kind=kind, says=["rank 1", said],
             deeds={moment: runs_out}, swallows=True,
@@ -570,150 +399,13 @@ def given() -> Iterator[Way]:
         )
 
 
-def later(deed: Deed) -> Deed:
-    """Once the others have their process groups, whose beginnings are torch's alone."""
-    return lambda script: (time.sleep(1), deed(script))
-
-
-WAYS: dict[str, Way] = {way.name: way for make in (ends, alone, differs, given) for way in make()}
-
-
-# -- running them
-
-
-@dataclass
-class Found:
-    """What became of one way. `said`: by rank, the first sentence that says why it ends. `seconds`: until all had ended."""
-
-    way: str
-    seconds: float
-    said: dict[int, str]
-    codes: dict[int, int]
-    late: list[int]
-
-    @property
-    def is_true(self) -> bool:
-        way = WAYS[self.way]
-        told = [self.said.get(r, "") for r in way.speakers]
-        return not self.late and all(is_ours(text) and all(re.search(p, text) for p in way.says) for text in told)
-
-
-def is_ours(text: str) -> bool:
-    return text.startswith(("accordion", "child: "))
-
-
-def sentence_of(text: str) -> str:
-    """The first line that tells why a process ends: ours, or the last line of a traceback."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]  # torch puts it before each
-    for line in lines:
-        if re.match(r"(accordion: |accordion\.errors\.\w+Error: |child: )", line):
-            return line
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Interrupt|Exception)\b", line)]
-    return errors[-1] if errors else ""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-class Run:
-    """Owns the processes of one way."""
-
-    def __init__(self, way: Way) -> None:
-        self.way = way
-        self.folder = tempfile.mkdtemp(prefix="ways-")  # removed by this process alone, not by the ranks that it forks
-        self.pids: dict[int, int] = {}
-        self.codes: dict[int, int] = {}
-        self.late: list[int] = []
-        self.at_rest = 0.0  # when all but the one that stays had ended
-        self.begun = time.monotonic()
-        self.ended = self.begun
-
-    def path(self, name: str) -> Path:
-        return Path(self.folder, name)
-
-    def start(self) -> Callable[[], None] | None:
-        """Fork the ranks. In a rank gives what it has to do, else None."""
-        port = free_port()
-        for rank in range(self.way.num_ranks):
-            pid = os.fork()
-            if pid == 0:
-                os.environ.update(
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(self.way.num_ranks)
-                )
-                out = os.open(self.path(f"rank{rank}"), os.O_WRONLY | os.O_CREAT)
-                os.dup2(out, 1)
-                os.dup2(out, 2)
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what runs behind it
-                faulthandler.register(signal.SIGUSR1, all_threads=True)
-                moment = self.path("moment")
-                torch.manual_seed(0)
-                return Script(self.way, rank, self.way.num_ranks, self.folder, moment.touch).train
-            self.pids[rank] = pid
-        return None
-
-    def poll(self) -> bool:
-        """Whether all ranks have ended; those that stay too long are ended."""
-        for rank, pid in self.pids.items():
-            if rank not in self.codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    self.codes[rank] = os.waitstatus_to_exitcode(status)
-                    self.ended = self.at_rest or time.monotonic()
-        if len(self.codes) == len(self.pids):
-            return True
-        if self.way.stays and set(self.pids) - set(self.codes) == {self.way.one} and not self.at_rest:
-            self.at_rest = time.monotonic()
-            os.kill(self.pids[self.way.one], signal.SIGKILL)
-        moment = self.path("moment")
-        since = time.time() - moment.stat().st_mtime if moment.exists() else 0.0
-        if since > TIMEOUT_S + 2 * MARGIN_S or time.monotonic() - self.begun > 4 * TIMEOUT_S:
-            self.late = [rank for rank in self.pids if rank not in self.codes]
-            for rank in self.late:
-                os.kill(self.pids[rank], signal.SIGUSR1)  # it says where it is
-            time.sleep(0.5)
-            for rank in self.late:
-                os.kill(self.pids[rank], signal.SIGKILL)
-        return False
-
-    def found(self) -> Found:
-        moment = self.path("moment")
-        begun = moment.stat().st_mtime - time.time() + time.monotonic() if moment.exists() else self.begun
-        texts = {rank: self.path(f"rank{rank}").read_text(errors="replace") for rank in self.pids}
-        if os.environ.get("WAYS_VERBOSE"):
-            for rank, text in texts.items():
-                print(f"--- {self.way.name}: rank {rank} ({self.codes[rank]})\n{text}", file=sys.stderr)
-        said = {rank: sentence_of(text) for rank, text in texts.items()}
-        shutil.rmtree(self.folder, ignore_errors=True)
-        seconds = self.ended - begun
-        late = self.late or (list(self.pids) if seconds > TIMEOUT_S + MARGIN_S else [])
-        return Found(self.way.name, seconds, said, self.codes, late)
-
-
-def run(ways: Sequence[Way], note: Callable[[Found], None] = lambda found: None) -> list[Found] | Callable[[], None]:
-    """All of them, several at a time; in a forked rank, what that rank has to do."""
-    waiting, under_way, done = list(ways), list[Run](), list[Found]()
-    while waiting or under_way:
-        while waiting and len(under_way) < NUM_AT_A_TIME:
-            one = Run(waiting.pop(0))
-            under_way.append(one)
-            if (job := one.start()) is not None:
-                return job
-        time.sleep(0.05)
-        for one in [one for one in under_way if one.poll()]:
-            under_way.remove(one)
-            done.append(one.found())
-            note(done[-1])
-    order = {way.name: i for i, way in enumerate(ways)}
-    return sorted(done, key=lambda found: order[found.way])
+WAYS: dict[str, Way] = {way.name: way for make in (ends, alone, differs, given, users) for way in make()}
 
 
 def table(found: Sequence[Found]) -> str:
     """The page."""
     true, late = sum(f.is_true for f in found), sum(bool(f.late) for f in found)
-    silent = sum(not all(f.said.get(r) for r in WAYS[f.way].speakers) for f in found)
+    silent = sum(not all(f.said.get(r) for r in f.way.speakers) for f in found)
     lines = [
         "# Ways to part",
         "",
@@ -729,7 +421,7 @@ def table(found: Sequence[Found]) -> str:
         "|---|---|---|---|",
     ]
     for f in found:
-        way = WAYS[f.way]
+        way = f.way
         said = (
             f.said.get(way.speakers[0], "")
             .removeprefix("accordion: ")
@@ -738,7 +430,7 @@ def table(found: Sequence[Found]) -> str:
             or "(nothing)"
         )
         said = re.sub(r"/\S*/(?=[\w.]+\.py)", "", said)
-        lines.append(f"| {way.kind}: {f.way} | {f.seconds:.0f} | {said} | {'yes' if f.is_true else 'no'} |")
+        lines.append(f"| {way.kind}: {way.name} | {f.seconds:.0f} | {said} | {'yes' if f.is_true else 'no'} |")
     return "\n".join(lines)
 
 
@@ -758,14 +450,16 @@ def main() -> Callable[[], None] | None:
 
     def note(found: Found) -> None:
         print(
-            f"{'true' if found.is_true else 'FALSE'} {found.seconds:5.1f} s  {found.way}", file=sys.stderr, flush=True
+            f"{'true' if found.is_true else 'FALSE'} {found.seconds:5.1f} s  {found.way.name}",
+            file=sys.stderr,
+            flush=True,
         )
 
     out = run(ways, note)
     if callable(out):
         return out
     if given.json:
-        print(json.dumps([{**vars(f), "true": f.is_true} for f in out]))
+        print(json.dumps([{**vars(f), "way": f.way.name, "true": f.is_true} for f in out]))
     else:
         print(table(out))
     return None

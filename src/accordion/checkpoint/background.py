@@ -20,11 +20,12 @@ from accordion.checkpoint.collective import QUOTED, Team, agreed, told
 from accordion.checkpoint.peers import Peers
 from accordion.checkpoint.writing import FileLayout, HostBuffer
 from accordion.errors import CheckpointError
+from accordion.safety.party_line import PartyLine, lines_of_job
 
 log = logging.getLogger("accordion")
 
 T = TypeVar("T")
-MARGIN_S = 5.0  # beyond the time-out of the job's process group
+MARGIN_S = 2.0  # beyond the time-out of the job's process group
 GRACE_S = 60.0  # for the others where this program has come to its end
 POLL_S = 0.005
 SAVER = "_accordion_saver"  # attribute of a model
@@ -163,6 +164,7 @@ class StoreAgreement:
         self._count = 0
         self._timeout_s = team.timeout_s
         self._peers: Peers | None = None
+        self._line: PartyLine | None = None  # of a sharded model; a thread of it looks whether the store answers
         self._lost = ""  # why this rank gave up waiting for the others
         self.program_ends = threading.Event()  # set by who waits for the save then
 
@@ -182,8 +184,12 @@ class StoreAgreement:
     @classmethod
     def of(cls, team: Team, name: str) -> StoreAgreement:
         """`name`: of the save, under which the ranks meet."""
-        store = _torch.default_store() if len(team.ranks) > 1 else None
-        return cls(store, f"accordion/save/{name}", team)
+        if len(team.ranks) == 1:
+            return cls(None, "", team)
+        line = next((line for line in lines_of_job() if set(team.ranks) <= set(line.ranks)), None)
+        agreement = cls(_torch.default_store() if line is None else line.store, f"accordion/save/{name}", team)
+        agreement._line = line
+        return agreement
 
     def __call__(self, action: Callable[[], T], /) -> T:
         return agreed(action, self._shared, self._team.index)
@@ -202,17 +208,17 @@ class StoreAgreement:
             return heard
         heard = [text, *(self._get(f"{here}/{index}").decode() for index in everyone[1:])]
         self._store.set(f"{here}/all", json.dumps(heard))
-        self._until(lambda: self._store.add(f"{here}/read", 0) == len(everyone) - 1, f"{here}/read")
+        self._until(lambda: self._store.add(f"{here}/read", 0) == len(everyone) - 1)
         for key in ("all", "read", *everyone[1:]):
             self._store.delete_key(f"{here}/{key}")
         return heard
 
     def _get(self, key: str) -> bytes:
-        self._until(lambda: self._store.check([key]), key)
+        self._until(lambda: self._store.check([key]))
         found: bytes = self._store.get(key)
         return found
 
-    def _until(self, ready: Callable[[], bool], what: str) -> None:
+    def _until(self, ready: Callable[[], bool]) -> None:
         """Ask again and again: a wait in the store would block the other threads' requests."""
         begun, pause_s = time.monotonic(), POLL_S
         ended: float | None = None
@@ -223,7 +229,8 @@ class StoreAgreement:
             if (lost := self._peers and self._peers.lost()) and not self._asked(ready):
                 self._give_up(lost)
             if now > begun + self._timeout_s + MARGIN_S or (ended is not None and now > ended + GRACE_S):
-                self._give_up(f"other ranks did not come to {what!r} within {now - begun:.0f} s, one may have ended")
+                others = "one may have ended" if self._line is None else self._line.told_of(self._team.ranks)
+                self._give_up(f"other ranks did not come to the end of the save within {now - begun:.0f} s: {others}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
@@ -232,6 +239,8 @@ class StoreAgreement:
         try:
             return ready()
         except RuntimeError as error:
+            if self._line is not None and (lost := self._line.store.lost()):
+                self._give_up(lost)
             self._give_up(
                 f"the job's store does not answer, its rank has ended ({str(error).splitlines()[0][:QUOTED]})"
             )

@@ -100,6 +100,7 @@ class OrderAgreement(Observer):
         self._is_new = False  # no forward of this kind was seen yet
         self._num_to_follow = 0  # steps of the last forward that others have done already
         self._is_late = False  # others have ended this forward
+        self._in_backward = False  # one has begun and not ended
         self._root = 0  # number of the forward
         self.standing: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
         self._outer: set[int] | None = None
@@ -115,7 +116,11 @@ class OrderAgreement(Observer):
         self._root += 1
         self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
         self.standing.clear()
-        if not self._expected.begin(FORWARD, how) or self._at_once:
+        failed, self._in_backward = (
+            self._in_backward,
+            False,
+        )  # an error has ended the backward, maybe of this rank alone
+        if not self._expected.begin(FORWARD, how) or self._at_once or failed:
             gradients = "with gradients" if differentiable else "without gradients"
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
@@ -151,6 +156,7 @@ class OrderAgreement(Observer):
         self._expected.end(FORWARD)
 
     def backward_begins(self) -> None:
+        self._in_backward = True
         if not self._expected.begin(BACKWARD, "backward") or self._at_once:
             self.must("begins a backward")
 
@@ -164,6 +170,7 @@ class OrderAgreement(Observer):
         self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
     def backward_ends(self) -> None:
+        self._in_backward = False
         if not self._expected.end(BACKWARD) or self._at_once:
             self.must("ends its backward")
 

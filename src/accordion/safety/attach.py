@@ -29,7 +29,7 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], *, agree_always: bool 
     monitor, reads = monitor_of(engine.context), WeightReads(engine)
     engine.observers.attach(OneCaller(alone=not monitor.listens))
     if monitor.listens:
-        engine.observers.attach(StepWatch(engine, monitor))
+        engine.observers.attach(StepWatch(engine, monitor, hooks[0].modules[0]))
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always=agree_always), HiddenLosses()):
         engine.observers.attach(observer)
     if monitor.listens and has_replicas(engine) and not isinstance(engine.context.shard_buffers, Tiers):

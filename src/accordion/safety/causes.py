@@ -12,6 +12,8 @@ ALL_TOGETHER = (
     "takes the full state dict",
     "shows full parameters",
     "clips gradients",
+    "loads full tensors",
+    "begins a backward",
 )
 
 
@@ -39,7 +41,7 @@ def advice(said: Mapping[int, Mapping[str, Any]]) -> str:
             return f"{_each_of(ranks)} {text.format(said[ranks[0]][key])}."
     if alone and len(alone) < len(said):
         first = next(iter(alone))
-        return f"{_each_of(list(alone))} {alone[first].split(',')[0]} alone; all ranks must call it."
+        return f"{_each_of(list(alone))} {alone[first].split(',')[0]} alone; all ranks must do it."
     return ADVICE
 
 

@@ -6,12 +6,14 @@ an hour, and who waits for an answer waits as long, as torch's client of the job
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from threading import get_ident
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -47,15 +49,15 @@ class AskedStore:
 
     def __init__(self, store: Any, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
-        self._asked_at: float | None = None  # when the question under way was asked
+        self._asked_at: dict[int, float] = {}  # by thread, when its question under way was asked
         self.is_lost = False
         for connection in self._connections():
             give_up(connection, timeout_s)
 
     def look(self) -> None:
         """For a thread that asks nothing: has a question that is not answered fail, in torch's words."""
-        at = self._asked_at
-        if at is not None and time.monotonic() - at > limit_s_of(self._timeout_s):
+        first = min(list(self._asked_at.values()), default=math.inf)
+        if time.monotonic() - first > limit_s_of(self._timeout_s):
             self.is_lost = True
             for connection in self._connections():
                 connection.shutdown(socket.SHUT_RDWR)
@@ -85,11 +87,12 @@ class AskedStore:
         )
 
     def _ask(self, ask: Callable[..., Any], *args: Any) -> Any:
-        self._asked_at = time.monotonic()
+        thread = get_ident()
+        self._asked_at[thread] = time.monotonic()
         try:
             return ask(*args)
         finally:
-            self._asked_at = None
+            self._asked_at.pop(thread, None)
 
     def _connections(self) -> Iterator[socket.socket]:
         """Each connection that this process has to it, as one more handle; torch shows none of them, the system does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 import weakref
 import zlib
@@ -20,9 +21,9 @@ from accordion import _torch
 from accordion.engine.communicator import Communicator, Pending, common_name
 from accordion.engine.group import ShardingContext
 from accordion.engine.observer import CallInForward, Observer
-from accordion.errors import DivergenceError
+from accordion.errors import DivergenceError, UsageError
 from accordion.safety.causes import ADVICE, advice
-from accordion.safety.party_line import PartyLine, echo_s, told
+from accordion.safety.party_line import PartyLine, echo_s, in_hand, is_out_of_time, of_another, told
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -34,7 +35,6 @@ POLL_S = 1.0
 HEARD_S = 2.0  # in which ranks that part have said where they are
 NOTICE_S = 0.05  # after it a rank that waits looks whether others ask where it is
 NOTICE = timedelta(seconds=NOTICE_S)
-STOPPED = "whose process has not begun, is stopped, or hangs"
 SILENT_POLLS = 30  # after which a rank that waits names those of which it hears nothing
 CALM_PASSES = (
     3  # after so many without a word between ranks a device is not asked to compare tags: it would take kernels
@@ -87,7 +87,7 @@ class DivergenceMonitor(Observer):
         self._failed_in = ""  # the unit in whose forward an error came up
         self._has_told = False
         self._facts: dict[str, Any] = {}  # of this rank's last passes, for `advice`
-        self._awaits_backward = self._has_caught = False
+        self._awaits_backward = self._has_caught = self._in_backward = False
         # Of `StepWatch`: what it tells of this rank's steps, and what differs between those of ranks.
         self.history: Callable[[], dict[str, Any]] = dict
         self.compare: Callable[[Mapping[int, Mapping[str, Any]]], str] = lambda posts: ""
@@ -97,6 +97,12 @@ class DivergenceMonitor(Observer):
         self._noticed = weakref.WeakMethod(noticed)
 
     def check(self) -> None:
+        """Raise where a pass of the model could not end: ranks have parted before, or this one has left its process group."""
+        if self.listens and self._line() is None and not dist.is_initialized():
+            raise UsageError(
+                "a sharded model was called after dist.destroy_process_group(), where its ranks cannot reach each other; call it "
+                "before, or shard it again in the next process group."
+            )
         if self.broken is not None:
             raise DivergenceError(f"ranks of this model have drifted apart before, start the job anew: {self.broken}")
 
@@ -105,6 +111,9 @@ class DivergenceMonitor(Observer):
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
         self.num_calm += 1
         self.forget()
+        if self._in_backward:  # which an error has ended
+            self._has_caught, self._in_backward = True, False
+            self._facts["caught"] = f"failed {self._last_phase()}{in_hand(sys.exception())}"
         self._facts = {
             "evaluates": not differentiable,
             "left_out": self._awaits_backward,
@@ -129,16 +138,21 @@ class DivergenceMonitor(Observer):
         self._enters("after the forward")
 
     def backward_begins(self) -> None:
-        self._awaits_backward = False
+        self._awaits_backward, self._in_backward = False, True
         self._enters("in the backward")
 
     def backward_ended(self, reduced: bool) -> None:
+        self._in_backward = False
         self._enters("after the backward")
 
     def _enters(self, where: str) -> None:
         line = self._line()
         if line is not None:
             line.phase, line.doing = self._phase(where), None
+
+    def _last_phase(self) -> str:
+        line = self._line()
+        return "" if line is None else line.phase
 
     def _phase(self, where: str) -> str:
         return f"{where} of step {self.num_steps + 1}"
@@ -165,7 +179,7 @@ class DivergenceMonitor(Observer):
             num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
             if time.monotonic() > deadline:
                 text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
-                self.fail(f"{text}{self._unheard(self._posts(), ', ')}; {ADVICE}")
+                self.fail(f"{text}{self._unheard(self._posts(), ': ')}; {ADVICE}")
         self.busy(None)
         if waits:
             self._say_waits("")
@@ -251,14 +265,10 @@ class DivergenceMonitor(Observer):
         if cause is not None:
             self._break(f"while this rank {self._doing(what)}, rank {cause[0]} {cause[1]}", error, of_rank=cause[0])
         said = str(error).splitlines()[0]
-        where = self._where(self._ranks)
-        silent = [rank for rank in self._ranks if rank not in (*where, self._rank)] if "imed out" in said else []
-        if where or silent:
-            others = [f"rank {rank} {text}" for rank, text in where.items()]
-            if silent:
-                others.append(f"nothing is heard of rank {', '.join(map(str, silent))}, {STOPPED}")
+        others = "" if line is None else line.told_of(self._ranks, all_of_them=is_out_of_time(error))
+        if others:
             timeout_s = _torch.timeout_s_of_job()
-            text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {'; '.join(others)}"
+            text = f"this rank {self._doing(what)}, and others did not come in {timeout_s:g} s or left it: {others}"
             self.fail(f"{text}; all ranks must do the same with the model.", error)
         # The backend's own words are obscure where ranks have drifted apart: sizes or peers that do not fit.
         text = f"a collective failed while this rank {what}: {said}; another rank has failed, "
@@ -377,7 +387,7 @@ class DivergenceMonitor(Observer):
             self._has_told = True
         if self._store is not None:
             with suppress(RuntimeError):  # the store has ended with the rank that kept it
-                self._post({"failed": text, **self._facts})
+                self._post({"failed": of_another(text), **self._facts})
 
     def forget(self) -> None:
         """What was told holds no longer."""

@@ -7,11 +7,13 @@ not the job's store, which ends with the rank that keeps it. The end of a proces
 from __future__ import annotations
 
 import errno
+import faulthandler
 import inspect
 import json
 import linecache
 import logging
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -50,9 +52,15 @@ LOOK_S = 1.0  # between two looks of the thread whether the job's store answers
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
     "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
-    "ended it, as gloo does where collectives of ranks do not match"
+    "ended it, as gloo does where collectives of ranks do not match; its output or its machine's log may tell"
 )
+PROGRAM_END = (
+    "has ended its program, while others train; see what it printed last, and have all ranks take as many steps"
+)
+LEFT_END = "has left its process group{}; all ranks must leave it together, when all have trained"
+STOPPED = "whose process has not begun, is stopped, or hangs"
 LOST_END = "its machine, or the network to it, is gone"
+CRASH = "Fatal Python error: "
 LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)  # as the system says it
 BACKEND_WORDS = (
     *(
@@ -72,12 +80,18 @@ BACKEND_WORDS = (
         "unbound_buffer",
         "Failed to recv",
         "simccl",
+        "Application timeout",
     ),
 )
-OWN_FOLDERS = tuple(
-    f"{Path(file).resolve().parent}{os.sep}" for file in (inspect.getfile(torch), Path(__file__).parent)
-)
-STANDARD = f"{Path(threading.__file__).resolve().parent}{os.sep}"
+
+
+def spellings(file: str, up: int = 0) -> tuple[str, ...]:
+    """A folder around a file, as its files may name it: an environment is often reached through a link."""
+    return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
+
+
+OWN_FOLDERS = (*spellings(inspect.getfile(torch)), *spellings(__file__, 1))
+STANDARD = spellings(threading.__file__)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -89,15 +103,42 @@ def is_echo(error: BaseException) -> bool:
 
 def told(error: BaseException, phase: str = "") -> str:
     """How others are told that this rank fails with an error, as the end of a sentence that begins with its number."""
-    place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+    place = _place_of_error(error)
     when = f" {phase}" if phase else ""
     if isinstance(error, KeyboardInterrupt):
         return f"was interrupted (Ctrl-C or SIGINT){when}"
     if is_echo(error) and not isinstance(error, DivergenceError):
         return f"waited for others in vain {place or 'in a collective'}{when}"
-    lines = str(error).splitlines()
+    return f"failed{when}: {_named(error, place)}"
+
+
+def _named(error: BaseException, place: str) -> str:
+    lines = of_another(str(error)).splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return f"failed{when}: {text[:TOLD_LETTERS]}{f' ({place})' if place and not isinstance(error, DivergenceError) else ''}"
+    return f"{text[:TOLD_LETTERS]}{f' ({place})' if place and not isinstance(error, DivergenceError) else ''}"
+
+
+def of_another(text: str) -> str:
+    """What a rank says of itself as the others tell it."""
+    return text.replace("this rank", "it")
+
+
+def in_hand(error: BaseException | None) -> str:
+    """That a rank does what it does because of an error, or in the midst of one: as the end of a sentence; empty without one."""
+    if error is None or isinstance(error, (SystemExit, StopIteration, GeneratorExit)):
+        return ""
+    return f" while it handles {_named(error, _place_of_error(error))}"
+
+
+def _error_of(thread: int) -> BaseException | None:
+    """What `sys.exception()` gives that thread."""
+    found: Any = sys._current_exceptions().get(thread)
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # 3.11 gives what `sys.exc_info` does
+    return error
+
+
+def _place_of_error(error: BaseException) -> str:
+    return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
 class PartyLine:
@@ -158,7 +199,7 @@ class PartyLine:
 
     def say_failed(self, model: str, text: str) -> None:
         """A step of a model has failed here, so that others wait for it in vain; `text` follows the rank's number."""
-        self._ends.say({"failed": text, "model": model})
+        self._ends.say({"failed": of_another(text), "model": model})
 
     def say_waits(self, what: str) -> None:
         """This rank waits long where others may not notice; empty: no more."""
@@ -197,6 +238,15 @@ class PartyLine:
         """Where each of `ranks` is that can be asked, in words."""
         return self._ends.where([rank for rank in ranks if rank not in self.ended])
 
+    def told_of(self, ranks: Sequence[int], *, all_of_them: bool = True) -> str:
+        """The same as a sentence's part; `all_of_them`: with those that cannot be asked."""
+        where = self.where(ranks)
+        others = [f"rank {rank} {text}" for rank, text in where.items()]
+        silent = [str(rank) for rank in ranks if rank not in (*where, self._ends.rank)]
+        if silent and all_of_them:
+            others.append(f"nothing is heard of rank {', '.join(silent)}, {STOPPED}")
+        return "; ".join(others)
+
 
 class _Ends:
     """Owns the sockets of one rank and what was heard on them; shared by the line and its thread, and keeps no line alive."""
@@ -227,6 +277,10 @@ class _Ends:
         self._has_said_end = False
         self._main = threading.main_thread().ident
         self._timeout_s = _torch.timeout_s_of_job()
+        self._crashes: dict[int, list[str]] = {}  # by rank, what its last words are where it crashes
+        self._to_crash: int | None = (
+            None  # a descriptor, which stays open as long as Python may write such words into it
+        )
 
     # -- connections
 
@@ -251,6 +305,9 @@ class _Ends:
         self._peers[rank] = peer
         self._parts[rank] = b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
+        if not faulthandler.is_enabled():  # else the user, or a line before this one, has those words elsewhere
+            self._to_crash = os.dup(peer.fileno())
+            faulthandler.enable(self._to_crash)
 
     def start(self) -> None:
         if self._server is None and not self._peers:
@@ -261,7 +318,17 @@ class _Ends:
     def _forked(self) -> None:
         """In a child that holds the sockets too: its life must not pass for the rank's."""
         self.closed = True
+        self._aim_crash()
         self._close()
+
+    def _aim_crash(self) -> None:
+        """Have the words of a crash go to one who hears them, or nowhere. Who may have asked for them since is left alone."""
+        if self._to_crash is None:
+            return
+        hears = None if self.closed else next(iter(self._peers.values()), None)
+        target = os.open(os.devnull, os.O_WRONLY) if hears is None else os.dup(hears.fileno())
+        os.dup2(target, self._to_crash, inheritable=False)
+        os.close(target)
 
     def _close(self) -> None:
         for each in [*self._peers.values(), *([] if self._server is None else [self._server])]:
@@ -272,12 +339,11 @@ class _Ends:
         """Say that this rank leaves, if nothing was said, and close."""
         if self.closed or self.pid != os.getpid():
             return
-        self.say_ended(
-            "has ended its program, while others train"
-            if sys.is_finalizing() or not _main_runs()
-            else "has left its process group"
-        )
+        error = sys.exception()
+        over = sys.is_finalizing() or not _main_runs()
+        self.say_ended(PROGRAM_END if over else LEFT_END.format(in_hand(error)), error is not None and is_echo(error))
         self.closed = True
+        self._aim_crash()
         for peer in list(self._peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)  # wakes who listens there, and what was said still arrives
@@ -336,14 +402,20 @@ class _Ends:
         if not data:
             self._selector.unregister(peer)
             self._peers.pop(rank, None)
+            self._aim_crash()
             peer.close()
             if rank not in self.ended and not self.closed:
-                end = f"has not answered for {limit_s_of(self._timeout_s):g} s: {LOST_END}" if is_lost else SILENT_END
+                crash = crash_of(self._crashes.get(rank, []))
+                silent = f"has crashed {crash}" if crash else SILENT_END
+                end = f"has not answered for {limit_s_of(self._timeout_s):g} s: {LOST_END}" if is_lost else silent
                 self._hear({"rank": rank, "ended": end}, None)
             return
         *lines, self._parts[rank] = (self._parts[rank] + data).split(b"\n")
         for line in lines:
-            self._hear(json.loads(line), rank)
+            if line.startswith(b"{") and line.endswith(b"}"):
+                self._hear(json.loads(line), rank)
+            else:
+                self._crashes.setdefault(rank, []).append(line.decode(errors="replace"))
 
     def _hear(self, said: dict[str, Any], through: int | None) -> None:
         """Note what a rank says, and pass it on where this rank is the first."""
@@ -402,7 +474,7 @@ class _Ends:
         doing = line.doing or ("is in the model" if line.phase.startswith("in ") else "is outside of the model")
         place = place_of(traceback.walk_stack(frame) if (frame := sys._current_frames().get(self._main or 0)) else ())
         parts = (doing, line.phase, "" if " at " in doing else place)
-        return " ".join(part for part in parts if part)
+        return " ".join(part for part in parts if part) + in_hand(_error_of(self._main or 0))
 
     # -- sending
 
@@ -462,16 +534,14 @@ class _Ends:
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
         with self._heard:
             self._num_asked += 1
-            number, wanted = self._num_asked, set(ranks) - {self.rank}
-            self._answers = {number: {}}
-        if not self._peers:
-            return {}
+            number, wanted = self._num_asked, (set(ranks) - {self.rank}) if self._peers else set[int]()
+            self._answers[number] = {}
         self.say({"ask": number})
         deadline = time.monotonic() + ANSWER_S
         with self._heard:
             while not wanted <= set(self._answers[number]) and (left := deadline - time.monotonic()) > 0:
                 self._heard.wait(left)
-            return dict(sorted(self._answers[number].items()))
+            return dict(sorted(self._answers.pop(number).items()))
 
 
 def _weakly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
@@ -490,13 +560,35 @@ def _main_runs() -> bool:
 
 def place_of(stack: Iterable[tuple[Any, int]]) -> str:
     """The innermost line of a stack that is neither torch's nor ours: "at" a file, its line, and what stands there."""
-    for frame, number in stack:
-        file = frame.f_code.co_filename
+    return _place((frame.f_code.co_filename, number) for frame, number in stack)
+
+
+def _place(lines: Iterable[tuple[str, int]]) -> str:
+    for file, number in lines:
         if file.startswith(("<", *OWN_FOLDERS)) or (file.startswith(STANDARD) and "-packages" not in file):
             continue
         text = linecache.getline(file, number).strip()[:LINE_LETTERS]
         return f"at {os.path.basename(file)}:{number}{f' `{text}`' if text else ''}"
     return ""
+
+
+def crash_of(words: Sequence[str]) -> str:
+    """What `faulthandler` writes of a crash, as a sentence's end: the stack of the thread that crashed, else of the main one."""
+    if not words or not words[0].startswith(CRASH):
+        return ""
+    stacks: list[list[tuple[str, int]]] = [[]]
+    is_current = False
+    for line in words[1:]:
+        if "most recent call first" in line:
+            if is_current:
+                break
+            is_current = line.startswith("Current")
+            stacks.append([])
+        elif found := re.match(r' *File "(.+)", line (\d+)', line):
+            stacks[-1].append((found[1], int(found[2])))
+    place = _place(stacks[-1])
+    kind = words[0].removeprefix(CRASH)
+    return f"({kind}){f' {place}' if place else ''}; gloo lets a process crash where ranks call different collectives"
 
 
 def _hang_up(ends: _Ends, hook: Callable[..., None], before: Callable[..., None]) -> None:
@@ -535,7 +627,12 @@ def explain(line: PartyLine, error: BaseException) -> str:
 
 def echo_s(error: BaseException) -> float:
     """For how long to wait for the cause of an echo: where only time has run out nobody has ended."""
-    return 0.0 if "imed out" in str(error) else ECHO_S
+    return 0.0 if is_out_of_time(error) else ECHO_S
+
+
+def is_out_of_time(error: BaseException) -> bool:
+    """Whether a backend gave up waiting: gloo has two words for it."""
+    return any(words in str(error) for words in ("imed out", "Application timeout"))
 
 
 def why_in_vain(line: PartyLine, this: str, wait_s: float) -> str:

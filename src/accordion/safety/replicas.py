@@ -12,6 +12,7 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
 from accordion.errors import DivergenceError
+from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
 
 SAMPLE = 64  # elements of each parameter, others each time
@@ -55,6 +56,7 @@ def compare(engine: Engine, monitor: DivergenceMonitor, at: int | None) -> None:
     """Compare a sample of each parameter that begins at an element, or all of it."""
     params = [param for unit in engine.units for param in unit.params if param.context is engine.context]
     digests = {param.name: _digest(param.sharded, at) for param in params}
+    agreement_of(engine).must("compares its replicas")  # one that is slow may say first where it waits
     mine = {"what": "compares its replicas", "shard": engine.context.shard.rank}
     said = monitor.meet({**mine, "digest": zlib.crc32(repr(digests).encode())})
     if said is None or not _apart(said):

@@ -1,7 +1,8 @@
 """Whether all ranks step alike: what optimizers are given and do goes into a digest that travels with gradients.
 
-Each backward has a record: how many steps came before it, with which options, whether gradients were cleared and weights left
-alone since, and at which norm gradients were clipped. A chain of the records' digests is the mark that the reduce of one unit
+Each backward has a record: how many steps came before it, with which options and of how many parameters, whether gradients were
+cleared and weights left alone since, at which norm gradients were clipped, and whether the forward was one of training, and in
+which autocast. A chain of the records' digests is the mark that the reduce of one unit
 sends in place of its plain tag: no byte more. Where no host compares tags (on a device, with what rests off it, where two bytes
 are reduced), the chain goes to the first rank over the party line now and then. Where chains differ, ranks lay their records
 side by side.
@@ -15,7 +16,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,6 +31,8 @@ from accordion.safety.divergence import DivergenceMonitor
 
 KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
 STEPS = "steps before it"
+NO_OPTIONS = ("params", "param_names")
+OF_FORWARD = frozenset({"autocast", "model"})  # what of a record its own forward says
 SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
 """What is compared of one backward, by the name that messages show."""
@@ -37,11 +41,11 @@ Record = dict[str, str]
 class StepWatch(Observer):
     """Owns the records of a model's last backwards, and what has come for the next one.
 
-    Writes into offloaded parameters are not told from their steps, which run on threads.
+    Steps of offloaded parameters run on threads, and write to local tensors: there only writes to the DTensors are counted.
     """
 
-    def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
-        self._engine, self._monitor = engine, monitor
+    def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
+        self._engine, self._monitor, self._model = engine, monitor, model
         self._params = [param.sharded for unit in engine.units for param in unit.params]
         self._is_offloaded = isinstance(engine.context.shard_buffers, Tiers)
         self._ids = {id(p) for p in self._params}
@@ -55,7 +59,8 @@ class StepWatch(Observer):
             and marked is not None
             and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
         )
-        self._sees_writes = not self._is_offloaded and all_have_rows(engine)
+        self._sees_writes = all_have_rows(engine)
+        self._count_writes = _torch.own_versions_of if self._is_offloaded else _torch.versions_of
         self._record: Record = {}
         self._num_steps = 0  # since the last backward
         self._versions: int | None = None  # of all shards, as the last step left them
@@ -77,18 +82,30 @@ class StepWatch(Observer):
         self._record["optimizer"] = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):
             of = f" of group {i}" if i else ""
-            self._record.update({f"{key}{of}": told(value) for key, value in group.items() if key != "params"})
+            self._record.update({f"{key}{of}": told(value) for key, value in group.items() if key not in NO_OPTIONS})
+            self._record[f"number of parameters{of}"] = str(len(group["params"]))
+        first = first_trained(self._engine)
+        if not self._is_offloaded and first is not None and first.trained.params[0].grad is None:
+            self._record["gradients at its step"] = "cleared"
         if self._sees_writes:
             # A wrapped step counts one more write of each parameter when it is over.
-            later = sum(len(group["params"]) for group in optimizer.param_groups) * isinstance(optimizer, LocalStep)
-            self._versions = _torch.versions_of(self._params) + later
+            counts = isinstance(optimizer, LocalStep) and not self._is_offloaded
+            later = sum(len(group["params"]) for group in optimizer.param_groups) if counts else 0
+            self._versions = self._count_writes(self._params) + later
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         self._monitor.busy("clips gradients")
         self._record["clip_grad_norm_"] = f"to {max_norm:g} by norm {norm_type:g}"
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
-        if self._versions is not None and _torch.versions_of(self._params) != self._versions:
+        if differentiable:
+            kind = self._engine.context.device.type
+            if torch.is_autocast_enabled(kind):
+                self._record["autocast"] = str(torch.get_autocast_dtype(kind))
+            model = self._model()
+            if model is not None and not model.training:
+                self._record["model"] = "in eval mode"
+        if self._versions is not None and self._count_writes(self._params) != self._versions:
             self._record["weights"] = "written after the optimizer's step"
             self._versions = None
 
@@ -136,6 +153,8 @@ class StepWatch(Observer):
                 each = [
                     f"{key} {record.get(key, NONE)} (rank {ranks[0]}: {theirs.get(key, NONE)})" for key in keys[:SHOWN]
                 ]
+                if record[STEPS] != "0" and OF_FORWARD.issuperset(keys):
+                    step += 1  # that of the backward; the rest of its record is of the optimizer's step before it
                 unlike.append(f"rank {rank} has {'; '.join(each)}")
                 begun = min(begun or step, step)
                 break
@@ -185,10 +204,18 @@ def first_trained(engine: Engine) -> Unit | None:
 
 
 def told(value: Any) -> str:
-    """An option of an optimizer as messages show it; no device is read."""
-    if isinstance(value, Tensor):
-        return str(value.tolist()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """An option of an optimizer as messages show it; no device is read. Of objects, whose text may name a place in memory of
+    this process, the kind alone.
+    """
+    if isinstance(value, float):
+        return f"{value:g}"
+    if value is None or isinstance(value, (str, int)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(told, value))})"
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        return told(value.item())
+    return f"a {type(value).__name__}"
 
 
 def all_have_rows(engine: Engine) -> bool:
