@@ -113,12 +113,18 @@ FEATURES: dict[str, list[Feature]] = {
         works("`accumulate`, `backward`, `clip_grad_norm_`, `gather_for_metrics`", LOOP),
         works("`unwrap_model`, `get_state_dict`", LOOP, "full on the first rank, empty on the others"),
         works("`mixed_precision` bf16, fp16", "test_accelerate::test_mixed_precision"),
+        works(
+            "buffers, of batch norms say",
+            "test_accelerate::test_ranks_evaluate_with_the_first_ones_buffers_as_under_ddp",
+            "the first rank's before each forward, as under DDP; so with the Trainer and Lightning too",
+        ),
         works("several models and optimizers", "test_accelerate::test_several_models_and_optimizers"),
         works(
             "`save_state`, `load_state`, `save_model`", SAVED_STATE, "on any number of ranks; a torn state is refused"
         ),
         refused("`trigger_sync_in_backward`, `join_uneven_inputs`", NOT_HERE, "ranks make each step together"),
         refused("`dynamo_backend`", NOT_HERE, "compile blocks"),
+        refused("Adafactor, also as `optim` of a Trainer", NOT_HERE, "it looks at whole matrices; take AdamW"),
         refused("`save_state` of one optimizer over several models", NOT_HERE, "make one for each"),
     ],
     "`accordion.integrations.lightning`: `AccordionStrategy`": [
@@ -212,7 +218,9 @@ FEATURES: dict[str, list[Feature]] = {
         works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
         works("several adapters, `set_adapter`, `disable_adapter`", "test_peft::test_several_adapters"),
         works(
-            "a quantised base", "test_peft::test_a_base_of_bytes_is_sharded", "uint8 parameters are sharded as bytes"
+            "a quantised base",
+            "test_peft::test_a_base_of_bytes_is_sharded",
+            "uint8 parameters are sharded as bytes; with `checkpoint_activations` too",
         ),
         works(
             "a base that fits no rank",

@@ -148,6 +148,33 @@ def test_several_models_and_optimizers(ranks, tmp_path):
     ranks(2).run(2, several_models, tmp_path)
 
 
+def normed(one: Any) -> list[float]:
+    """What this rank's model gives for one input in evaluation, after steps on data of its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model, optimizer, data = one.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader(24))
+    for x, _ in data:
+        one.backward(model(x).pow(2).mean() + model(-x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    return model(torch.ones(1, WIDTH)).flatten().tolist()
+
+
+def keeps_buffers(mesh: Any) -> list[float]:
+    with library_job():
+        found = normed(accelerator(True, gradient_accumulation_steps=1))
+    with library_job():
+        expected = normed(accelerator(False, gradient_accumulation_steps=1))
+    assert found == pytest.approx(expected, rel=5e-3)  # batches of two are far apart after rounding errors
+    return found
+
+
+def test_ranks_evaluate_with_the_first_ones_buffers_as_under_ddp(ranks):
+    first, second = ranks(2).run(2, keeps_buffers)
+    assert first == second
+
+
 class Counter:
     def __init__(self) -> None:
         self.value = 0
@@ -234,6 +261,8 @@ def test_a_state_is_saved_whole_and_loads_on_any_number_of_ranks(ranks, tmp_path
 
 
 def refuses(mesh: Any) -> None:
+    from transformers import Adafactor
+
     with library_job():
         one = accelerator(True)
         model = one.prepare(net())
@@ -244,6 +273,9 @@ def refuses(mesh: Any) -> None:
             pass
         with pytest.raises(acc.UsageError, match="join_uneven_inputs is not taken"):
             one.join_uneven_inputs([model])
+        for kind in (torch.optim.Adafactor, Adafactor):
+            with pytest.raises(acc.UsageError, match="Adafactor keeps means over the rows and columns"):
+                one.prepare(kind(model.parameters()))
         both = one.prepare(torch.optim.SGD([*model.parameters(), *one.prepare(net(1)).parameters()], lr=0.1))
         assert both is not None
         with pytest.raises(acc.UsageError, match="parameters of several models"):

@@ -274,15 +274,18 @@ class Bytes(torch.nn.Module):
         self.back = torch.nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
+        # As bitsandbytes does where a parameter is not of its class any more.
+        self.packed = torch.nn.Parameter(self.packed.data, requires_grad=False)
         weight = (self.packed.to(x.dtype) - 128) * self.scale
         return x + self.back((x @ weight.T + self.up(self.down(x))).tanh())
 
 
-def of_bytes(mesh: Any, folder: Path) -> None:
+def of_bytes(mesh: Any, folder: Path, checkpoint_activations: str) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Sequential(*[Bytes() for _ in range(3)])
     torch.manual_seed(0)
-    model = acc.shard(torch.nn.Sequential(*[Bytes() for _ in range(3)]), mesh)
+    model = torch.nn.Sequential(*[Bytes() for _ in range(3)])
+    model = acc.shard(model, mesh, units={Bytes}, checkpoint_activations=checkpoint_activations)
     packed = model[0].packed
     assert packed.dtype == torch.uint8
     assert packed.to_local().shape == (32, 32), "each rank holds half of the bytes"
@@ -304,5 +307,6 @@ def of_bytes(mesh: Any, folder: Path) -> None:
     torch.testing.assert_close(full(model), dict(plain.state_dict()))
 
 
-def test_a_base_of_bytes_is_sharded(ranks, tmp_path):
-    ranks(2).run(2, of_bytes, tmp_path)
+@pytest.mark.parametrize("checkpoint_activations", ["none", "full"])
+def test_a_base_of_bytes_is_sharded(ranks, tmp_path, checkpoint_activations):
+    ranks(2).run(2, of_bytes, tmp_path, checkpoint_activations)

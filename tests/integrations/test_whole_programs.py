@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import accordion as acc
 from tests.integrations.jobs import library_job, llama, needs
+from tests.integrations.test_trainer import train, trainer
 
 pytestmark = [needs("transformers", "accelerate"), pytest.mark.cpu("plain tensors lie there")]
 TOKENS, PIXELS = torch.arange(2, 10)[None], torch.randn(2, 3, 16, 16)
@@ -119,3 +121,15 @@ def prepares(mesh: Any) -> None:
 
 def test_a_sharded_model_in_accelerates_prepare(ranks):
     ranks(2).run(2, prepares)
+
+
+def trains(mesh: Any, folder: Path) -> None:
+    with library_job(), pytest.raises(acc.UsageError, match="this model is sharded, and DistributedDataParallel"):
+        train(trainer(False, folder, acc.shard(llama(), mesh)))
+    with library_job():
+        done = train(trainer(True, folder, acc.shard(llama(), mesh), max_steps=1))
+        assert done.state.global_step == 1
+
+
+def test_a_sharded_model_in_a_trainer(ranks, tmp_path):
+    ranks(2).run(2, trains, tmp_path)

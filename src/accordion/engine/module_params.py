@@ -99,7 +99,9 @@ class ModuleParams:
         """Let modules show what was shown last, or the shards."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
         in_dict = fulls is not None and not registered
-        to_registry = fulls if registered else self._shards if self._in_registry else None
+        # A module that registers its parameter again, as quantised ones do, may also do so while a backward recomputes it.
+        left = self._in_registry or (self._in_dict and not in_dict)
+        to_registry = fulls if registered else self._shards if left else None
         for ref, names, which, _ in self._runs:
             module = ref()
             if module is None:

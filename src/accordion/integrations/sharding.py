@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion.config import FULL_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
+from accordion.integrations.buffers import FirstRanksBuffers
 from accordion.optim import ELEMENTWISE, inner_of, wrap_optimizer
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved
@@ -64,7 +66,8 @@ class Sharding:
     def applied(self, model: nn.Module, mixed_precision: str = "no") -> nn.Module:
         """`model`, sharded in place, with the weights of its source where it has one. Called by all ranks together.
 
-        `mixed_precision`: as accelerate calls it. Afterwards `generate` may be called as before.
+        `mixed_precision`: as accelerate calls it. Afterwards `generate` may be called as before, and all ranks take the first
+        one's buffers before each forward, as under DistributedDataParallel.
         """
         arguments = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.precision is None and mixed_precision in AMP:
@@ -73,6 +76,9 @@ class Sharding:
             arguments["sync"] = not any(param.is_meta for param in model.parameters())
         shard(model, **arguments)
         fill_from_source(model)
+        engine = engine_of(model)
+        assert engine is not None
+        FirstRanksBuffers.attach(engine, model)
         _let_generate(model)
         return model
 
@@ -90,8 +96,17 @@ def _let_generate(model: nn.Module) -> None:
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Let an optimizer, made before or after its model was sharded, step on the shards, fast where it looks at elements alone."""
+    """Let an optimizer, made before or after its model was sharded, step on the shards, fast where it looks at elements alone.
+
+    Raises `UsageError` for Adafactor, which looks at whole matrices.
+    """
     inner = inner_of(optimizer)
     follow_moved(inner)
-    if isinstance(inner, ELEMENTWISE) and any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"]):
+    on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])
+    if on_shards and type(inner).__name__ == "Adafactor":  # torch's, and transformers' for optim="adafactor"
+        raise UsageError(
+            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each only; take "
+            'AdamW, optim="adamw_torch" of a Trainer, whose states are sharded too.'
+        )
+    if on_shards and isinstance(inner, ELEMENTWISE):
         wrap_optimizer(optimizer)
