@@ -32,6 +32,7 @@ from accordion.plan.hardware import GPUS, Cluster, with_attention
 from accordion.plan.replay.predict import log_of, memory_of
 from accordion.plan.search.space import Choice, Space
 from accordion.plan.trained_models import Kernels, language_subject
+from tests.plan import other_labs
 
 ROWS = Path(__file__).with_suffix(".csv")
 VOCAB = 50368
@@ -232,7 +233,7 @@ def freeze(all_rows: Sequence[Row]) -> None:
     for kind in dict.fromkeys(r.kind for r in all_rows):
         mine = [r for r in all_rows if r.kind == kind]
         shares = fit(mine)
-        slow, fast = range_of(residuals(mine, size_of).values())
+        slow, fast = range_of([*residuals(mine, size_of).values(), *other_labs.ratios(kind).values()])
         own, (products, attention, elementwise) = told["kinds"][kind], (round(float(s), 3) for s in shares)
         own |= {"products": products, "elementwise": elementwise, "rows": len(mine)}
         own["attention"] |= {"fa1": attention}

@@ -19,6 +19,7 @@ from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named, with_attention
 from accordion.plan.losses import LOSSES
+from accordion.plan.other_models import kind_of, tokens_of
 from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
 from accordion.plan.search.search import SearchResult, search
@@ -163,12 +164,13 @@ def plan(
         measured=measured,
         tokens=tokens,
         price=price,
-        seq=seq if task.vocab else 0,
+        seq=task.tokens if task.vocab else 0,
         vocab=task.vocab,
+        counted=task.counted,
         asked={
             "model": task.name,
             "gpu": cluster.gpu.name,
-            **({"seq": seq, "mean_tokens": mean_tokens or seq} if task.vocab else {}),
+            **({"seq": task.tokens, "mean_tokens": mean_tokens or task.tokens} if task.vocab else {}),
         },
         remarks=task.remarks,
     )
@@ -206,7 +208,7 @@ class Fixed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is trained. `model`: on the meta device, until the first trace, which may cut it. `subject_for`: its training with a
-    micro-batch. `tokens`: of one sample.
+    micro-batch. `tokens`: of one sample. `counted`: what speed is of. `vocab`: 0 where no tokens are made.
     """
 
     name: str
@@ -214,6 +216,7 @@ class Workload:
     subject_for: Callable[[int], Subject]
     micro_batches: Sequence[int]
     tokens: int
+    counted: str = "batches"
     remarks: Sequence[str] = ()
     vocab: int = 0
 
@@ -229,6 +232,7 @@ def _with_kernels(gpu: Gpu, training: Training) -> Gpu:
 def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> Workload:
     """A language model by preset, folder or file. Raises `UsageError`."""
     config, where = configuration(model, seq), f"model {model!r}"
+    kind = kind_of(config)
     made = trained_model(config, where, kernels)
     built = Built(made, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
     return Workload(
@@ -236,9 +240,10 @@ def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> W
         model=made,
         subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
         micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
-        tokens=seq,
+        tokens=seq if kind is None else tokens_of(kind, config, seq),
+        counted="tokens" if kind is None or kind.has_tokens else "samples",
         remarks=remarks_on(config, made),
-        vocab=int(config.get_text_config().vocab_size),
+        vocab=int(config.get_text_config().vocab_size) if kind is None or kind.has_tokens else 0,
     )
 
 

@@ -39,7 +39,7 @@ class Plan:
     """The answer. `found`: every candidate. `log`: of the best one, or of the one that comes closest. `num_params`: in all.
 
     `measured`: which step, if any, was measured and calibrates the times. `tokens`, `price`: of a whole
-    run, and dollars for an hour of a GPU. `asked`: the arguments of `plan`. `remarks`: on the model.
+    run, and dollars for an hour of a GPU. `counted`: what speed is of. `asked`: the arguments of `plan`. `remarks`: on the model.
     """
 
     model: str
@@ -53,6 +53,7 @@ class Plan:
     price: float | None = None
     seq: int = 0
     vocab: int = 0
+    counted: str = "tokens"
     asked: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 

@@ -201,7 +201,7 @@ def run(words: list[str]) -> int:
             processes=2 if o.task is None else 1,  # a task of a file is no module that another process can import
             **units,
         )
-    change = "" if made.fits or o.task is not None else _change(o, made, say)
+    change = "" if made.fits or o.task is not None else _change(o, made, seq, say)
     if o.json:
         more = {"smallest_change": change} if change else {}
         print(json.dumps({**made.as_dict(), **more, "command": asked(o)}, indent=1))
@@ -332,11 +332,11 @@ def _measure(o: Options, file: Path) -> int:
     return 0
 
 
-def _change(o: Options, made: Plan, say: Any) -> str:
-    config = configuration(o.model, made.seq)
+def _change(o: Options, made: Plan, seq: int, say: Any) -> str:
+    config = configuration(o.model, seq)
     where, kernels = f"model {o.model!r}", made.space.kernels
     num_params = sum(p.numel() for p in trained_model(config, where, kernels).parameters() if p.requires_grad)
-    subject_for = partial(language_subject, config, where, seq=made.seq, kernels=kernels)
+    subject_for = partial(language_subject, config, where, seq=seq, kernels=kernels)
     return smallest_change(subject_for, made.space, made.cluster, num_params, say)
 
 
