@@ -94,9 +94,7 @@ def traced(row: LabRow) -> LabRow:
     reduce = torch.bfloat16 if row.reduce == "bf16" else torch.float32
     run = Space(precision=Precision(params=torch.bfloat16, reduce=reduce)).run_of(choice, cluster)
     config = llama_config(SHAPES[row.model], row.seq)
-    log, _ = log_of(
-        language_subject(config, row.model, row.micro_batch, row.seq, kernels=Kernels(loss=row.loss)), run
-    )
+    log, _ = log_of(language_subject(config, row.model, row.micro_batch, row.seq, kernels=Kernels(loss=row.loss)), run)
     step = step_of(log, run, cluster)
     print(row.lab, row.model, row.checkpoint_activations, file=sys.stderr)
     return replace(

@@ -136,6 +136,7 @@ class Plan:
             "attention": space.kernels.attention,
             "lora_rank": space.kernels.lora_rank,
             "four_bits": space.kernels.four_bits,
+            "attention_share": space.kernels.attention_share,
             "precision": {key: _name_of(getattr(precision, key)) for key in ("params", "reduce", "master")},
             "versions": versions(),
         }
@@ -203,6 +204,7 @@ class Plan:
             "checkpoint_activations": c.choice.checkpoint_activations,
             "micro_batch": c.choice.micro_batch,
             "accumulate": c.choice.accumulate,
+            "no_sync": c.choice.no_sync,
             "gpus": c.choice.gpus,
             "offload": c.choice.offload,
             "offload_params": OFFLOADS[c.choice.offload][0],

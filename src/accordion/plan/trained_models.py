@@ -24,6 +24,7 @@ from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
 from accordion.plan.losses import expect_labels, loss_of_logits, with_chunked_head
 from accordion.plan.other_models import check_loss, kind_of, loss_of_kind, model_of_kind
+from accordion.plan.own_model import own_loss, own_model
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
 
@@ -115,7 +116,7 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
 class Kernels:
     """Which of several ways a language model takes. `loss`: of LOSSES. `attention`: of ATTENTIONS. `pure`: parameters in bf16.
     `lora_rank`: of adapters, with all else frozen; 0: all is trained. `lora_targets`: the layers that have them. `four_bits`: the
-    frozen ones are kept in so many.
+    frozen ones are kept in so many. `attention_share`: of the attention of whole rows, where several samples lie in one.
     """
 
     loss: str = "plain"
@@ -124,6 +125,7 @@ class Kernels:
     lora_rank: int = 0
     lora_targets: str = ALL
     four_bits: bool = False
+    attention_share: float = 1.0
 
 
 class Built:
@@ -148,12 +150,23 @@ def trained_model(config: Any, where: str, kernels: Kernels) -> nn.Module:
     else:
         check_loss(kind, kernels.loss, where)
         model = model_of_kind(kind, config, where, attention)
+    return _changed(model, where, kernels, kernels.four_bits or _is_four_bits(config))
+
+
+def trained_own(name: str, where: str, kernels: Kernels) -> nn.Module:
+    """As `trained_model`, of a function of the user's own."""
+    if kernels.attention == "eager":
+        raise UsageError(f"{where} takes the attention that its code calls; leave --attention eager out.")
+    return _changed(own_model(name), where, kernels, kernels.four_bits)
+
+
+def _changed(model: nn.Module, where: str, kernels: Kernels, four_bits: bool) -> nn.Module:
+    """Raises `UsageError`."""
     if kernels.pure:
         model = model.to(torch.bfloat16)
     if kernels.lora_rank:
-        four_bits = kernels.four_bits or _is_four_bits(config)
         model = with_adapters(model, where, kernels.lora_rank, kernels.lora_targets, four_bits)
-    elif kernels.four_bits or _is_four_bits(config):
+    elif four_bits:
         raise UsageError(
             f"{where} is kept in four bits, which cannot be trained; train adapters beside it: --lora-rank 16."
         )
@@ -178,7 +191,20 @@ def language_subject(
         return Subject(make=make, batch=partial(kind.batch, config, micro_batch, seq), loss=loss)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, where, partial(_token_loss, kernels.loss))
-    return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss)
+    share = kernels.attention_share
+    return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss, attention_share=share)
+
+
+def own_subject(
+    where: str, vocab: int, micro_batch: int, seq: int, make: Callable[[], nn.Module], kernels: Kernels
+) -> Subject:
+    """Training on text of what a function of the user's own makes."""
+    return Subject(
+        make=make,
+        batch=partial(_tokens, micro_batch, seq, vocab),
+        loss=partial(own_loss, where, kernels.loss),
+        attention_share=kernels.attention_share,
+    )
 
 
 def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:

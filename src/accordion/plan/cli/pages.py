@@ -65,7 +65,10 @@ def _verdict(plan: Plan) -> Table:
     cost = plan.run_cost
     if cost is not None:
         rows.append(
-            [f"{cost.tokens:,.0f} {plan.counted} take", f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}"]
+            [
+                f"{cost.tokens:,.0f} {plan.counted} take",
+                f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}",
+            ]
         )
         rows += [["price", f"{_range(cost.dollars, 'dollars')}"]] if cost.dollars else []
         rows += (
