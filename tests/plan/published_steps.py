@@ -45,8 +45,8 @@ KINDS = ("products", "attention", "elementwise")
 # The rows leave this one open: with 0.33 to 0.5 the errors of sizes that are left out differ by less than one percent. With 0.46
 # a step of another lab (torchtitan's, tests/plan/published.py), which has many such kernels, is 9 % off; with less, more.
 ELEMENTWISE = 0.46
-# Of the residuals, on either side of the range. Rows of one size are alike, so that those of new sizes fall out more often: a range
-# that says 90 % held 88, 86 and 96 % of the rows of sizes that were left out; this one says 95 %, and held 93, 89 and 99 %.
+# Of the residuals, on either side of the range. Rows of one size are alike, so that those of new sizes fall out more often: a
+# range that says 90 % held 88, 86 and 96 % of the rows of sizes that were left out; this one says 95 %, and held 93, 89 and 99 %.
 OUTSIDE = 0.025
 
 
