@@ -118,8 +118,11 @@ def _peak(plan: Plan) -> Table:
     parts, memory = plan.peak_parts, plan.chosen.memory
     assert memory is not None
     whole = memory.peak.num_bytes
-    rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}"] for p in parts]
-    return Table(title="what the peak is", columns=["", "GiB", ""], rows=rows)
+    rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}", p.advice] for p in parts]
+    columns = ["", "GiB", "", "what helps"]
+    if not any(p.advice for p in parts):
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    return Table(title="what the peak is", columns=columns, rows=rows)
 
 
 COMPARED = (  # (name, key, factor, unit)
