@@ -13,6 +13,7 @@ from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import GB, GPUS, HOST_MEMORY_GBPS, REACHED, Cluster, Scale
 from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import peak_of
+from accordion.plan.replay.predict import memory_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.search.evaluate import Evaluator, SearchTask
 from accordion.plan.search.space import Choice, Space
@@ -170,3 +171,19 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     log = trace(gpt(), TrainingSetup(ranks=1, node=1, sharding={"offload": offload}))
     assert peak_of(log).num_bytes > 0
     assert not [name for name in begun if name.startswith("accordion")]
+
+
+def test_states_on_disk_take_of_the_device_what_those_on_the_host_do():
+    """So a search replays the memory of one of them for both."""
+    log = log_of(3, 1.0)
+    moved = [offloaded(log, choice(tier), 2) for tier in ("all", "disk")]
+    host, disk = (memory_of(m) for m in moved)
+    assert host.reserved_bytes == disk.reserved_bytes
+    assert replace(host.peak, at=0) == replace(disk.peak, at=0)  # the events of the disk come between
+    task = SearchTask(subject_for=lambda size: None, space=Space(), cluster=CLUSTER, num_params=1)
+    evaluator = Evaluator(task, say=lambda text: None)
+    evaluator.traces.traced[choice("none")] = log
+    found = [evaluator.candidate(choice(tier)) for tier in ("all", "disk")]
+    assert found[0].memory is found[1].memory
+    assert found[0].memory.peak == host.peak
+    assert evaluator.candidate(choice("optimizer")).memory is not found[0].memory

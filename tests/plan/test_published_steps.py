@@ -9,6 +9,7 @@ import torch
 
 from accordion.plan.efficiency import BY_KIND
 from accordion.plan.hardware import GPUS
+from tests.plan import other_labs
 from tests.plan.published_steps import (
     KINDS,
     NETWORK_GBPS,
@@ -33,8 +34,9 @@ def test_what_is_left_out_is_planned(what, apart, most):
     for card, e in errors.items():
         assert e.mean <= most, card
         assert abs(e.bias) <= 0.04, card
+        assert e.covered >= 0.89, card  # 49 of 55 are 89.1 %
     covered = sum(e.covered * e.count for e in errors.values()) / len(ROWS)
-    assert covered >= 0.65  # of rows that did not make the range; of those that made it 0.8
+    assert covered >= 0.9  # of rows that made neither the numbers nor the range
 
 
 def test_the_package_has_what_the_rows_make():
@@ -44,7 +46,9 @@ def test_the_package_has_what_the_rows_make():
         products, attention, elementwise = shares
         assert (frozen.products, frozen.elementwise) == pytest.approx((products, elementwise), abs=1e-3), KINDS
         assert frozen.attention["fa1"] == pytest.approx(attention, abs=1e-3)
-        assert (frozen.slow, frozen.fast) == pytest.approx(range_of(residuals(mine, size_of).values()), abs=2e-3)
+        assert (frozen.slow, frozen.fast) == pytest.approx(
+            range_of([*residuals(mine, size_of).values(), *other_labs.ratios(kind).values()]), abs=2e-3
+        )
         assert frozen.rows == len(mine)
         assert set(frozen.cards) == {r.gpu for r in mine}
         for card in frozen.cards:
@@ -52,6 +56,30 @@ def test_the_package_has_what_the_rows_make():
             assert "guessed" not in GPUS[card].efficiency_is
     assert "guessed" in GPUS["h200"].efficiency_is
     assert "guessed" in GPUS["b200"].efficiency_is
+
+
+def test_steps_of_other_labs_are_planned():
+    """No rate was fitted to them, and the range that each is held against was made without its lab."""
+    found, inside = other_labs.rows(), []
+    for row in found:
+        kind = GPUS[row.gpu].kind
+        known = residuals([r for r in ROWS if r.kind == kind], size_of)
+        others = [r for lab, r in other_labs.ratios(kind).items() if lab != row.lab]
+        slow, fast = range_of([*known.values(), *others])
+        inside.append(slow <= row.ratio <= fast)
+    print(f"\n{other_labs.report(found, inside)}")
+    off = [1 / r.ratio - 1 for r in found]
+    assert sum(map(abs, off)) / len(off) <= 0.08
+    assert abs(sum(off) / len(off)) <= 0.05
+    assert sum(inside) >= 0.7 * len(found)
+
+
+@pytest.mark.slow
+def test_a_step_of_another_lab_is_what_a_trace_says():
+    row = next(r for r in other_labs.rows() if (r.model, r.strategy) == ("llama2-7b", "hybrid_shard"))
+    again = other_labs.traced(row)
+    assert again.needed_gib == pytest.approx(row.needed_gib, rel=1e-3)
+    assert again.ratio == pytest.approx(row.ratio, rel=2e-3)
 
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "seq"), [("125m", "a100-80", 8, 2048), ("1b", "h100", 256, 2048)])

@@ -26,7 +26,7 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
     """The model of an encoder that fills in masked tokens, as `language_model` gives a causal one."""
     from transformers import AutoModelForMaskedLM
 
-    return _built(AutoModelForMaskedLM, config, where, attention, torch.float32)
+    return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
 
 
 def language_model(
@@ -42,16 +42,17 @@ def language_model(
             f"{where} is of type {config.model_type!r}, of which transformers has no causal language model; plan and "
             "train a module of any other kind from Python, with accordion.plan(model, loss, batch) and accordion.shard."
         )
-    return _built(AutoModelForCausalLM, config, where, attention, dtype)
+    return built(AutoModelForCausalLM, config, where, attention, dtype)
 
 
-def _built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
+def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
+    """What one of transformers' `Auto` classes makes of a configuration, on the meta device. Raises `UsageError`."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
             model: nn.Module = auto.from_config(config, dtype=dtype, **how)
     except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
-        raise UsageError(f"{where} is no language model that transformers can build: {brief(error)}") from None
+        raise UsageError(f"{where} is no model that transformers can build: {brief(error)}") from None
     return model.train()
 
 

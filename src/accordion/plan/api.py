@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from accordion import _torch
@@ -19,6 +20,8 @@ from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named, with_attention
 from accordion.plan.losses import LOSSES
+from accordion.plan.other_models import kind_of, tokens_of
+from accordion.plan.own_model import names_code, vocab_of
 from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
 from accordion.plan.search.search import SearchResult, search
@@ -43,8 +46,10 @@ from accordion.plan.trained_models import (
     Kernels,
     configuration,
     language_subject,
+    own_subject,
     remarks_on,
     trained_model,
+    trained_own,
     unit_rules,
 )
 from accordion.units import AUTO, choose_units
@@ -81,6 +86,7 @@ def plan(
     micro_batch: int | None = None,
     seq: int = 4096,
     accumulate: int = 1,
+    no_sync: bool = False,
     global_batch: int | None = None,
     optimizer: str = "adamw",
     engine: str = "accordion",
@@ -89,6 +95,7 @@ def plan(
     precision: Precision | None = None,
     kernels: Kernels | None = None,
     mean_tokens: int | None = None,
+    packed: bool = False,
     tokens: float | None = None,
     price: float | None = None,
     say: Callable[[str], None] = quiet,
@@ -98,27 +105,30 @@ def plan(
     """Predict memory and time of a training step, before anything is launched; no GPU, no weights and no other rank are needed.
 
     `model`: a module, with `loss(model, batch)` (0-d) and an example `batch` of one rank, whose size is the micro-batch; or
-    the name of a preset, a transformers folder or a config.json, whose loss and attention `kernels` choose. `gpu`: of the table,
-    or a description. `gpus`: in all, the last of several is what is asked for. `node`: GPUs of one machine. `strategy`,
-    `replicas`, `offload` (none, optimizer, all, disk), `checkpoint_activations`, `micro_batch`: fixed where given, else looked
-    for. `secondary`: what `shard` takes, 0 for nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a
-    sequence. `global_batch`: samples of a step over all GPUs, from which `accumulate` follows.
+    the name of a preset, a transformers folder or a config.json, or "file.py:build", a function that gives a module that makes
+    logits of tokens; its loss and attention `kernels` choose. `gpu`: of the table, or a description. `gpus`: in all, the last of
+    several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all, disk),
+    `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `secondary`: what `shard` takes, 0 for nothing;
+    looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`: micro-batches of a step but the
+    last reduce nothing. `global_batch`: samples of a step over all GPUs, from which `accumulate` follows.
     `host_memory_gib`, `disk_gbps`: a machine's. `engine`: "fsdp2" traces PyTorch's own in this one's place.
     `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration `measured_at`
     ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is. `mean_tokens`: of a
-    sample that is padded to `seq`; the others are not counted as trained. `tokens`, `price`: of a whole run, and dollars for an
-    hour of a GPU. `processes`: 2 shares the search with a second process. `sharding`: more keyword arguments of `shard`.
+    sample that is padded to `seq`; the others are not counted as trained. `packed`: such samples fill `seq` in its place, and
+    each looks at itself alone. `tokens`, `price`: of a whole run, and dollars for an hour of a GPU. `processes`: 2 shares the
+    search with a second process. `sharding`: more keyword arguments of `shard`.
     Needs a process without a process group. Raises `UsageError`, for a model that needs values of tensors with the line of it.
     """
     counts = [gpus] if isinstance(gpus, int) else sorted(gpus)
     training = Training(
         seq=seq,
         accumulate=accumulate,
+        no_sync=no_sync,
         global_batch=global_batch,
         optimizer=optimizer,
         engine=engine,
         precision=precision or Precision(params=torch.bfloat16),
-        kernels=kernels or Kernels(),
+        kernels=_packed(kernels or Kernels(), seq, mean_tokens if packed else seq, packed),
         sharding=sharding,
     )
     fixed = Fixed(
@@ -150,7 +160,7 @@ def plan(
     num_trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     if measured_step_s is not None or measured_at:
         cluster, measured = _calibrated(cluster, task, space, measured_step_s, measured_at)
-    if mean_tokens is not None:
+    if mean_tokens is not None and not packed:
         space = replace(space, tokens=mean_tokens)
     found = search(task.subject_for, space, cluster, num_trained, say, processes, fewest=True)
     made = Plan(
@@ -163,12 +173,13 @@ def plan(
         measured=measured,
         tokens=tokens,
         price=price,
-        seq=seq if task.vocab else 0,
+        seq=task.tokens if task.vocab else 0,
         vocab=task.vocab,
+        counted=task.counted,
         asked={
             "model": task.name,
             "gpu": cluster.gpu.name,
-            **({"seq": seq, "mean_tokens": mean_tokens or seq} if task.vocab else {}),
+            **({"seq": task.tokens, "mean_tokens": mean_tokens or task.tokens} if task.vocab else {}),
         },
         remarks=task.remarks,
     )
@@ -183,6 +194,7 @@ class Training:
 
     seq: int
     accumulate: int
+    no_sync: bool
     global_batch: int | None
     optimizer: str
     engine: str
@@ -206,7 +218,7 @@ class Fixed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is trained. `model`: on the meta device, until the first trace, which may cut it. `subject_for`: its training with a
-    micro-batch. `tokens`: of one sample.
+    micro-batch. `tokens`: of one sample. `counted`: what speed is of. `vocab`: 0 where no tokens are made.
     """
 
     name: str
@@ -214,6 +226,7 @@ class Workload:
     subject_for: Callable[[int], Subject]
     micro_batches: Sequence[int]
     tokens: int
+    counted: str = "batches"
     remarks: Sequence[str] = ()
     vocab: int = 0
 
@@ -227,8 +240,11 @@ def _with_kernels(gpu: Gpu, training: Training) -> Gpu:
 
 
 def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> Workload:
-    """A language model by preset, folder or file. Raises `UsageError`."""
+    """A model by preset, folder, file or function. Raises `UsageError`."""
+    if names_code(model):
+        return _own(model, seq, micro_batch, kernels)
     config, where = configuration(model, seq), f"model {model!r}"
+    kind = kind_of(config)
     made = trained_model(config, where, kernels)
     built = Built(made, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
     return Workload(
@@ -236,10 +252,37 @@ def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> W
         model=made,
         subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
         micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
-        tokens=seq,
+        tokens=seq if kind is None else tokens_of(kind, config, seq),
+        counted="tokens" if kind is None or kind.has_tokens else "samples",
         remarks=remarks_on(config, made),
-        vocab=int(config.get_text_config().vocab_size),
+        vocab=int(config.get_text_config().vocab_size) if kind is None or kind.has_tokens else 0,
     )
+
+
+def _own(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> Workload:
+    """A language model that a function of the user's own makes. Raises `UsageError`."""
+    where = f"model {model!r}"
+    made = trained_own(model, where, kernels)
+    vocab = vocab_of(made, where)
+    built = Built(made, partial(trained_own, model, where, kernels))
+    return Workload(
+        name=model,
+        model=made,
+        subject_for=partial(own_subject, where, vocab, seq=seq, make=built, kernels=kernels),
+        micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
+        tokens=seq,
+        counted="tokens",
+        vocab=vocab,
+    )
+
+
+def _packed(kernels: Kernels, seq: int, mean_tokens: int | None, packed: bool) -> Kernels:
+    """With the attention of samples that fill a row together, all as long as their mean. Raises `UsageError`."""
+    if packed and (mean_tokens is None or not 1 <= mean_tokens <= seq):
+        raise UsageError(
+            f"packed samples need the mean of their lengths, 1 to {seq} tokens: --lengths mean,longest, such as 900,4096."
+        )
+    return replace(kernels, attention_share=mean_tokens / seq) if packed and mean_tokens else kernels
 
 
 def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, batch: Any) -> Workload:
@@ -248,6 +291,12 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
         raise UsageError("plan() takes loss=, a function of the model and the batch, for a module; none was given.")
     plain = _torch.without_compile(model)
     compiled = plain is not model or _torch.is_compiled(plain)
+    apart = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
+    if apart is not None:
+        raise UsageError(
+            f"parameter {apart!r} lies over a mesh already (tensor parallel or experts), which is not planned; plan the model as "
+            "it is before, on as many GPUs as shard it."
+        )
     model = plain
     subject = subject_of(model, loss, batch)
     return Workload(
@@ -283,7 +332,7 @@ def _units(model: nn.Module, engine: str, sharding: Mapping[str, Any]) -> Sequen
 
 def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[int]) -> Space:
     """What is left to look through."""
-    offload = NO_OFFLOAD if training.engine == "fsdp2" else fixed.offload
+    offload = NO_OFFLOAD if training.engine == "fsdp2" or training.no_sync else fixed.offload
     checkpointing = fixed.checkpoint_activations
     return Space(
         strategies=_strategies(fixed.strategy, offload, training.engine),
@@ -291,6 +340,7 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
         micro_batches=task.micro_batches,
         gpus=counts,
         accumulate=training.accumulate,
+        no_sync=training.no_sync,
         global_batch=training.global_batch,
         replicas=fixed.replicas or 0,
         secondary=fixed.secondary,
@@ -368,6 +418,10 @@ def _check_names(training: Training, fixed: Fixed) -> None:
         fsdp2.check(strategy_named(strategy))
     if offload is not None:
         check_offload(offload, strategy)
+    if training.no_sync and training.accumulate == 1 and training.global_batch is None:
+        raise UsageError("no_sync is for micro-batches of one step; give accumulate, 2 or more, or a global_batch.")
+    if training.no_sync and offload not in (None, NO_OFFLOAD):
+        raise UsageError(f"no_sync keeps full gradients on the device; leave offload {offload!r} out.")
     if engine == "fsdp2" and offload not in (None, NO_OFFLOAD):
         raise UsageError(
             f"fsdp2 with offload {offload!r} is not planned; leave --offload out, or take the engine accordion."

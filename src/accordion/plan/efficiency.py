@@ -16,8 +16,8 @@ ATTENTION = "fa2"  # the kernel that torch takes where nobody says another
 class Efficiency:
     """Shares of a card's peaks that training reaches. `products`: of its arithmetic. `elementwise`: of its memory's bandwidth,
     by kernels that compute little. `attention`: of its arithmetic, by kernel, forward. `slow`, `fast`: of the speed that follows
-    from these, what the slowest and the fastest tenth of the published steps have at most and at least. `rows`: so many steps
-    made this; 0: a guess. `cards`: those that ran them.
+    from these, what nine in ten steps of models that were not fitted lie between. `rows`: so many steps made this; 0: a guess.
+    `cards`: those that ran them.
     """
 
     products: float

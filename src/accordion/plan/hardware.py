@@ -33,7 +33,7 @@ class Gpu:
     torch does them by default, without TF32.
 
     What training reaches of them: `products` and `attention` (the forward) of the arithmetic, `elementwise` of the memory's
-    bandwidth. `slow`, `fast`: of a step's speed by these, what the slower and the faster tenth of steps reach. `rows`: published
+    bandwidth. `slow`, `fast`: of a step's speed by these, what nine in ten steps lie between. `rows`: published
     steps that say so; 0: a guess. `kind`: of whose efficiency they are; "" for the guess. `latency_s`: of one collective in a
     node, beside its bytes. `half`: what 16-bit numbers it computes with. `watts`: at which it reaches its peaks; 0: not known.
     """

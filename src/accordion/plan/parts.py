@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from accordion.plan.events import DISK_STREAM, FETCH, HOST, REPLICATE, STEPPER, STORE, StepPart, StepPhase
+from accordion.plan.events import (
+    DISK_STREAM,
+    FETCH,
+    HOST,
+    REPLICATE,
+    STEPPER,
+    STORE,
+    Alloc,
+    Category,
+    Event,
+    Free,
+    Log,
+    StepPart,
+    StepPhase,
+)
 from accordion.plan.hardware import GIB, Cluster
-from accordion.plan.replay.peak import MemoryPeak, name_of
+from accordion.plan.replay.peak import MemoryPeak, name_of, peak_of
 from accordion.plan.replay.timeline import KERNELS_OF, Step
 
 MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
@@ -79,6 +93,7 @@ def _stem(place: StepPart, units: Sequence[str]) -> str:
 # -- the peak
 
 
+LOGITS = "the loss's float32 logits and what is made of them"
 WORDS = (  # (part of an operator's name, what memory it takes is to a user)
     ("_log_softmax_backward", "the gradient of the loss in float32, for each token and each word of the vocabulary"),
     ("_log_softmax", "the loss's log-probabilities in float32, for each token and each word of the vocabulary"),
@@ -98,10 +113,11 @@ OF_CATEGORY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPart:
-    """Bytes that are live at the peak, in words."""
+    """Bytes that are live at the peak, in words. `advice`: what would take some of them off."""
 
     name: str
     num_bytes: int
+    advice: str = ""
 
 
 def peak_parts(peak: MemoryPeak, logits_bytes: int) -> list[PeakPart]:
@@ -111,13 +127,26 @@ def peak_parts(peak: MemoryPeak, logits_bytes: int) -> list[PeakPart]:
         each = held.num_bytes // held.count
         name = next((words for part, words in WORDS if part in held.operator), OF_CATEGORY[held.category])
         if logits_bytes and each == logits_bytes and held.category in ("activations", "other"):
-            name = "the loss's float32 logits and what is made of them"
+            name = LOGITS
         elif logits_bytes and 2 * each == logits_bytes and held.category in ("activations", "other"):
             name = "logits in 16 bits"
         found[name] = found.get(name, 0) + held.num_bytes
     rest = peak.num_bytes - sum(found.values())
     parts = [PeakPart(name=name, num_bytes=n) for name, n in sorted(found.items(), key=lambda item: -item[1])]
     return [*parts, PeakPart(name="the rest", num_bytes=rest)] if rest > 0 else parts
+
+
+def logits_off(log: Log, logits_bytes: int) -> int:
+    """By how many bytes the peak is lower if no logits, in float32 or 16 bits, ever stand whole."""
+    of_logits = {
+        e.number
+        for e in log.events
+        if isinstance(e, Alloc)
+        and e.category in (Category.ACTIVATIONS, Category.OTHER)
+        and e.num_bytes in (logits_bytes, logits_bytes // 2)
+    }
+    kept: list[Event] = [e for e in log.events if not (isinstance(e, (Alloc, Free)) and e.number in of_logits)]
+    return peak_of(log).num_bytes - peak_of(replace(log, events=kept)).num_bytes
 
 
 # -- a whole run

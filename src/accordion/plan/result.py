@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +22,17 @@ from accordion.plan.hardware import (
     TIGHT_BYTES,
     Cluster,
 )
-from accordion.plan.parts import PeakPart, RunCost, TimePart, by_kind, by_unit, cost_of, peak_parts
+from accordion.plan.parts import (
+    LOGITS,
+    PeakPart,
+    RunCost,
+    TimePart,
+    by_kind,
+    by_unit,
+    cost_of,
+    logits_off,
+    peak_parts,
+)
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
@@ -39,7 +49,7 @@ class Plan:
     """The answer. `found`: every candidate. `log`: of the best one, or of the one that comes closest. `num_params`: in all.
 
     `measured`: which step, if any, was measured and calibrates the times. `tokens`, `price`: of a whole
-    run, and dollars for an hour of a GPU. `asked`: the arguments of `plan`. `remarks`: on the model.
+    run, and dollars for an hour of a GPU. `counted`: what speed is of. `asked`: the arguments of `plan`. `remarks`: on the model.
     """
 
     model: str
@@ -53,6 +63,7 @@ class Plan:
     price: float | None = None
     seq: int = 0
     vocab: int = 0
+    counted: str = "tokens"
     asked: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
 
@@ -110,7 +121,7 @@ class Plan:
             "inputs": self.inputs(),
             "verdict": self.verdict,
             "time": self._time(chosen),
-            "peak_parts": [{"name": p.name, "bytes": p.num_bytes} for p in self.peak_parts],
+            "peak_parts": [{"name": p.name, "bytes": p.num_bytes, "advice": p.advice} for p in self.peak_parts],
             "run": None if self.run_cost is None else self.run_cost.as_dict(),
             "next": [{"name": n.name, "gain": n.gain, "costs": n.costs} for n in next_gains(self)],
             "peak": self._peak(chosen),
@@ -135,6 +146,7 @@ class Plan:
             "attention": space.kernels.attention,
             "lora_rank": space.kernels.lora_rank,
             "four_bits": space.kernels.four_bits,
+            "attention_share": space.kernels.attention_share,
             "precision": {key: _name_of(getattr(precision, key)) for key in ("params", "reduce", "master")},
             "versions": versions(),
         }
@@ -153,7 +165,16 @@ class Plan:
     def peak_parts(self) -> list[PeakPart]:
         """The peak of the chosen configuration in people's words."""
         memory = self.chosen.memory
-        return [] if memory is None else peak_parts(memory.peak, self.logits_bytes)
+        if memory is None:
+            return []
+        parts = peak_parts(memory.peak, self.logits_bytes)
+        if self.log is None or all(p.name != LOGITS for p in parts):
+            return parts
+        off = logits_off(self.log, self.logits_bytes)
+        return [
+            replace(p, advice=f"a chunked loss would take about {gib(off)} GiB off") if p.name == LOGITS else p
+            for p in parts
+        ]
 
     @property
     def logits_bytes(self) -> int:
@@ -202,6 +223,7 @@ class Plan:
             "checkpoint_activations": c.choice.checkpoint_activations,
             "micro_batch": c.choice.micro_batch,
             "accumulate": c.choice.accumulate,
+            "no_sync": c.choice.no_sync,
             "gpus": c.choice.gpus,
             "offload": c.choice.offload,
             "offload_params": OFFLOADS[c.choice.offload][0],

@@ -23,6 +23,8 @@ from accordion.models.language import brief, is_encoder, language_model, masked_
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
 from accordion.plan.losses import expect_labels, loss_of_logits, with_chunked_head
+from accordion.plan.other_models import check_loss, kind_of, loss_of_kind, model_of_kind
+from accordion.plan.own_model import own_loss, own_model
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
 
@@ -94,7 +96,10 @@ def _is_four_bits(config: Any) -> bool:
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
     """What a reader should know of how a named model is planned."""
     found = []
-    if is_encoder(config):
+    kind = kind_of(config)
+    if kind is not None:
+        found.append(f"planned as {type(model).__name__}, which {kind.words}")
+    elif is_encoder(config):
         found.append(
             f"an encoder: planned as {type(model).__name__}, which fills in masked tokens, and not as a causal model"
         )
@@ -111,7 +116,7 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
 class Kernels:
     """Which of several ways a language model takes. `loss`: of LOSSES. `attention`: of ATTENTIONS. `pure`: parameters in bf16.
     `lora_rank`: of adapters, with all else frozen; 0: all is trained. `lora_targets`: the layers that have them. `four_bits`: the
-    frozen ones are kept in so many.
+    frozen ones are kept in so many. `attention_share`: of the attention of whole rows, where several samples lie in one.
     """
 
     loss: str = "plain"
@@ -120,6 +125,7 @@ class Kernels:
     lora_rank: int = 0
     lora_targets: str = ALL
     four_bits: bool = False
+    attention_share: float = 1.0
 
 
 class Built:
@@ -138,14 +144,29 @@ class Built:
 
 def trained_model(config: Any, where: str, kernels: Kernels) -> nn.Module:
     """The language model, with those of its kernels that it is built with. Raises `UsageError`."""
-    make = masked_model if is_encoder(config) else language_model
-    model = make(config, where, "eager" if kernels.attention == "eager" else None)
+    kind, attention = kind_of(config), "eager" if kernels.attention == "eager" else None
+    if kind is None:
+        model = (masked_model if is_encoder(config) else language_model)(config, where, attention)
+    else:
+        check_loss(kind, kernels.loss, where)
+        model = model_of_kind(kind, config, where, attention)
+    return _changed(model, where, kernels, kernels.four_bits or _is_four_bits(config))
+
+
+def trained_own(name: str, where: str, kernels: Kernels) -> nn.Module:
+    """As `trained_model`, of a function of the user's own."""
+    if kernels.attention == "eager":
+        raise UsageError(f"{where} takes the attention that its code calls; leave --attention eager out.")
+    return _changed(own_model(name), where, kernels, kernels.four_bits)
+
+
+def _changed(model: nn.Module, where: str, kernels: Kernels, four_bits: bool) -> nn.Module:
+    """Raises `UsageError`."""
     if kernels.pure:
         model = model.to(torch.bfloat16)
     if kernels.lora_rank:
-        four_bits = kernels.four_bits or _is_four_bits(config)
         model = with_adapters(model, where, kernels.lora_rank, kernels.lora_targets, four_bits)
-    elif kernels.four_bits or _is_four_bits(config):
+    elif four_bits:
         raise UsageError(
             f"{where} is kept in four bits, which cannot be trained; train adapters beside it: --lora-rank 16."
         )
@@ -160,12 +181,29 @@ def language_subject(
     make: Callable[[], nn.Module] | None = None,
     kernels: Kernels | None = None,
 ) -> Subject:
-    """Training on text as `accordion train` does it, unless `kernels` say otherwise; no cache of keys."""
-    vocab, kernels = int(config.get_text_config().vocab_size), kernels or Kernels()
+    """Training on text as `accordion train` does it, unless `kernels` say otherwise; no cache of keys. What reads other things
+    than text is trained as its kind is.
+    """
+    kernels, kind = kernels or Kernels(), kind_of(config)
+    make = make or partial(trained_model, config, where, kernels)
+    if kind is not None:
+        loss = partial(_run, where, partial(loss_of_kind, kind, kernels.loss))
+        return Subject(make=make, batch=partial(kind.batch, config, micro_batch, seq), loss=loss)
+    vocab = int(config.get_text_config().vocab_size)
+    loss = partial(_run, where, partial(_token_loss, kernels.loss))
+    share = kernels.attention_share
+    return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss, attention_share=share)
+
+
+def own_subject(
+    where: str, vocab: int, micro_batch: int, seq: int, make: Callable[[], nn.Module], kernels: Kernels
+) -> Subject:
+    """Training on text of what a function of the user's own makes."""
     return Subject(
-        make=make or partial(trained_model, config, where, kernels),
+        make=make,
         batch=partial(_tokens, micro_batch, seq, vocab),
-        loss=partial(_token_loss, where, kernels.loss),
+        loss=partial(own_loss, where, kernels.loss),
+        attention_share=kernels.attention_share,
     )
 
 
@@ -175,19 +213,23 @@ def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _token_loss(where: str, loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _token_loss(loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     tokens, labels = batch
     if loss == "chunked":
         expect_labels(model, labels)
+    return loss_of_logits(loss, model(input_ids=tokens, use_cache=False).logits, labels)
+
+
+def _run(where: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a forward. Raises `UsageError` where the model's sizes do not go together."""
     try:
-        logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
+        return loss(model, batch)
     except Exception as error:  # of sizes that do not go together torch and transformers say so in many ways
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = raised_in.is_relative_to(Path(__file__).parents[1])
         if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
             raise
         raise UsageError(f"{where} can be built, but not run: {brief(error)}") from error
-    return loss_of_logits(loss, logits, labels)
 
 
 # -- what repeats

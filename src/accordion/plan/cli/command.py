@@ -24,6 +24,7 @@ from accordion.pages.page import Page
 from accordion.plan.api import plan
 from accordion.plan.cli.pages import of_comparison, of_plan, of_table
 from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, at_watts, gpu_named
+from accordion.plan.own_model import names_code
 from accordion.plan.result import Plan
 from accordion.plan.search.space import LARGEST_GPUS
 from accordion.plan.search.suggest import NODE, smallest_change
@@ -47,7 +48,8 @@ class Options:
     """Say what a training step of a model takes on given GPUs, and which configuration is the fastest that fits.
 
     Args:
-        model: a preset, a folder with a transformers config.json, or that file
+        model: a preset, a folder with a transformers config.json, or that file; or file.py:build or package.module:build, a
+            function without arguments that gives a language model
         task: a task of your own in its place, file.py, file.py:Name or package.module:Name, with options as --task.width 64 and
             batches of --micro-batch samples (8)
         gpu: a card of the table (--gpus-table shows it), measured: what --measure found here, or a file that it wrote
@@ -57,6 +59,7 @@ class Options:
         seq: tokens of a sequence
         micro_batch: sequences of one rank at a time; without it: look for it
         accumulate: micro-batches of a step
+        no_sync: micro-batches of a step but the last reduce nothing, and full gradients stay on each rank
         engine: accordion, or fsdp2: PyTorch's own in its place
         global_batch: sequences of a step over all GPUs; accumulation follows from it
         optimizer: adamw (fused), adamw_foreach, sgd (fused, with momentum), or adamw_bf16, adamw_8bit, adamw_4bit: AdamW with
@@ -77,6 +80,7 @@ class Options:
             it: the first of them that fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
         lengths: tokens of a sample as mean,longest: all are padded to the longest, and the mean counts as trained
+        packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
         tokens: of a whole run, whose hours, GPU-hours and energy are told
         price: dollars for an hour of one GPU, for the price of that run
         compare: file of another plan's --json, shown beside this one
@@ -108,6 +112,7 @@ class Options:
     seq: int = 4096
     micro_batch: int | None = None
     accumulate: int = 1
+    no_sync: bool = False
     engine: str = "accordion"
     global_batch: int | None = None
     optimizer: str = "adamw"
@@ -125,6 +130,7 @@ class Options:
     offload: str | None = None
     checkpoint_activations: str | None = None
     lengths: str | None = None
+    packed: bool = False
     tokens: float | None = None
     price: float | None = None
     compare: str | None = None
@@ -187,9 +193,11 @@ def run(words: list[str]) -> int:
             checkpoint_activations=o.checkpoint_activations,
             seq=seq,
             mean_tokens=mean_tokens,
+            packed=o.packed,
             tokens=o.tokens,
             price=o.price,
             accumulate=o.accumulate,
+            no_sync=o.no_sync,
             engine=o.engine,
             global_batch=o.global_batch,
             optimizer=o.optimizer,
@@ -201,7 +209,7 @@ def run(words: list[str]) -> int:
             processes=2 if o.task is None else 1,  # a task of a file is no module that another process can import
             **units,
         )
-    change = "" if made.fits or o.task is not None else _change(o, made, say)
+    change = "" if made.fits or o.task is not None or names_code(o.model) else _change(o, made, seq, say)
     if o.json:
         more = {"smallest_change": change} if change else {}
         print(json.dumps({**made.as_dict(), **more, "command": asked(o)}, indent=1))
@@ -332,11 +340,11 @@ def _measure(o: Options, file: Path) -> int:
     return 0
 
 
-def _change(o: Options, made: Plan, say: Any) -> str:
-    config = configuration(o.model, made.seq)
+def _change(o: Options, made: Plan, seq: int, say: Any) -> str:
+    config = configuration(o.model, seq)
     where, kernels = f"model {o.model!r}", made.space.kernels
     num_params = sum(p.numel() for p in trained_model(config, where, kernels).parameters() if p.requires_grad)
-    subject_for = partial(language_subject, config, where, seq=made.seq, kernels=kernels)
+    subject_for = partial(language_subject, config, where, seq=seq, kernels=kernels)
     return smallest_change(subject_for, made.space, made.cluster, num_params, say)
 
 

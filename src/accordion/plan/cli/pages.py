@@ -50,7 +50,6 @@ def _verdict(plan: Plan) -> Table:
     if c.memory is not None and c.steps is not None:
         reserved = sorted(c.memory.reserved_bytes.values())
         rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
-        unit = "tokens" if plan.space.tokens > 1 else "batches"
         rows += [
             ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
             ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, by how the allocator takes memory"],
@@ -60,13 +59,16 @@ def _verdict(plan: Plan) -> Table:
                 _range([s.seconds for s in c.steps.values()], "s"),
             ],
             ["of it waiting for others", _range([s.exposed_s for s in c.steps.values()], "s")],
-            [f"{unit}/s a GPU", _range(list(rates.values()), "")],
+            [f"{plan.counted}/s a GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
     cost = plan.run_cost
     if cost is not None:
         rows.append(
-            [f"{cost.tokens:,.0f} tokens take", f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}"]
+            [
+                f"{cost.tokens:,.0f} {plan.counted} take",
+                f"{_range(cost.hours, 'hours')}, {_range(cost.gpu_hours, 'GPU-hours')}",
+            ]
         )
         rows += [["price", f"{_range(cost.dollars, 'dollars')}"]] if cost.dollars else []
         rows += (
@@ -116,8 +118,11 @@ def _peak(plan: Plan) -> Table:
     parts, memory = plan.peak_parts, plan.chosen.memory
     assert memory is not None
     whole = memory.peak.num_bytes
-    rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}"] for p in parts]
-    return Table(title="what the peak is", columns=["", "GiB", ""], rows=rows)
+    rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}", p.advice] for p in parts]
+    columns = ["", "GiB", "", "what helps"]
+    if not any(p.advice for p in parts):
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    return Table(title="what the peak is", columns=columns, rows=rows)
 
 
 COMPARED = (  # (name, key, factor, unit)

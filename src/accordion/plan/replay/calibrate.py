@@ -53,7 +53,7 @@ def calibrated(
         raise UsageError(f"measured_step_s is {measured_s:g}; it takes the seconds of a step, a positive number.")
     if strategy_named(choice.strategy).hybrid and choice.replicas == 1:
         choice = replace(choice, replicas=max(1, choice.gpus // cluster.node))
-    choice = replace(choice, accumulate=max(choice.accumulate, space.accumulate))
+    choice = replace(choice, accumulate=max(choice.accumulate, space.accumulate), no_sync=space.no_sync)
     run = space.run_of(choice, cluster)
     log, _ = log_of(subject_for(choice.micro_batch), run)
 

@@ -81,7 +81,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> 
     if strategy.hybrid:
         kind = "scatter_sum" if strategy.optim_over_replicas else "sum"
         reduces += seconds(kind, floor.reduced, "replicate", narrow / choice.shards)
-    if strategy.grads.value == "shard":
+    if strategy.grads.value == "shard" and not choice.no_sync:
         reduces *= choice.accumulate
     gathers = 0.0
     if strategy.params.value == "shard":

@@ -14,13 +14,14 @@ from accordion.plan.replay.predict import MemoryNeed, memory_of
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, messages_s
 from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices, with_secondary
-from accordion.plan.search.traces import Traces
+from accordion.plan.search.traces import Traces, moved_as
 from accordion.plan.trace.setup import Subject
 from accordion.units import AUTO
 
 FIRST = "full_shard"  # is predicted first: it takes least memory, and others can only wait less
 AS_FAST = 0.02  # of choices that are as fast, the one that leaves most room is taken
 BESIDE = 3  # of the fastest, with which other units are tried
+SAME_MEMORY = ("all", "disk")  # of the device: what is on disk passes through the host
 HOST_MARGIN = 1.1  # on what ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
@@ -79,6 +80,7 @@ class Evaluator:
         self._task, self._space, self._cluster = task, task.space, task.cluster
         self.traces = Traces(task.subject_for, task.space, task.cluster, say)
         self._floors: dict[Choice, Floor] = {}
+        self._memory: dict[Choice, MemoryNeed] = {}  # of offload that was worked out, as `moved_as` has it
         self._rates: dict[int, float] = {}  # of the fastest that fits so many GPUs
         self._most = int(
             (task.cluster.card_bytes - OUTSIDE_BYTES) / MARGIN
@@ -184,7 +186,7 @@ class Evaluator:
         space, cluster, choice = self._space, self._cluster, candidate.choice
         moved = offloaded(log, choice, space.compute_bytes)
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or choice.offload == NO_OFFLOAD)
-        candidate.memory = memory_of(traced or moved, self._most)
+        candidate.memory = self._memory_of(choice, moved) if traced is None else memory_of(traced, self._most)
         candidate.steps = {"middle": self._step(moved, choice, "middle")}
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, cluster)
         candidate.disk_bytes = disk_bytes(log, choice, cluster)
@@ -192,6 +194,15 @@ class Evaluator:
         candidate.fits = candidate.memory.fits(cluster) and on_host
         self._bound(candidate)
         return candidate
+
+    def _memory_of(self, choice: Choice, moved: Log) -> MemoryNeed:
+        """Of a log without the engine's own offload: the same for states on the host and on disk, and replayed once."""
+        if choice.offload not in SAME_MEMORY:
+            return memory_of(moved, self._most)
+        key = moved_as(choice)
+        if key not in self._memory:
+            self._memory[key] = memory_of(moved, self._most)
+        return self._memory[key]
 
     def _step(self, moved: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
         run = self._space.run_of(choice, self._cluster)

@@ -30,7 +30,7 @@ OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the op
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
-    `secondary`: what `shard` takes under that name; 0: nothing.
+    `secondary`: what `shard` takes under that name; 0: nothing. `no_sync`: micro-batches but the last reduce nothing.
 
     `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
     """
@@ -44,12 +44,14 @@ class Choice:
     offload: str = NO_OFFLOAD
     units: str = AUTO
     secondary: int = 0
+    no_sync: bool = False
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"secondary shards over {self.secondary}"] if self.secondary else []
         parts += [f"checkpointing {self.checkpoint_activations}", f"micro-batch {self.micro_batch}"]
-        parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        apart = " without reducing" if self.no_sync else ""
+        parts += [f"accumulate {self.accumulate}{apart}"] if self.accumulate > 1 else []
         parts += [f"offload {self.offload}"] if self.offload != NO_OFFLOAD else []
         parts += [f"units {self.units}"] if self.units != AUTO else []
         return ", ".join([*parts, f"{self.gpus} GPUs"])
@@ -57,7 +59,8 @@ class Choice:
     @property
     def num_traced(self) -> int:
         """Micro-batches that are traced: all others are like the second, which is like the last where each one reduces."""
-        return min(self.accumulate, 2 if strategy_named(self.strategy).grads is Place.SHARD else 3)
+        each_reduces = strategy_named(self.strategy).grads is Place.SHARD and not self.no_sync
+        return min(self.accumulate, 2 if each_reduces else 3)
 
     @property
     def shards(self) -> int:
@@ -79,6 +82,7 @@ class Space:
     micro_batches: Sequence[int] = MICRO_BATCHES
     gpus: Sequence[int] = (8,)
     accumulate: int = 1
+    no_sync: bool = False
     global_batch: int | None = None
     replicas: int = 0
     offloads: Sequence[str] = tuple(OFFLOADS)
@@ -114,6 +118,7 @@ class Space:
             node=cluster.node,
             replicas=choice.replicas,
             accumulate=choice.num_traced,
+            no_sync=choice.no_sync,
             optimizer=self.optimizer,
             sharding=sharding,
             device=self.device,
@@ -168,7 +173,7 @@ def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
                         if accumulate:
                             choice = Choice(
                                 strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
-                                gpus=gpus, accumulate=accumulate, replicas=replicas,
+                                gpus=gpus, accumulate=accumulate, replicas=replicas, no_sync=space.no_sync,
                             )  # fmt: skip
                             yield with_secondary(choice, space.secondary or 0) or choice
 

@@ -17,12 +17,14 @@ from accordion.units import UnitChoice, only_blocks
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """What is trained. `make`: the model on the meta device. `batch`: called for each micro-batch; what it
-    gives is handed to `loss`. `make` may be called many times. Tensors that `batch` makes need no values.
+    gives is handed to `loss`. `make` may be called many times. Tensors that `batch` makes need no values. `attention_share`: of
+    attention's operations, what is taken where several samples lie in a row and each looks at itself alone.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
     loss: Callable[[nn.Module, Any], Tensor]
+    attention_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class TrainingSetup:
     """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: the keyword arguments of `shard`.
 
     `node`: ranks of one machine. `replicas`: of a hybrid strategy; 0: one a machine. `device`: "cuda" traces what a GPU would
-    do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS.
+    do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS. `no_sync`: micro-batches but the last do not reduce.
     """
 
     engine: str = "accordion"
@@ -38,6 +40,7 @@ class TrainingSetup:
     node: int = 8
     replicas: int = 0
     accumulate: int = 1
+    no_sync: bool = False
     optimizer: str = "adamw"
     sharding: Mapping[str, Any] = field(default_factory=dict)
     device: Literal["cuda", "cpu"] = "cuda"

@@ -49,6 +49,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
         stack.enter_context(tracker)
         stack.enter_context(stand_ins.installed() if stand_ins else nullcontext())
         tracker.with_workspaces = run.device == "cuda"
+        tracker.attention_share = subject.attention_share
         try:
             with tracker.paused():
                 _as_fakes(model)
@@ -90,7 +91,8 @@ def _steps(
 def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker) -> None:
     for i in range(run.accumulate):
         tracker.enter(StepPhase.FORWARD)
-        later = run.strategy.grads is Place.REPLICATE and i + 1 < run.accumulate
+        alone = run.no_sync or run.strategy.grads is Place.REPLICATE
+        later = alone and i + 1 < run.accumulate
         with rig.no_sync() if later else nullcontext():
             loss = _scalar(subject.loss(model, subject.batch()))
             tracker.enter(StepPhase.BACKWARD)

@@ -62,6 +62,7 @@ class Tracker(StorageWatch):
         self.unknown_workspaces: dict[str, str] = {}  # operators that were met, and why theirs is not known
         self.sum_axis = "shard"  # over which torch's own all-reduce goes
         self._transfers = 0
+        self.attention_share = 1.0  # see `Subject`
 
     # -- what the driver says
 
@@ -198,7 +199,7 @@ class Tracker(StorageWatch):
         given, made = tensors_of((args, kwargs)), tensors_of(out)
         if not given and not made:
             return
-        flops = flops_of(func, args, kwargs, out)
+        flops = flops_of(func, args, kwargs, out) * (self.attention_share if "attention" in name else 1.0)
         moved = bytes_moved_by(func, args, kwargs, out)
         floating = next((t.dtype for t in (*given, *made) if t.is_floating_point()), torch.float32)
         unsure, why = unknown_workspace_of(func, args, kwargs, out) if self.with_workspaces else (0, "")
