@@ -105,7 +105,7 @@ class ShardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimization: AdamW, linear warmup, cosine decay to a tenth of the peak.
+    """The optimization: AdamW, linear warmup, cosine decay to a tenth of the peak, unless other keys say otherwise.
 
     Args:
         steps: optimizer steps in all
@@ -113,8 +113,14 @@ class TrainConfig:
         accumulate: micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences
         global_batch: sequences of a step over all ranks, in place of `accumulate`, so that a job that goes on with another
             number of ranks makes the same steps; 0: as `accumulate` says
-        lr: learning rate at the peak
+        lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`
         warmup: steps of linear warmup
+        schedule: of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd` (constant,
+            then linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup
+        final_lr: share of the peak at which `cosine`, `linear` and `wsd` end
+        decay_every: of `step`: steps between drops; 0: a third of those behind the warmup
+        decay_factor: of `step`: by what a drop multiplies the rate
+        decay_steps: of `wsd`: steps at the end in which the rate goes down; 0: a fifth of all
         weight_decay: decay of matrices; vectors have none
         clip: largest gradient norm; 0: no clipping
         seed: of the initial weights and of the order of the data
@@ -136,6 +142,11 @@ class TrainConfig:
     global_batch: int = 0
     lr: float = 1e-3
     warmup: int = 5
+    schedule: Literal["auto", "cosine", "linear", "constant", "step", "wsd"] = "auto"
+    final_lr: float = 0.1
+    decay_every: int = 0
+    decay_factor: float = 0.1
+    decay_steps: int = 0
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -250,6 +261,10 @@ AT_LEAST = {
     "train.global_batch": 0,
     "train.lr": 0,
     "train.warmup": 0,
+    "train.final_lr": 0,
+    "train.decay_every": 0,
+    "train.decay_factor": 0,
+    "train.decay_steps": 0,
     "train.weight_decay": 0,
     "train.clip": 0,
     "train.seed": 0,
@@ -259,6 +274,12 @@ AT_LEAST = {
     "checkpoint.keep": 0,
     "launch.nproc": 0,
     "launch.timeout_s": 5,
+}
+OF_SCHEDULES = {  # which schedules a key is of
+    "train.final_lr": ("auto", "cosine", "linear", "wsd"),
+    "train.decay_every": ("step",),
+    "train.decay_factor": ("step",),
+    "train.decay_steps": ("wsd",),
 }
 NUMBERS = (*AT_LEAST, "shard.offload_device_gib", "shard.offload_host_gib")
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
@@ -296,6 +317,7 @@ def check(config: JobConfig) -> None:
             raise UsageError(f"{key} is {value}; it must be between {least} and {LARGEST}.")
     if config.train.lr == 0:
         raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
+    _check_schedule(config.train, values, defaults)
     for key, value in values.items():
         if isinstance(value, str) and (not value.strip() or "\0" in value):
             raise UsageError(f"{key} is empty; leave it out for its default.")
@@ -315,6 +337,25 @@ def check(config: JobConfig) -> None:
             )
         if config.model.init == "pretrained":
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+
+
+def _check_schedule(options: TrainConfig, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key, schedules in OF_SCHEDULES.items():
+        if values[key] != defaults[key] and options.schedule not in schedules:
+            takes = " or ".join(name for name in schedules if name != "auto")
+            raise UsageError(
+                f"{key} is {values[key]}, which train.schedule {options.schedule!r} has no use for; it is of {takes}."
+            )
+    for key in ("final_lr", "decay_factor"):
+        if getattr(options, key) > 1:
+            raise UsageError(
+                f"train.{key} is {getattr(options, key)}; it must be between 0 and 1, a share of the rate."
+            )
+    if options.warmup + options.decay_steps > options.steps and options.decay_steps:
+        raise UsageError(
+            f"train.decay_steps is {options.decay_steps} behind train.warmup {options.warmup}, more than train.steps "
+            f"{options.steps}; lower one of these."
+        )
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:

@@ -18,7 +18,7 @@ from accordion.train.auto_plan import Expected
 from accordion.train.config import Config, JobConfig
 from accordion.train.data import Share, check_enough
 from accordion.train.model import causal_model, check_folder, configuration
-from accordion.train.own_task import OwnTask, check_data, check_own_keys, tried
+from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.sources import Source, find
 from accordion.train.text import Text
 from accordion.train.tokens import (
@@ -71,7 +71,10 @@ def prepare(
         place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask)
         _check_shards(config, place)
         if isinstance(config, Config):
-            check_own_keys(optimizer_of(config.parts), None, config)
+            optimizer = optimizer_of(config.parts)
+            check_own_keys(optimizer, None, config)
+            with of_the_task("optimizer(params)"):
+                check_optimizer(optimizer)
             return _of_text(config, place, cache)
         return _of_task(config, place, OwnTask(parts=config.parts, task=task))
     except OSError as error:
