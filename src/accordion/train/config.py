@@ -27,27 +27,40 @@ class ModelConfig:
         path: folder with `config.json` (any causal language model of transformers), in place of a preset;
             its `tokenizer.json` is used where there is one
         init: `scratch` draws the weights from `train.seed`, `pretrained` reads the safetensors in `model.path`
+        attention: transformers' implementation of it; `auto`: its own choice, `sdpa` for most models
     """
 
     preset: str = "llama-10m"
     path: str | None = None
     init: Literal["scratch", "pretrained"] = "scratch"
+    attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text.
+    """The text, or examples with answers to learn.
 
     Args:
         path: a text file, JSONL, parquet, a folder of such files, or a saved datasets folder;
             without it: the Python standard library's own source files on this machine
+        format: `text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in the
+            tokenizer's chat template. Of the latter two the loss is on answers alone
         text_field: column of JSONL, parquet and datasets that holds the text
-        seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them
+        seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them; of examples that are
+            longer the end is cut off
+        packing: of chat and prompt: `documents`: several examples in a row, none of which sees another; `length`: an example in a
+            row, beside others of about its length; `none`: beside any others
+        tokenizer: tokenizer.json or folder of transformers, of chat and prompt, in place of the one in `model.path`
+        chat_template: file with a Jinja template, in place of the tokenizer's
     """
 
     path: str | None = None
+    format: Literal["text", "chat", "prompt"] = "text"
     text_field: str = "text"
     seq_len: int = 128
+    packing: Literal["documents", "length", "none"] = "documents"
+    tokenizer: str | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +343,8 @@ def check(config: JobConfig) -> None:
             f"shard.replicas is {config.shard.replicas} but strategy {strategy.name!r} has no replicas; "
             "take hybrid_shard or leave it out."
         )
+    if isinstance(config, Config):
+        _check_data(config.data)
     if isinstance(config, Config) and config.model.path is None:
         if config.model.preset not in TRAINED:
             raise UsageError(
@@ -337,6 +352,16 @@ def check(config: JobConfig) -> None:
             )
         if config.model.init == "pretrained":
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+
+
+def _check_data(data: DataConfig) -> None:
+    own = {"packing": ("chat", "prompt"), "tokenizer": ("chat", "prompt"), "chat_template": ("chat",)}
+    for key, formats in own.items():
+        value = getattr(data, key)
+        if value != getattr(DataConfig(), key) and data.format not in formats:
+            raise UsageError(
+                f"data.{key} is {value!r}, and is of data.format {' and '.join(formats)}, not {data.format}."
+            )
 
 
 def _check_schedule(options: TrainConfig, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
