@@ -132,10 +132,13 @@ def test_steps_are_of_like_lengths_and_the_same_on_any_number_of_ranks(world: in
 @pytest.mark.parametrize("world", [1, 3, 7])
 def test_held_out_rows_count_once(world: int) -> None:
     rows, collate = Rows(examples(10), SEQ, "none"), Collate(SEQ, "none")
-    counts = []
-    for rank in range(world):
-        share = Share(rank=rank, world=world, micro_batch=2, accumulate=1)
-        counts.append([int((b["labels"] != IGNORED).sum()) for b in validation_rows(rows, collate, share, 256)])
+    counts = [
+        [
+            int((b["labels"] != IGNORED).sum())
+            for b in validation_rows(rows, collate, Share(rank=rank, world=world, micro_batch=2, accumulate=1), 256)
+        ]
+        for rank in range(world)
+    ]
     assert len({len(count) for count in counts}) == 1
     expected = sum(int((labels != IGNORED).sum()) for i in range(len(rows)) for _, labels in rows[i])
     assert sum(map(sum, counts)) == expected

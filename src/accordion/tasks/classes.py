@@ -43,7 +43,8 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:
             raise UsageError(
-                f"{key} {class_path!r} is no optimizer; {nearest(class_path.lower(), OPTIMIZERS)} Or name a class: torch.optim.SGD."
+                f"{key} {class_path!r} is no optimizer; {nearest(class_path.lower(), OPTIMIZERS)} Or name a class, as "
+                "torch.optim.SGD."
             )
         return OPTIMIZERS[class_path.lower()]
     if where.endswith(".py"):

@@ -48,8 +48,8 @@ def chat_tokenizer(
     found, keep = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(found, "is_fast", False):
         raise UsageError(
-            f"the tokenizer {type(found).__name__} is written in Python and does not tell where its tokens lie in the text; take a "
-            "fast one, which has a tokenizer.json."
+            f"the tokenizer {type(found).__name__} is written in Python and does not tell where its tokens lie in the text; take "
+            "a fast one, which has a tokenizer.json."
         )
     if found.eos_token_id is None:
         raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
@@ -65,8 +65,8 @@ def chat_tokenizer(
         except ValueError as error:
             several = brief(error) if getattr(found, "chat_template", None) else "the tokenizer has no chat template"
             raise UsageError(
-                f"data.format is 'chat', and {several.rstrip('.')}; give one with --data.chat_template FILE, or --data.tokenizer the "
-                "folder of a chat model."
+                f"data.format is 'chat', and {several.rstrip('.')}; give one with --data.chat_template FILE, or --data.tokenizer "
+                "the folder of a chat model."
             ) from None
     return found, keep
 

@@ -39,6 +39,7 @@ FLAGS = {
 SHORT = {  # a flag's short form -> what it stands for
     **{f"--{name}": f"--train.{name}" for name in ("deepspeed", "plan")},
     **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
+    "--adapter": "--adapter.kind",
 }
 TRAINED = ("task", "model", "data", "loss")  # parts that make a task, in place of text
 

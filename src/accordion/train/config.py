@@ -43,8 +43,8 @@ class DataConfig:
     Args:
         path: a text file, JSONL, parquet, a folder of such files, or a saved datasets folder;
             without it: the Python standard library's own source files on this machine
-        format: `text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in the
-            tokenizer's chat template. Of the latter two the loss is on answers alone
+        format: `text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in
+            the tokenizer's chat template. Of the latter two the loss is on answers alone
         text_field: column of JSONL, parquet and datasets that holds the text
         seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them; of examples that are
             longer the end is cut off
@@ -61,6 +61,26 @@ class DataConfig:
     packing: Literal["documents", "length", "none"] = "documents"
     tokenizer: str | None = None
     chat_template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Adapters of PEFT beside frozen weights.
+
+    Args:
+        kind: `lora`, also `--adapter lora`: low-rank adapters are trained, and nothing else; `none`: all weights are
+        r: rank
+        alpha: what an adapter adds is scaled by alpha / r
+        dropout: share of an adapter's inputs that is left out in training
+        targets: layers that have adapters, by the last parts of their names with commas between; `auto`: all linear layers but
+            the head
+    """
+
+    kind: Literal["none", "lora"] = "none"
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +148,8 @@ class TrainConfig:
             number of ranks makes the same steps; 0: as `accumulate` says
         lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`
         warmup: steps of linear warmup
-        schedule: of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd` (constant,
-            then linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup
+        schedule: of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd`
+            (constant, then linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup
         final_lr: share of the peak at which `cosine`, `linear` and `wsd` end
         decay_every: of `step`: steps between drops; 0: a third of those behind the warmup
         decay_factor: of `step`: by what a drop multiplies the rate
@@ -245,10 +265,12 @@ class TextConfig:
 
     Args:
         model: the model
+        adapter: adapters beside it
         data: the text
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 
@@ -266,6 +288,7 @@ def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
 
 AT_LEAST = {
     "data.seq_len": 2,
+    "adapter.r": 1,
     "shard.replicas": 0,
     "shard.secondary": 0,
     "train.steps": 1,
@@ -294,7 +317,7 @@ OF_SCHEDULES = {  # which schedules a key is of
     "train.decay_factor": ("step",),
     "train.decay_steps": ("wsd",),
 }
-NUMBERS = (*AT_LEAST, "shard.offload_device_gib", "shard.offload_host_gib")
+NUMBERS = (*AT_LEAST, "adapter.alpha", "adapter.dropout", "shard.offload_device_gib", "shard.offload_host_gib")
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 
 
@@ -345,6 +368,7 @@ def check(config: JobConfig) -> None:
         )
     if isinstance(config, Config):
         _check_data(config.data)
+        _check_adapter(config.adapter)
     if isinstance(config, Config) and config.model.path is None:
         if config.model.preset not in TRAINED:
             raise UsageError(
@@ -352,6 +376,16 @@ def check(config: JobConfig) -> None:
             )
         if config.model.init == "pretrained":
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+
+
+def _check_adapter(adapter: AdapterConfig) -> None:
+    for key, value in vars(adapter).items():
+        if adapter.kind == "none" and value != getattr(AdapterConfig(), key):
+            raise UsageError(f"adapter.{key} is {value}, and there is no adapter; give --adapter lora.")
+    if not 0 <= adapter.dropout < 1:
+        raise UsageError(f"adapter.dropout is {adapter.dropout}; it must be at least 0 and below 1.")
+    if adapter.alpha <= 0:
+        raise UsageError(f"adapter.alpha is {adapter.alpha}; it must be above 0, or adapters add nothing.")
 
 
 def _check_data(data: DataConfig) -> None:

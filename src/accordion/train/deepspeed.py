@@ -67,8 +67,8 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
         )
     if settings.scheduler is not None and config.train.schedule != "auto":
         raise UsageError(
-            f"train.schedule is {config.train.schedule!r}, and scheduler.type in {config.train.deepspeed!r} names one too; say it "
-            "in one place."
+            f"train.schedule is {config.train.schedule!r}, and scheduler.type in {config.train.deepspeed!r} names one too; say "
+            "it in one place."
         )
     values, changed = flat(config), {}
     for means in _meanings(config, settings, num_ranks):

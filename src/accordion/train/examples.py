@@ -131,8 +131,8 @@ class Encoder:
             closing = until.rpartition(content)[2] if content else ""
             if not (content and text.startswith(before + content + closing)):
                 raise UsageError(
-                    f"{where}: message {i + 1} cannot be told apart in what the chat template makes of the whole; mark answers in "
-                    "the template with {% generation %}, and give it as data.chat_template."
+                    f"{where}: message {i + 1} cannot be told apart in what the chat template makes of the whole; mark answers "
+                    "in the template with {% generation %}, and give it as data.chat_template."
                 )
             spans.append((len(before), len(before) + len(content + closing)))
         return spans
@@ -160,7 +160,8 @@ def _check_unicode(text: str, what: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"{what} holds half of a surrogate pair (\\u{ord(text[error.start]):04x} at character {error.start}), which is no text."
+            f"{what} holds half of a surrogate pair (\\u{ord(text[error.start]):04x} at character {error.start}), which is "
+            "no text."
         ) from None
 
 

@@ -16,14 +16,15 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from accordion.errors import UsageError
-from accordion.state import sharded_engine
+from accordion.state import Only, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
+from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches, on_device
 from accordion.train.config import Config
 from accordion.train.data import EVAL_SEQUENCES, IGNORED, GlobalOrder, Share
 from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
-from accordion.train.model import causal_model, fill, rows_are_sequences, rows_hold_documents
+from accordion.train.model import rows_are_sequences, rows_hold_documents
 from accordion.train.packing import Batch, Collate, LengthOrder, Rows, validation_rows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
@@ -54,13 +55,13 @@ class Instructions:
         }
 
     def model(self, seed: int) -> nn.Module:
-        return causal_model(self.config.model, self.config.data)
+        return trained_model(self.config)
 
     def units(self) -> None:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        fill(model, self.config.model, seed)
+        fill_trained(model, self.config, seed)
         if self.config.data.packing == "documents":
             check_apart(model)
 
@@ -104,12 +105,16 @@ class Instructions:
         return {
             "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
             "data": self._data(),
+            **said_of(self.config),
             "tokenizer": self.examples.tokenizer_digest,
         }
 
     def _data(self) -> str:
         data = self.config.data
         return f"{self.examples.digest} {data.packing} {data.seq_len}"
+
+    def kept(self) -> Only:
+        return kept_of(self.config)
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self._data())
@@ -160,8 +165,8 @@ def check_enough_rows(rows: Mapping[Split, Rows], config: Config, global_batch: 
         several = data.packing == "documents"
         what, less = (f"rows of {data.seq_len} tokens", " shorten data.seq_len") if several else ("examples", "")
         raise UsageError(
-            f"one step takes {global_batch} {what} (ranks x train.micro_batch x train.accumulate), {where} has {count}; lower one "
-            f"of these,{less} or give more data."
+            f"one step takes {global_batch} {what} (ranks x train.micro_batch x train.accumulate), {where} has {count}; lower "
+            f"one of these,{less} or give more data."
         )
 
 

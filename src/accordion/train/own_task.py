@@ -121,6 +121,9 @@ class OwnTask:
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {"task": self.loaded.name, "samples": self.size}
 
+    def kept(self) -> None:
+        return None
+
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra.get("samples") == self.size)
 

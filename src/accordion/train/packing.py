@@ -40,8 +40,8 @@ class Fitted:
         total, lost = self.num_cut + self.num_left_out, self.num_lost
         left_out = f"; {self.num_left_out:,} of them have no answer left and are left out" if self.num_left_out else ""
         return (
-            f"{total:,} of {len(self.kept) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: {lost:,} of "
-            f"{self.num_answers:,} answer tokens ({100 * lost / self.num_answers:.1f} %) are lost{left_out}"
+            f"{total:,} of {len(self.kept) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: "
+            f"{lost:,} of {self.num_answers:,} answer tokens ({100 * lost / self.num_answers:.1f} %) are lost{left_out}"
         )
 
 
@@ -174,7 +174,7 @@ class LengthOrder(GlobalOrder):
 
 
 def validation_rows(rows: Rows, collate: Collate, share: Share, most: int) -> Iterator[Batch]:
-    """This rank's batches of the first `most` rows, as many on every rank; one that has none left has labels that do not count."""
+    """This rank's batches of the first `most` rows, as many on every rank; where it has none left, none of its labels count."""
     count = min(len(rows), most)
     each = share.world * share.micro_batch
     for start in range(0, count, each):

@@ -14,9 +14,11 @@ from torch import nn
 from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
+from accordion.models.stored import computing
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
+from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
 from accordion.train.config import Config, JobConfig
@@ -24,7 +26,7 @@ from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
 from accordion.train.examples import FIELDS, Encoder
 from accordion.train.instructions import Instructions, check_enough_rows
-from accordion.train.model import causal_model, check_folder, configuration
+from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.packing import Rows
 from accordion.train.preview import Part, preview
@@ -184,8 +186,8 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     source, say = find(config.data), place.say
     folders, resume = _folders(config, f"{model_name}-{source.name}", place)
     units = units_named(config.shard.units, "shard.units")
-    if config.model.path is not None or units is not None or resume is not None:
-        _check_model(config, units, resume)
+    if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
+        _tell_of_adapters(_check_model(config, units, resume), say)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
@@ -203,7 +205,7 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    return _prepared(folders, Text(config=config, tokens=tokens), place, resume)
+    return _prepared(folders, Text(config=with_base(config, folders["run.dir"]), tokens=tokens), place, resume)
 
 
 def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
@@ -213,9 +215,11 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     source = find_rows(data, FIELDS[data.format])
     folders, resume = _folders(config, f"{model_name}-{source.name}", place)
     model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
-    if data.packing == "documents" and "position_ids" not in signature(type(model).forward).parameters:
+    inner = computing(model)
+    _tell_of_adapters(model, say)
+    if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
         raise UsageError(
-            f"data.packing is 'documents', and {type(model).__name__} takes no position ids, so that the examples in a row would "
+            f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
             "see each other; take --data.packing length."
         )
     tokenizer, keep_tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
@@ -251,8 +255,15 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_tokenizer()
     tokenizer.save_pretrained(folders["run.dir"])
     spec = tokenizer.backend_tokenizer.to_str()
+    config = with_base(config, folders["run.dir"])
     work = Instructions(config=config, examples=examples, spec=spec, end_id=tokenizer.eos_token_id)
     return _prepared(folders, work, place, resume)
+
+
+def _tell_of_adapters(model: nn.Module, say: Say) -> None:
+    trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
+    if trained < total:
+        say(f"adapters: {trained:,} of {total:,} parameters are trained")
 
 
 def _check_rows(num_tokens: int, model_vocab: int, config: Config) -> None:
@@ -317,7 +328,7 @@ def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> nn.M
     """The model without storage, held against the units asked for and the checkpoint."""
     from accordion.weights.pretrained import check_pretrained
 
-    model = causal_model(config.model, config.data)
+    model = trained_model(config)
     choose_units(model, units)
     if config.model.path is not None and config.model.init == "pretrained":
         try:
@@ -325,5 +336,8 @@ def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> nn.M
         except CheckpointError as error:
             raise UsageError(f"model.path: {error}") from None
     if resume is not None:
-        checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
+        held = model.state_dict(keep_vars=True).items()
+        all_of_it = kept_of(config) is None
+        shapes = {name: tuple(value.shape) for name, value in held if all_of_it or value.requires_grad}
+        checkpoints.check_model(resume, shapes)
     return model

@@ -83,8 +83,9 @@ def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> 
 def share_at(step: int, options: TrainConfig) -> float:
     """Which share of its peak the rate has in step 1, 2, ...: linear warmup, then what `train.schedule` says.
 
-    With x from 0, at the end of the warmup, to 1, at the last step, and f the share `final_lr`: cosine f + (1 - f)(1 + cos(pi x)) / 2,
-    linear 1 - (1 - f) x; step `decay_factor` to the power of the drops so far; wsd 1, and behind it linear with an x of its own.
+    With x from 0, at the end of the warmup, to 1, at the last step, and f the share `final_lr`: cosine
+    f + (1 - f)(1 + cos(pi x)) / 2, linear 1 - (1 - f) x; step `decay_factor` to the
+    power of the drops so far; wsd 1, and at the end linear with an x of its own.
     """
     if step <= options.warmup:
         return step / options.warmup

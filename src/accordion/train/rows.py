@@ -16,7 +16,7 @@ from accordion.train.sources import DATASET_MARKS, Split, find, held_out_of, spl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`where`: file and line or row, for a message. `split`: of which the row is; by a hash of its place if the data is silent."""
+    """`where`: file and line or row, for a message. `split`: of which the row is; by a hash of its place if no name says it."""
 
     where: str
     values: dict[str, Any]

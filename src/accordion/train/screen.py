@@ -88,7 +88,7 @@ class Screen:
             self._progress = None
 
     def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
-        """Examples in parts, each a text and whether it is learnt: what is not is dimmed, or outside of ⟦ ⟧ without a terminal."""
+        """Examples in parts, each a text and whether it is learnt: what is not is dimmed, or outside of ⟦ ⟧ off a terminal."""
         legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
         for number, parts in enumerate(shown, 1):
             self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))
