@@ -135,9 +135,9 @@ BAD = {
     "no such kind": (["--adapter", "lore"], "did you mean 'lora'?"),
     "no rank": (["--adapter", "lora", "--adapter.r", "0"], "adapter.r is 0; it must be between 1"),
     "no scale": (["--adapter", "lora", "--adapter.alpha", "0"], "adapter.alpha is 0.0; it must be above 0"),
-    "all dropped": (["--adapter", "lora", "--adapter.dropout", "1"], "adapter.dropout is 1.0; it must be at least 0 and below 1"),
-    "no such layer": (["--adapter", "lora", "--adapter.targets", "q_porj"], "adapter.targets names 'q_porj', which is no layer of the model; did you mean 'q_proj'?"),
-    "a layer of another kind": (["--adapter", "lora", "--adapter.targets", "act_fn"], "adapter.targets 'act_fn' cannot have adapters"),
+    "all dropped": (["--adapter", "lora", "--adapter.dropout", "1"], "must be at least 0 and below 1"),
+    "no such layer": (["--adapter", "lora", "--adapter.targets", "q_porj"], "adapter.targets names 'q_porj', which is no layer"),
+    "a layer of another kind": (["--adapter", "lora", "--adapter.targets", "act_fn"], "act_fn' cannot have adapters"),
 }  # fmt: skip
 
 

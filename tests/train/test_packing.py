@@ -118,8 +118,7 @@ def test_steps_are_of_like_lengths_and_the_same_on_any_number_of_ranks(world: in
         iter(LengthOrder(43, Share(rank=r, world=world, micro_batch=micro, accumulate=accumulate), 3))
         for r in range(world)
     ]
-    for _ in range(10):  # two epochs
-        steps.append({i for _ in range(accumulate) for order in orders for i in next(order)})
+    steps += [{i for _ in range(accumulate) for order in orders for i in next(order)} for _ in range(10)]  # two epochs
     assert all(max(step) - min(step) == 7 for step in steps)
     assert len(set().union(*steps[:5])) == 40
     whole = iter(LengthOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3))
