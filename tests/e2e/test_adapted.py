@@ -107,9 +107,9 @@ def test_it_goes_on_exactly_and_on_another_number_of_ranks(place: Path, run: str
     ]
     whole = train("whole", *flags, "--train.steps", "4", "--shard.checkpoint_activations", "full")
     train("cut", *flags, "--train.steps", "2", "--adapter.dropout", "0")
-    assert train("cut", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-5)
+    assert train("cut", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-4)
     train("one", *flags, "--train.steps", "2", "--launch.nproc", "1")
-    assert train("one", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-5)
+    assert train("one", *flags, "--train.steps", "4") == pytest.approx(whole, rel=1e-4)
 
 
 def test_a_base_that_is_drawn_is_kept_beside_the_run(place: Path) -> None:
@@ -128,6 +128,12 @@ def test_a_base_that_is_drawn_is_kept_beside_the_run(place: Path) -> None:
     torch.testing.assert_close(
         logits_of(adapted), logits_of(AutoModelForCausalLM.from_pretrained("drawn-merged")), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_on_examples_plans_itself(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train("planned", "--model.path", "llama", "--model.init", "pretrained", "--train.steps", "2", "--plan", "auto")
+    assert "plan: " in capfd.readouterr().out
 
 
 BAD = {

@@ -56,7 +56,7 @@ def train(run_dir: str, *flags: str) -> list[dict[str, Any]]:
         "--data.format",
         "chat",
     ]
-    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, "--train.warmup", "0", *flags]
+    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *flags]
     assert cli.main(["train", *words]) == 0
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
@@ -67,7 +67,8 @@ def losses(found: list[dict[str, Any]]) -> list[float]:
 
 def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks of two micro-batches each, against one rank with all of it; and each step's loss by plain transformers."""
-    flags = ["--train.steps", "4", "--data.packing", "none", "--train.lr", "0.01"]
+    flags = ["--train.steps", "3", "--data.packing", "none", "--optimizer", "sgd", "--optimizer.lr", "0.05"]
+    flags += ["--train.schedule", "linear"]  # SGD is as exact as its gradients; AdamW's first steps go by their signs
     two = train("two", *flags, "--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2")
     shown = capfd.readouterr().out
     one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
@@ -108,14 +109,14 @@ def by_hand(place: Path, count: int) -> float:
 def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path, packing: str) -> None:
     """With a template of one's own, which marks the answers."""
     flags = ["--data.packing", packing, "--data.chat_template", "marked.jinja", "--train.schedule", "constant"]
-    flags += ["--train.global_batch", "4", "--train.micro_batch", "2"]
+    flags += ["--train.warmup", "0", "--train.global_batch", "4", "--train.micro_batch", "2"]
     whole = train(f"{packing}-whole", *flags, "--train.steps", "6")
     train(f"{packing}-cut", *flags, "--train.steps", "3")
     on = train(f"{packing}-cut", *flags, "--train.steps", "6")
     assert losses(on) == losses(whole)
     if packing == "documents":
         train("alone", *flags, "--train.steps", "3", "--launch.nproc", "1")
-        assert losses(train("alone", *flags, "--train.steps", "6")) == pytest.approx(losses(whole), rel=1e-5)
+        assert losses(train("alone", *flags, "--train.steps", "6")) == pytest.approx(losses(whole), rel=1e-4)
 
 
 TALKS = ["--data.path", "talks.jsonl", "--data.format", "chat"]

@@ -175,8 +175,8 @@ def _hint(parameter: inspect.Parameter) -> Any:
     hint, default = parameter.annotation, parameter.default
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]
-        several = tuple[(float,) * len(kinds)]  # type: ignore[misc]
-        return several if several in SEVERAL and len(kinds) == len(get_args(hint)) else None
+        fits = len(kinds) == len(get_args(hint))
+        return next((several for several, count in SEVERAL.items() if fits and count == len(kinds)), None)
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind in PLAIN]
         chosen = type(default) if type(default) in kinds else next((k for k in PLAIN if k in kinds), None)

@@ -139,7 +139,7 @@ def _made(
             for file, kind in ((part.tokens, dtype), (part.answers, np.dtype(np.bool_))):
                 file.flush()
                 held.append(np.memmap(file, dtype=kind, mode="r"))
-                digest.update(memoryview(held[-1]).cast("B"))
+                digest.update(held[-1].data)
             digest.update(ends.tobytes())
             arrays[split] = Examples(held[0], held[1], ends)
         found = ExampleFiles(

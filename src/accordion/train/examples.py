@@ -41,7 +41,7 @@ class Encoder:
     def example(self, row: Row) -> Example:
         """Raises `UsageError` for a row that is none."""
         if self._kind == "prompt":
-            made = self._of_prompt(*(_text(row, field) for field in FIELDS["prompt"]), row.where)
+            made = self._of_prompt(_text(row, "prompt"), _text(row, "completion"), row.where)
         else:
             made = self._of_messages(messages_of(row), row.where)
         if not made.answers[1:].any():
@@ -184,7 +184,7 @@ def _message(message: object, where: str) -> Message:
     if not isinstance(role, str):
         raise UsageError(f"{where} has no role; it takes one of {', '.join(ROLES)}.")
     if role not in ROLES:
-        raise UsageError(f"{where} has role {role!r}; {nearest(role, ROLES)}")
+        raise UsageError(f"{where} has role {role!r}; {nearest(role, list(ROLES))}")
     calls = bool(message.get("tool_calls"))
     if not isinstance(content, str) and not (content is None and calls):
         what = "no content" if content is None else f"content that is {type(content).__name__}"

@@ -101,9 +101,9 @@ class Rows(Dataset[list[Batch]]):
         if packing == "documents":
             self.rows: Sequence[Sequence[int]] = packed(self.fit.lengths, seq_len)
         elif packing == "length":
-            self.rows = np.argsort(self.fit.lengths, kind="stable").reshape(-1, 1)
+            self.rows = np.argsort(self.fit.lengths, kind="stable").reshape(-1, 1).tolist()
         else:
-            self.rows = np.arange(len(self.fit.kept)).reshape(-1, 1)
+            self.rows = np.arange(len(self.fit.kept)).reshape(-1, 1).tolist()
 
     def __len__(self) -> int:
         return len(self.rows)
