@@ -78,6 +78,7 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
     assert losses(two)[0] == pytest.approx(by_hand(place, 8), rel=1e-5)
 
 
+@torch.no_grad()
 def by_hand(place: Path, count: int) -> float:
     """The first step's loss: the talks of the order's first positions, rendered and masked by hand."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

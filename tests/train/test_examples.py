@@ -12,7 +12,7 @@ from accordion.errors import UsageError
 from accordion.train.config import DataConfig
 from accordion.train.examples import FIELDS, Encoder
 from accordion.train.preview import preview
-from accordion.train.rows import Row, find_rows
+from accordion.train.rows import DataRow, find_rows
 from tests.support import language_folders
 
 CHATML = (  # as Qwen2.5 has it, without its tools
@@ -47,8 +47,8 @@ def tokenizer(template: str | None) -> Any:
     return made
 
 
-def row(**values: Any) -> Row:
-    return Row(where="'x.jsonl' line 7", values=values, split="train")
+def row(**values: Any) -> DataRow:
+    return DataRow(where="'x.jsonl' line 7", values=values, split="train")
 
 
 def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:

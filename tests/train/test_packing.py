@@ -13,7 +13,7 @@ from torch.nn import functional
 from accordion.train import instructions
 from accordion.train.data import IGNORED, GlobalOrder, Share
 from accordion.train.example_files import Examples
-from accordion.train.packing import Collate, LengthOrder, Rows, fitted, packed, validation_rows
+from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed, validation_rows
 from tests.support import language_folders
 
 SEQ = 24
@@ -83,7 +83,7 @@ def test_packed_losses_are_those_of_each_example_alone(
     model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()
     monkeypatch.setattr(instructions, "in_one_row", lambda model: flat)
     held = examples(14)
-    rows = Rows(held, SEQ, "documents")
+    rows = ExampleRows(held, SEQ, "documents")
     collate = Collate(SEQ, "documents")
     assert len(rows) < len(held)
     for at in range(0, len(rows), 4):
@@ -103,7 +103,7 @@ def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
     held = examples()
     for packing in ("length", "none"):
-        rows, collate = Rows(held, SEQ, packing), Collate(SEQ, packing)
+        rows, collate = ExampleRows(held, SEQ, packing), Collate(SEQ, packing)
         batch = collate([rows[i] for i in range(8)])
         expected = [alone(model, held, int(rows.fit.kept[row[0]])) for row in rows.rows[:8]]
         total, _ = instructions.answer_losses(model, batch)
@@ -130,7 +130,7 @@ def test_steps_are_of_like_lengths_and_the_same_on_any_number_of_ranks(world: in
 
 @pytest.mark.parametrize("world", [1, 3, 7])
 def test_held_out_rows_count_once(world: int) -> None:
-    rows, collate = Rows(examples(10), SEQ, "none"), Collate(SEQ, "none")
+    rows, collate = ExampleRows(examples(10), SEQ, "none"), Collate(SEQ, "none")
     counts = [
         [
             int((b["labels"] != IGNORED).sum())

@@ -12,7 +12,7 @@ import numpy as np
 from accordion.config import nearest
 from accordion.errors import UsageError
 from accordion.models.language import brief
-from accordion.train.rows import Row
+from accordion.train.rows import DataRow
 
 FIELDS = {"chat": ("messages",), "prompt": ("prompt", "completion")}
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -38,7 +38,7 @@ class Encoder:
         self._template = tokenizer.get_chat_template() if kind == "chat" else ""
         self._special = set(tokenizer.all_special_ids)
 
-    def example(self, row: Row) -> Example:
+    def example(self, row: DataRow) -> Example:
         """Raises `UsageError` for a row that is none."""
         if self._kind == "prompt":
             made = self._of_prompt(_text(row, "prompt"), _text(row, "completion"), row.where)
@@ -147,7 +147,7 @@ def starts_of(offsets: Sequence[Span]) -> np.ndarray:
     return np.array(starts, dtype=np.int64)
 
 
-def _text(row: Row, field: str) -> str:
+def _text(row: DataRow, field: str) -> str:
     value = row.values[field]
     if not isinstance(value, str):
         raise UsageError(f"{row.where}: field {field!r} is {type(value).__name__}, not text.")
@@ -165,7 +165,7 @@ def _check_unicode(text: str, what: str) -> None:
         ) from None
 
 
-def messages_of(row: Row) -> list[Message]:
+def messages_of(row: DataRow) -> list[Message]:
     """The messages of a row of format chat, without what is null. Raises `UsageError` for anything else."""
     messages = row.values["messages"]
     if not isinstance(messages, list) or not messages:

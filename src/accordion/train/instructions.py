@@ -25,7 +25,7 @@ from accordion.train.data import EVAL_SEQUENCES, IGNORED, GlobalOrder, Share
 from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
 from accordion.train.model import rows_are_sequences, rows_hold_documents
-from accordion.train.packing import Batch, Collate, LengthOrder, Rows, validation_rows
+from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
 from accordion.train.work import Validation
@@ -72,8 +72,8 @@ class Instructions:
     def scheduler(self, optimizer: Optimizer) -> None:
         return None
 
-    def _rows(self, split: Any) -> Rows:
-        return Rows(self.examples.read(split), self.config.data.seq_len, self.config.data.packing)
+    def _rows(self, split: Any) -> ExampleRows:
+        return ExampleRows(self.examples.read(split), self.config.data.seq_len, self.config.data.packing)
 
     def _collate(self) -> Collate:
         return Collate(self.config.data.seq_len, self.config.data.packing)
@@ -151,7 +151,7 @@ class Instructions:
         )
 
 
-def check_enough_rows(rows: Mapping[Split, Rows], config: Config, global_batch: int, where: str) -> None:
+def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_batch: int, where: str) -> None:
     """Raise `UsageError` unless there is one example to validate on and one global batch to train on."""
     data = config.data
     for split, held in rows.items():

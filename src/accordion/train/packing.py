@@ -92,7 +92,7 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
     return rows
 
 
-class Rows(Dataset[list[Batch]]):
+class ExampleRows(Dataset[list[Batch]]):
     """Rows of examples, each a list of its documents' inputs and labels. Owns nothing but the plan of the rows."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
@@ -173,7 +173,7 @@ class LengthOrder(GlobalOrder):
         return super().continues(state) and state.get("global_batch") == self.share.global_batch
 
 
-def validation_rows(rows: Rows, collate: Collate, share: Share, most: int) -> Iterator[Batch]:
+def validation_rows(rows: ExampleRows, collate: Collate, share: Share, most: int) -> Iterator[Batch]:
     """This rank's batches of the first `most` rows, as many on every rank; where it has none left, none of its labels count."""
     count = min(len(rows), most)
     each = share.world * share.micro_batch

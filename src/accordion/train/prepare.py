@@ -28,7 +28,7 @@ from accordion.train.examples import FIELDS, Encoder
 from accordion.train.instructions import Instructions, check_enough_rows
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
-from accordion.train.packing import Rows
+from accordion.train.packing import ExampleRows
 from accordion.train.preview import Part, preview
 from accordion.train.rows import find_rows
 from accordion.train.sources import Source, Split, find
@@ -232,7 +232,7 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
 
     def accept(found: ExampleFiles, parts: dict[Split, Examples]) -> None:
         """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
-        rows = {split: Rows(examples, data.seq_len, data.packing) for split, examples in parts.items()}
+        rows = {split: ExampleRows(examples, data.seq_len, data.packing) for split, examples in parts.items()}
         check_enough_rows(rows, config, batch, source.label)
         for split, held in rows.items():
             cut = held.fit.words(data.seq_len)

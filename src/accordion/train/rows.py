@@ -15,7 +15,7 @@ from accordion.train.sources import DATASET_MARKS, Split, find, held_out_of, spl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DataRow:
     """`where`: file and line or row, for a message. `split`: of which the row is; by a hash of its place if no name says it."""
 
     where: str
@@ -23,7 +23,7 @@ class Row:
     split: Split
 
 
-Reader = Callable[[Path, str, Sequence[str]], Iterator[Row]]
+Reader = Callable[[Path, str, Sequence[str]], Iterator[DataRow]]
 """Called with (file or folder, key of it, fields)."""
 
 
@@ -37,7 +37,7 @@ class RowSource:
     fields: tuple[str, ...]
     stamp: str
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[DataRow]:
         """Every row in a fixed order. Raises `UsageError` naming the file and the line or row."""
         for key, path, reader in self.files:
             try:
@@ -66,14 +66,14 @@ def _reader_of(path: Path) -> Reader | None:
     return {".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _jsonl, ".parquet": _parquet}.get(path.suffix.lower())
 
 
-def _jsonl(path: Path, key: str, fields: Sequence[str]) -> Iterator[Row]:
+def _jsonl(path: Path, key: str, fields: Sequence[str]) -> Iterator[DataRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{str(path)!r} line {number}"
                 row = _object(line, where)
                 _check_fields(where, fields, list(row), "field")
-                yield Row(
+                yield DataRow(
                     where=where, values={name: row[name] for name in fields}, split=split_by_key(f"{key}:{number}")
                 )
 
@@ -96,7 +96,7 @@ def _check_fields(where: str, fields: Sequence[str], there: list[str], what: str
             raise UsageError(f"{where} has no {what} {name!r}; {near}")
 
 
-def _parquet(path: Path, key: str, fields: Sequence[str]) -> Iterator[Row]:
+def _parquet(path: Path, key: str, fields: Sequence[str]) -> Iterator[DataRow]:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -110,10 +110,10 @@ def _parquet(path: Path, key: str, fields: Sequence[str]) -> Iterator[Row]:
         for batch in table.iter_batches(batch_size=1024, columns=list(fields)):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(where=f"{str(path)!r} row {number}", values=values, split=split_by_key(f"{key}:{number}"))
+                yield DataRow(where=f"{str(path)!r} row {number}", values=values, split=split_by_key(f"{key}:{number}"))
 
 
-def _datasets(path: Path, key: str, fields: Sequence[str]) -> Iterator[Row]:
+def _datasets(path: Path, key: str, fields: Sequence[str]) -> Iterator[DataRow]:
     import datasets
 
     try:
@@ -130,7 +130,7 @@ def _datasets(path: Path, key: str, fields: Sequence[str]) -> Iterator[Row]:
         _check_fields(f"data.path {str(path)!r}", fields, list(part.features), "column")
         for number, values in enumerate(part.select_columns(list(fields))):
             split: Split = "train" if name == "train" else "validation"
-            yield Row(
+            yield DataRow(
                 where=f"{str(path)!r} {name} row {number}".replace("  ", " "),
                 values=values,
                 split=split_by_key(f"{key}/{name}:{number}") if held_out is None else split,
