@@ -20,6 +20,8 @@ from accordion.config import nearest
 from accordion.errors import UsageError
 
 T = TypeVar("T")
+SEVERAL = {tuple[float, float]: 2, tuple[float, float, float]: 3}
+"""Types of several numbers, and how many: written with commas between."""
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML has them
@@ -154,6 +156,8 @@ class Option:
         kind, given = self.kind, short(str(value))
         if kind in (int, float) and isinstance(value, str) and AMBIGUOUS.fullmatch(value):
             raise UsageError(f"{name} is {given!r}; {UNCLEAR}")
+        if kind in SEVERAL:
+            return _several(value, SEVERAL[kind], name)
         if kind is bool and str(value).lower() in TRUTHS:
             return TRUTHS[str(value).lower()]
         fits = {int: (int, str), float: (int, float, str), str: (str,), bool: ()}[kind]
@@ -165,6 +169,19 @@ class Option:
             if kind is int and re.fullmatch(r"[-+]?[0-9_]+", str(value)):
                 raise UsageError(f"{name} has more digits than any number here.") from None
             raise UsageError(f"{name} is {given!r}; it takes {KINDS[kind]}.") from None
+
+
+def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
+    """The numbers in a word, "0.9,0.95", or in a list of YAML. Raises `UsageError`."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        if not isinstance(parts, list | tuple) or len(parts) != count or any(isinstance(p, bool) for p in parts):
+            raise ValueError
+        return tuple(float(part) for part in parts)
+    except (ValueError, TypeError):
+        raise UsageError(
+            f"{name} is {short(str(value))!r}; it takes {count} numbers with commas between, 0.9,0.95 say."
+        ) from None
 
 
 def options_of(kind: type[Any]) -> list[Option]:
@@ -262,7 +279,8 @@ def _add(group: Any, option: Option) -> None:
     elif option.is_switch:
         group.add_argument(option.flag, dest=option.key, action="store_true", help=told)
     else:
-        metavar = "|".join(option.choices) or METAVARS[option.kind]
+        several = ",".join(["NUMBER"] * SEVERAL.get(option.kind, 0))
+        metavar = "|".join(option.choices) or several or METAVARS[option.kind]
         required = option.default is MISSING
         group.add_argument(
             option.flag, dest=option.key, action=_Set, option=option, metavar=metavar, required=required, help=told

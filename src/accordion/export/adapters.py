@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from accordion.checkpoint.streamed import TensorSource
-from accordion.errors import UsageError
+from accordion.errors import CheckpointError, UsageError
+from accordion.models.adapters import adapter_weights
 from accordion.models.language import brief
 from accordion.models.stored import StoredModel, computing, meta_model
 from accordion.weights.adapters import added_by, copied_inside, is_adapter
@@ -69,11 +70,13 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
 
 def _load(whole: Any, stored: StoredModel) -> None:
     """Give the adapter's own parameters, which are on meta, what its folder holds."""
-    from peft import load_peft_weights, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None
     try:
-        weights = load_peft_weights(stored.adapter, device="cpu")
+        weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
+    except CheckpointError:
+        raise
     except Exception as error:  # of safetensors, torch and PEFT
         raise UsageError(f"SOURCE {stored.adapter!r} has no weights that can be read: {brief(error)}") from None
     for module in whole.modules():

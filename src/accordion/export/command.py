@@ -16,9 +16,12 @@ import torch
 from accordion import options as flags
 from accordion.checkpoint import convert
 from accordion.checkpoint.format import CODES
-from accordion.checkpoint.streamed import PLAIN, draft_of, dtype_coded, write_safetensors, write_shards
-from accordion.errors import AccordionError, UsageError
+from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_coded, write_safetensors, write_shards
+from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
+from accordion.models.adapters import ADAPTER, ADAPTER_WEIGHTS, adapter_config, adapter_weights
 from accordion.models.stored import (
     StoredModel,
     configuration_of,
@@ -32,7 +35,7 @@ from accordion.options import one_of, place
 
 PROG = "accordion export"
 NEEDS = {"onnx": ("onnx", "onnxscript", "onnx_ir"), "gguf": ("gguf",)}
-FORMATS = (*convert.FORMATS, *NEEDS)
+FORMATS = (*convert.FORMATS, *NEEDS, "peft")
 OF_CHECKPOINTS = ("dcp", "torch")  # formats in which nothing but a checkpoint goes out
 OF_ONNX = (torch.float32, torch.float16)
 OF_GGUF = (torch.float32, torch.float16, torch.bfloat16)
@@ -47,7 +50,8 @@ class ExportOptions:
             merged
         target: what to write; it must not exist
         format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime; `gguf`: one file
-            for llama.cpp; of checkpoints `dcp`, a folder of torch.distributed.checkpoint, and `torch`, one file of torch.save
+            for llama.cpp; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained; of checkpoints
+            `dcp`, a folder of torch.distributed.checkpoint, and `torch`, one file of torch.save
         like: folder of transformers whose config.json and tokenizer go beside the weights of a checkpoint; the base of an adapter
         dtype: cast floating-point tensors, say BF16
         tokenizer: tokenizer.json or folder of transformers, in place of the one beside the model
@@ -100,7 +104,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
             f"--format {options.format} needs {', '.join(missing)}, not installed here; pip install 'accordion[export]'."
         )
     kind, path = located(options.source)
-    if kind == "checkpoint" and options.format in convert.FORMATS:
+    if kind == "checkpoint" and options.format in convert.FORMATS and not _is_adapter(path):
         return _of_checkpoint(path, options, dtype, cache)
     if options.format in OF_CHECKPOINTS:
         raise UsageError(
@@ -113,7 +117,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
         )
     stored = find_model(options.source, cache, tokenizer=options.tokenizer, like=options.like)
     at = Path(os.path.abspath(options.target))
-    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "gguf": _gguf}[options.format]
+    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "gguf": _gguf, "peft": _peft}[options.format]
     with draft_of(at) as draft:
         found = write(stored, draft, dtype)
         if options.format in ("safetensors", "gguf"):
@@ -163,6 +167,28 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported
     if stored.tokenizer not in (None, stored.path):
         files += [name for name in _tokenizer(stored, draft) if name not in files]
     return Exported(files, [])
+
+
+def _is_adapter(checkpoint: str) -> bool:
+    """Whether it holds what a run trained beside a base, and not the base."""
+    try:
+        extra = read_manifest(checkpoint_at(checkpoint)).extra
+    except (CheckpointError, OSError) as error:
+        raise UsageError(f"SOURCE {checkpoint!r}: {error}") from None
+    return isinstance(extra, dict) and isinstance(extra.get("adapter"), dict)
+
+
+def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+    """The adapter alone, which names the folder of its base."""
+    if stored.adapter is None:
+        raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
+    weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
+    sources = [TensorSource(name, t.dtype, tuple(t.shape), t.clone).cast(dtype) for name, t in sorted(weights.items())]
+    write_safetensors(draft / ADAPTER_WEIGHTS, sources, PLAIN)
+    config = adapter_config(stored.adapter, stored.lora, os.path.abspath(stored.path))
+    config.inference_mode = True
+    config.save_pretrained(draft)
+    return Exported([ADAPTER, ADAPTER_WEIGHTS, *_tokenizer(stored, draft)], [])
 
 
 def _safetensors(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:

@@ -103,8 +103,10 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
         load_saved(model, stored.path)
     else:
         acc.load_pretrained(model, stored.path)
-    if stored.adapter is not None:
+    if stored.adapter is not None and stored.lora is None:
         load_exported(whole, stored.adapter)
+    elif stored.adapter is not None:
+        acc.load(stored.adapter, whole, only="trained")
 
 
 class CommonSteps:

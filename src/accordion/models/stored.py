@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,13 @@ from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
+from accordion.models.adapters import ADAPTER, adapter_config
 from accordion.models.language import brief, language_model
 from accordion.weights.adapters import added_by_adapters
 from accordion.weights.export import is_peft
 from accordion.weights.pretrained import check_pretrained, names_of
 
-CONFIG, ADAPTER, TOKENIZER, RUN_FILE = "config.json", "adapter_config.json", "tokenizer.json", "config.yaml"
+CONFIG, TOKENIZER, RUN_FILE = "config.json", "tokenizer.json", "config.yaml"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
 SHOWN = 3  # tensors named in a message of one line
@@ -35,7 +36,8 @@ class StoredModel:
     """A model as it lies on disk.
 
     `kind`: a "checkpoint" of ours, or a "folder" of transformers. `config`: what its config.json says. `tokenizer`: a folder of
-    transformers, or a tokenizer.json; None where nobody knows one. `adapter`: the folder of PEFT whose base this is.
+    transformers, or a tokenizer.json; None where nobody knows one. `adapter`: the folder of PEFT whose base this is, or, where
+    `lora` says of which kind it is, the checkpoint of a run that trained it.
     """
 
     kind: Literal["checkpoint", "folder"]
@@ -43,6 +45,7 @@ class StoredModel:
     config: Mapping[str, Any]
     tokenizer: str | None
     adapter: str | None = None
+    lora: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.adapter or self.path
@@ -114,6 +117,8 @@ def _of_checkpoint(path: str, cache: Path | None, tokenizer: str | None, like: s
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {path!r}: {error}") from None
     extra = extra if isinstance(extra, dict) else {}
+    if isinstance(extra.get("adapter"), dict):
+        return _of_trained_adapter(path, extra, cache, tokenizer, like)
     config = extra.get("model_config") if like is None else _described(Path(like), "like")
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError(
@@ -122,6 +127,22 @@ def _of_checkpoint(path: str, cache: Path | None, tokenizer: str | None, like: s
         )
     found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, like)
     return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=found)
+
+
+def _of_trained_adapter(
+    path: str, extra: Mapping[str, Any], cache: Path | None, tokenizer: str | None, like: str | None
+) -> StoredModel:
+    """A checkpoint that holds what a run trained beside a base, and says which that is."""
+    said = extra["adapter"]
+    named = like or said.get("base")
+    if not isinstance(named, str) or not Path(named).is_dir():
+        raise UsageError(
+            f"SOURCE {path!r} is a checkpoint of an adapter of the base {named!r}, which is no folder here; give --like the "
+            "folder of the base."
+        )
+    base = _of_folder(Path(named), tokenizer)
+    found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
+    return replace(base, tokenizer=found, adapter=path, lora=said)
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
@@ -236,12 +257,12 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
     if stored.adapter is None:
         return model
     try:
-        from peft import PeftConfig, get_peft_model
+        from peft import get_peft_model
     except ImportError:
         raise UsageError("adapters need peft, not installed here; pip install 'accordion[integrations]'.") from None
     try:
         with torch.device("meta"):
-            adapted: nn.Module = get_peft_model(model, PeftConfig.from_pretrained(stored.adapter))
+            adapted: nn.Module = get_peft_model(model, adapter_config(stored.adapter, stored.lora, stored.path))
         return adapted.eval()
     except Exception as error:  # what a wrong adapter_config.json breaks is anywhere in PEFT
         raise UsageError(f"SOURCE {stored.adapter!r} is no adapter of {stored.path!r}: {brief(error)}") from None

@@ -15,6 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from accordion.config import nearest
 from accordion.errors import UsageError
+from accordion.optim import ELEMENTWISE
+from accordion.options import SEVERAL
 from accordion.tasks.errors import of_the_task
 
 CLASS_PATH = "class_path"  # the key that names a part's class, beside its options
@@ -23,6 +25,8 @@ TAKEN = {"task": 0, "model": 0, "data": 1, "loss": 2, "optimizer": 1}
 the model and the batch of a loss, the parameters of an optimizer."""
 BY_NAME = {"data": ("rank", "world")}  # arguments that the run gives where a part takes them
 PLAIN = (float, int, str, bool)
+OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
+"""Those that a name says, `adamw`; any other one is named by its class path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,13 @@ class PartConfig:
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
     """What `class_path` names. Raises `UsageError` where it names nothing, `TaskError` where importing it fails."""
     where, colon, name = class_path.partition(":")
+    if key.startswith("optimizer") and class_path.isidentifier():
+        if class_path.lower() not in OPTIMIZERS:
+            raise UsageError(
+                f"{key} {class_path!r} is no optimizer; {nearest(class_path.lower(), OPTIMIZERS)} Or name a class, as "
+                "torch.optim.SGD."
+            )
+        return OPTIMIZERS[class_path.lower()]
     if where.endswith(".py"):
         module, name = _of_file(key, where), name or "Task"
     else:
@@ -162,6 +173,10 @@ def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Param
 def _hint(parameter: inspect.Parameter) -> Any:
     """The type of an option; None where a text cannot say it."""
     hint, default = parameter.annotation, parameter.default
+    if get_origin(hint) is tuple:
+        kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]
+        fits = len(kinds) == len(get_args(hint))
+        return next((several for several, count in SEVERAL.items() if fits and count == len(kinds)), None)
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind in PLAIN]
         chosen = type(default) if type(default) in kinds else next((k for k in PLAIN if k in kinds), None)

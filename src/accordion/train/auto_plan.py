@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, Precision
 from accordion.devices import name_of
@@ -24,9 +24,11 @@ from accordion.plan.trace.setup import Subject
 from accordion.plan.trained_models import language_subject, unit_rules
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import LoadedTask, example_of, mean_loss, model_of
+from accordion.train.adapters import trained_model
 from accordion.train.config import Config, Job, JobConfig
+from accordion.train.instructions import answer_losses
 from accordion.train.metrics import StepMetrics
-from accordion.train.model import causal_model, configuration
+from accordion.train.model import configuration
 from accordion.units import AUTO, units_named
 
 
@@ -57,9 +59,8 @@ def planned(
         return config, None
     cluster = Cluster(gpu=card_of(device, num_ranks), node=num_ranks, host_memory_gib=host_gib())
     if isinstance(config, Config):
-        model = causal_model(config.model, config.data)
-        where = config.model.path or config.model.preset
-        subject_for = partial(_subject, configuration(config.model, config.data), where, config.data.seq_len)
+        model = trained_model(config)
+        subject_for = partial(_subject, config)
     else:
         assert task is not None, "a run without text has a task"
         with of_the_task("model()"):
@@ -148,8 +149,25 @@ def host_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
 
 
-def _subject(config: object, where: str, seq: int, micro_batch: int) -> Subject:
-    return language_subject(config, where, micro_batch, seq)
+def _subject(config: Config, micro_batch: int) -> Subject:
+    """Training on text; of examples in rows with the mask that keeps them apart; with adapters where there are some."""
+    model, data, where = config.model, config.data, config.model.path or config.model.preset
+    subject = language_subject(
+        configuration(model, data), where, micro_batch, data.seq_len, partial(trained_model, config)
+    )
+    if data.format == "text" or data.packing != "documents":
+        return subject
+    return replace(subject, loss=loss_in_rows)
+
+
+def loss_in_rows(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean loss of tokens and labels, each (b, tokens), two examples in each row."""
+    tokens, labels = batch
+    half = torch.arange(tokens.shape[1], device=tokens.device) % max(1, tokens.shape[1] // 2)
+    total, count = answer_losses(
+        model, {"input_ids": tokens, "labels": labels, "position_ids": half.expand(tokens.shape).contiguous()}
+    )
+    return total / count
 
 
 def _subject_of_task(task: LoadedTask, model: nn.Module, micro_batch: int) -> Subject:

@@ -39,6 +39,7 @@ FLAGS = {
 SHORT = {  # a flag's short form -> what it stands for
     **{f"--{name}": f"--train.{name}" for name in ("deepspeed", "plan")},
     **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
+    "--adapter": "--adapter.kind",
 }
 TRAINED = ("task", "model", "data", "loss")  # parts that make a task, in place of text
 
@@ -141,7 +142,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     config = translated(spread(config, named, world), named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
     config, expected = planned(config, named, world, device, Screen().note, task)
-    prepared = prepare(config, world, world, cache, Screen().note, partial(check_free, job=None))
+    screen = Screen()
+    prepared = prepare(config, world, world, cache, screen.note, partial(check_free, job=None), screen.examples)
     prepared = replace(prepared, expected=expected)
     return launch.start(loop.train, (config, prepared, device), world)
 
@@ -161,11 +163,13 @@ def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, name
             "train.plan works where accordion train starts the ranks itself; under another launcher, ask `accordion plan` and "
             "pass its choice."
         )
-    say = Screen(speaks=place.rank == 0).note
+    screen = Screen(speaks=place.rank == 0)
 
     def ask(folders: Folders) -> None:
         if place.rank == 0:  # elsewhere it may have them already when others look
             check_free(folders, place.job)
 
-    prepared = launch.once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say, ask))
+    prepared = launch.once_per_host(
+        place, store, lambda: prepare(config, world, place.local_world, cache, screen.note, ask, screen.examples)
+    )
     loop.train(place, store, config, prepared, device)

@@ -27,27 +27,60 @@ class ModelConfig:
         path: folder with `config.json` (any causal language model of transformers), in place of a preset;
             its `tokenizer.json` is used where there is one
         init: `scratch` draws the weights from `train.seed`, `pretrained` reads the safetensors in `model.path`
+        attention: transformers' implementation of it; `auto`: its own choice, `sdpa` for most models
     """
 
     preset: str = "llama-10m"
     path: str | None = None
     init: Literal["scratch", "pretrained"] = "scratch"
+    attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text.
+    """The text, or examples with answers to learn.
 
     Args:
         path: a text file, JSONL, parquet, a folder of such files, or a saved datasets folder;
             without it: the Python standard library's own source files on this machine
+        format: `text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in
+            the tokenizer's chat template. Of the latter two the loss is on answers alone
         text_field: column of JSONL, parquet and datasets that holds the text
-        seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them
+        seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them; of examples that are
+            longer the end is cut off
+        packing: of chat and prompt: `documents`: several examples in a row, none of which sees another; `length`: an example in a
+            row, beside others of about its length; `none`: beside any others
+        tokenizer: tokenizer.json or folder of transformers, of chat and prompt, in place of the one in `model.path`
+        chat_template: file with a Jinja template, in place of the tokenizer's
     """
 
     path: str | None = None
+    format: Literal["text", "chat", "prompt"] = "text"
     text_field: str = "text"
     seq_len: int = 128
+    packing: Literal["documents", "length", "none"] = "documents"
+    tokenizer: str | None = None
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Adapters of PEFT beside frozen weights.
+
+    Args:
+        kind: `lora`, also `--adapter lora`: low-rank adapters are trained, and nothing else; `none`: all weights are
+        r: rank
+        alpha: what an adapter adds is scaled by alpha / r
+        dropout: share of an adapter's inputs that is left out in training
+        targets: layers that have adapters, by the last parts of their names with commas between; `auto`: all linear layers but
+            the head
+    """
+
+    kind: Literal["none", "lora"] = "none"
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +138,7 @@ class ShardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimization: AdamW, linear warmup, cosine decay to a tenth of the peak.
+    """The optimization: AdamW, linear warmup, cosine decay to a tenth of the peak, unless other keys say otherwise.
 
     Args:
         steps: optimizer steps in all
@@ -113,8 +146,14 @@ class TrainConfig:
         accumulate: micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences
         global_batch: sequences of a step over all ranks, in place of `accumulate`, so that a job that goes on with another
             number of ranks makes the same steps; 0: as `accumulate` says
-        lr: learning rate at the peak
+        lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`
         warmup: steps of linear warmup
+        schedule: of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd`
+            (constant, then linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup
+        final_lr: share of the peak at which `cosine`, `linear` and `wsd` end
+        decay_every: of `step`: steps between drops; 0: a third of those behind the warmup
+        decay_factor: of `step`: by what a drop multiplies the rate
+        decay_steps: of `wsd`: steps at the end in which the rate goes down; 0: a fifth of all
         weight_decay: decay of matrices; vectors have none
         clip: largest gradient norm; 0: no clipping
         seed: of the initial weights and of the order of the data
@@ -136,6 +175,11 @@ class TrainConfig:
     global_batch: int = 0
     lr: float = 1e-3
     warmup: int = 5
+    schedule: Literal["auto", "cosine", "linear", "constant", "step", "wsd"] = "auto"
+    final_lr: float = 0.1
+    decay_every: int = 0
+    decay_factor: float = 0.1
+    decay_steps: int = 0
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -221,10 +265,12 @@ class TextConfig:
 
     Args:
         model: the model
+        adapter: adapters beside it
         data: the text
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 
@@ -242,6 +288,7 @@ def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
 
 AT_LEAST = {
     "data.seq_len": 2,
+    "adapter.r": 1,
     "shard.replicas": 0,
     "shard.secondary": 0,
     "train.steps": 1,
@@ -250,6 +297,10 @@ AT_LEAST = {
     "train.global_batch": 0,
     "train.lr": 0,
     "train.warmup": 0,
+    "train.final_lr": 0,
+    "train.decay_every": 0,
+    "train.decay_factor": 0,
+    "train.decay_steps": 0,
     "train.weight_decay": 0,
     "train.clip": 0,
     "train.seed": 0,
@@ -260,7 +311,13 @@ AT_LEAST = {
     "launch.nproc": 0,
     "launch.timeout_s": 5,
 }
-NUMBERS = (*AT_LEAST, "shard.offload_device_gib", "shard.offload_host_gib")
+OF_SCHEDULES = {  # which schedules a key is of
+    "train.final_lr": ("auto", "cosine", "linear", "wsd"),
+    "train.decay_every": ("step",),
+    "train.decay_factor": ("step",),
+    "train.decay_steps": ("wsd",),
+}
+NUMBERS = (*AT_LEAST, "adapter.alpha", "adapter.dropout", "shard.offload_device_gib", "shard.offload_host_gib")
 LARGEST = 2**31 - 1  # of every number: what torch's seeds, sizes and counters all hold
 
 
@@ -296,6 +353,7 @@ def check(config: JobConfig) -> None:
             raise UsageError(f"{key} is {value}; it must be between {least} and {LARGEST}.")
     if config.train.lr == 0:
         raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
+    _check_schedule(config.train, values, defaults)
     for key, value in values.items():
         if isinstance(value, str) and (not value.strip() or "\0" in value):
             raise UsageError(f"{key} is empty; leave it out for its default.")
@@ -308,6 +366,9 @@ def check(config: JobConfig) -> None:
             f"shard.replicas is {config.shard.replicas} but strategy {strategy.name!r} has no replicas; "
             "take hybrid_shard or leave it out."
         )
+    if isinstance(config, Config):
+        _check_data(config.data)
+        _check_adapter(config.adapter)
     if isinstance(config, Config) and config.model.path is None:
         if config.model.preset not in TRAINED:
             raise UsageError(
@@ -315,6 +376,45 @@ def check(config: JobConfig) -> None:
             )
         if config.model.init == "pretrained":
             raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+
+
+def _check_adapter(adapter: AdapterConfig) -> None:
+    for key, value in vars(adapter).items():
+        if adapter.kind == "none" and value != getattr(AdapterConfig(), key):
+            raise UsageError(f"adapter.{key} is {value}, and there is no adapter; give --adapter lora.")
+    if not 0 <= adapter.dropout < 1:
+        raise UsageError(f"adapter.dropout is {adapter.dropout}; it must be at least 0 and below 1.")
+    if adapter.alpha <= 0:
+        raise UsageError(f"adapter.alpha is {adapter.alpha}; it must be above 0, or adapters add nothing.")
+
+
+def _check_data(data: DataConfig) -> None:
+    own = {"packing": ("chat", "prompt"), "tokenizer": ("chat", "prompt"), "chat_template": ("chat",)}
+    for key, formats in own.items():
+        value = getattr(data, key)
+        if value != getattr(DataConfig(), key) and data.format not in formats:
+            raise UsageError(
+                f"data.{key} is {value!r}, and is of data.format {' and '.join(formats)}, not {data.format}."
+            )
+
+
+def _check_schedule(options: TrainConfig, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    for key, schedules in OF_SCHEDULES.items():
+        if values[key] != defaults[key] and options.schedule not in schedules:
+            takes = " or ".join(name for name in schedules if name != "auto")
+            raise UsageError(
+                f"{key} is {values[key]}, which train.schedule {options.schedule!r} has no use for; it is of {takes}."
+            )
+    for key in ("final_lr", "decay_factor"):
+        if getattr(options, key) > 1:
+            raise UsageError(
+                f"train.{key} is {getattr(options, key)}; it must be between 0 and 1, a share of the rate."
+            )
+    if options.warmup + options.decay_steps > options.steps and options.decay_steps:
+        raise UsageError(
+            f"train.decay_steps is {options.decay_steps} behind train.warmup {options.warmup}, more than train.steps "
+            f"{options.steps}; lower one of these."
+        )
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:

@@ -124,7 +124,10 @@ class GlobalOrder(Sampler[list[int]]):
             epoch, start = divmod(self.num_read, used)
             self.num_read += each
             positions = self.share.positions(start // each)
-            yield [shuffled(position, self.count, self.seed + epoch) for position in positions]
+            yield [self.index_of(position, epoch) for position in positions]
+
+    def index_of(self, position: int, epoch: int) -> int:
+        return shuffled(position, self.count, self.seed + epoch)
 
     def state_dict(self) -> dict[str, int]:
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}

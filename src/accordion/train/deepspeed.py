@@ -65,6 +65,11 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
             f"optimizer.type is {settings.optimizer.cls.__name__}, which looks at more than one element at a time; accordion "
             f"train steps {', '.join(cls.__name__ for cls in ELEMENTWISE)}."
         )
+    if settings.scheduler is not None and config.train.schedule != "auto":
+        raise UsageError(
+            f"train.schedule is {config.train.schedule!r}, and scheduler.type in {config.train.deepspeed!r} names one too; say "
+            "it in one place."
+        )
     values, changed = flat(config), {}
     for means in _meanings(config, settings, num_ranks):
         says = [name for name in means.names if name in settings.said]

@@ -528,7 +528,8 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool) -> CheckpointError
         _not_written(run, error, screen)
     try:
         behind = run.saves_behind and not last
-        save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=options.keep)
+        only = run.prepared.work.kept()
+        save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=options.keep, only=only)
     except CheckpointError as error:
         _not_written(run, error, screen)
         return error
@@ -559,7 +560,7 @@ def _resume(run: Run, screen: Screen) -> int:
     if path is None:
         return 0
     try:
-        extra = load(path, run.model, run.optimizer, state=_state_of(run))
+        extra = load(path, run.model, run.optimizer, state=_state_of(run), only=run.prepared.work.kept())
     except CheckpointError as error:
         raise CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
     run.scaler.load_state_dict(extra["scaler"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accordion.errors import UsageError
 from accordion.files import read_text
@@ -63,7 +63,8 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
     """The model on the meta device. Raises `UsageError` where it is no causal language model."""
     described = configuration(model, data)
-    made = language_model(described, model.path or model.preset)
+    attention = None if model.attention == "auto" else model.attention
+    made = language_model(described, model.path or model.preset, attention)
     if is_encoder(described) and not getattr(made.config, "is_decoder", False):
         raise UsageError(
             f"model.path {model.path!r} is an encoder ({described.model_type}), without a causal mask: it would see the tokens "
@@ -89,6 +90,27 @@ def rows_are_sequences() -> Iterator[None]:
     Else a forward begins with the question whether position ids tell of several sequences in a row, and the host waits for the
     answer. No argument spares it that alone: a mask is read too or keeps flash attention away, and a cache keeps all keys.
     """
+    with _told_of_documents(lambda position_ids: None):
+        yield
+
+
+@contextmanager
+def rows_hold_documents() -> Iterator[None]:
+    """Inside, transformers takes a row of a batch for several documents, each of which begins where position ids do not go on.
+
+    It looks for them by itself too, and waits for the device to say whether there are any.
+    """
+    with _told_of_documents(documents_of):
+        yield
+
+
+def documents_of(position_ids: Tensor) -> Tensor:
+    """(b, seq_len) positions -> the number of each token's document in its row, likewise."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
+@contextmanager
+def _told_of_documents(tell: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -96,7 +118,7 @@ def rows_are_sequences() -> Iterator[None]:
     if asks is None:
         yield
         return
-    setattr(masking_utils, name, lambda position_ids: None)
+    setattr(masking_utils, name, tell)
     try:
         yield
     finally:

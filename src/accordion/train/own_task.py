@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
+from accordion.models.language import brief
 from accordion.tasks.classes import PartConfig
-from accordion.tasks.errors import of_the_task
+from accordion.tasks.errors import is_own, of_the_task
 from accordion.tasks.loaded import (
     LoadedTask,
     count_of,
@@ -119,6 +121,9 @@ class OwnTask:
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {"task": self.loaded.name, "samples": self.size}
 
+    def kept(self) -> None:
+        return None
+
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra.get("samples") == self.size)
 
@@ -166,17 +171,42 @@ class OwnTask:
 SMALL_PARAMS = 20_000_000  # a model is tried on the CPU of this process below it
 
 
-OF_OPTIMIZER, OF_SCHEDULER = ("train.lr", "train.weight_decay"), ("train.warmup", "train.deepspeed")
+OF_OPTIMIZER = ("train.lr", "train.weight_decay", "train.deepspeed")
+OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
     """Raises `UsageError` for keys of `train` to which an optimizer or a scheduler of the user's leaves no meaning."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
-    unused |= dict.fromkeys([*OF_OPTIMIZER, *OF_SCHEDULER], "optimizer") if optimizer is not None else {}
+    if optimizer is not None:
+        unused |= dict.fromkeys(OF_OPTIMIZER, "optimizer")
+        if config.train.schedule == "auto":
+            unused |= {"train.warmup": "optimizer", "train.final_lr": "optimizer"}
     for key, what in unused.items():
         value = getattr(config.train, key.removeprefix("train."))
         if value != getattr(TrainConfig(), key.removeprefix("train.")):
-            raise UsageError(f"{key} is {value}, which the {what} of your own has no use for; say it there.")
+            also = "; train.schedule gives it one" if key in ("train.warmup", "train.final_lr") else ""
+            raise UsageError(f"{key} is {value}, which the {what} of your own has no use for; say it there{also}.")
+
+
+def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
+    """Try an optimizer that is named beside text, on a matrix and a vector. Raises `UsageError` where it refuses its options."""
+    if make is None:
+        return
+    params = [nn.Parameter(torch.zeros((2,) * dim, device="cpu")) for dim in (2, 1)]
+    try:
+        made = make(params)
+    except (ValueError, TypeError, RuntimeError) as error:
+        if is_own(error):
+            raise
+        raise UsageError(f"optimizer: {brief(error)}") from None
+    if not isinstance(made, Optimizer):
+        raise UsageError(f"optimizer(params) gave a {type(made).__name__}; it takes a torch.optim.Optimizer.")
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"optimizer {type(made).__name__} computes the loss anew in its step, which the loop does not; take another one."
+        )
 
 
 def check_data(work: OwnTask, share: Share) -> int | None:

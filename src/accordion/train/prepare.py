@@ -6,20 +6,32 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
+
+from torch import nn
 
 from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
+from accordion.models.stored import computing
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
+from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
+from accordion.train.chat_tokenizer import chat_tokenizer
 from accordion.train.config import Config, JobConfig
 from accordion.train.data import Share, check_enough
-from accordion.train.model import causal_model, check_folder, configuration
-from accordion.train.own_task import OwnTask, check_data, check_own_keys, tried
-from accordion.train.sources import Source, find
+from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
+from accordion.train.examples import FIELDS, Encoder
+from accordion.train.instructions import Instructions, check_enough_rows
+from accordion.train.model import check_folder, configuration
+from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
+from accordion.train.packing import ExampleRows
+from accordion.train.preview import Part, preview
+from accordion.train.rows import find_rows
+from accordion.train.sources import Source, Split, find
 from accordion.train.text import Text
 from accordion.train.tokens import (
     Say,
@@ -34,6 +46,8 @@ from accordion.units import UnitChoice, choose_units, units_named
 
 Folders = dict[str, Path]
 """Those that one job writes to at a time, under the settings that name them."""
+Show = Callable[[list[list[Part]]], None]
+"""Takes examples, each in parts that are learnt or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +73,24 @@ def prepare(
     cache: Path,
     say: Say,
     ask: Callable[[Folders], None] = lambda folders: None,
+    show: Show = lambda examples: None,
     task: object | None = None,
 ) -> Prepared:
     """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
 
     `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
-    `ask`: called with the run's folders before they are looked into; may raise. `task`: what is trained
-    where `config` names no class of it.
+    `ask`: called with the run's folders before they are looked into; may raise. `show`: called with examples that will be
+    learnt. `task`: what is trained where `config` names no class of it.
     """
     try:
-        place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask)
+        place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask, show=show)
         _check_shards(config, place)
         if isinstance(config, Config):
-            check_own_keys(optimizer_of(config.parts), None, config)
-            return _of_text(config, place, cache)
+            optimizer = optimizer_of(config.parts)
+            check_own_keys(optimizer, None, config)
+            with of_the_task("optimizer(params)"):
+                check_optimizer(optimizer)
+            return (_of_text if config.data.format == "text" else _of_examples)(config, place, cache)
         return _of_task(config, place, OwnTask(parts=config.parts, task=task))
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
@@ -98,6 +116,7 @@ class _Place:
     replicas: int
     say: Say
     ask: Callable[[Folders], None]
+    show: Show
 
 
 def _check_shards(config: JobConfig, place: _Place) -> None:
@@ -167,8 +186,8 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     source, say = find(config.data), place.say
     folders, resume = _folders(config, f"{model_name}-{source.name}", place)
     units = units_named(config.shard.units, "shard.units")
-    if config.model.path is not None or units is not None or resume is not None:
-        _check_model(config, units, resume)
+    if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
+        _tell_of_adapters(_check_model(config, units, resume), say)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
@@ -186,7 +205,73 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    return _prepared(folders, Text(config=config, tokens=tokens), place, resume)
+    return _prepared(folders, Text(config=with_base(config, folders["run.dir"]), tokens=tokens), place, resume)
+
+
+def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
+    """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
+    data, say = config.data, place.say
+    model_vocab, model_name = _model(config)
+    source = find_rows(data, FIELDS[data.format])
+    folders, resume = _folders(config, f"{model_name}-{source.name}", place)
+    model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
+    inner = computing(model)
+    _tell_of_adapters(model, say)
+    if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
+        raise UsageError(
+            f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
+            "see each other; take --data.packing length."
+        )
+    tokenizer, keep_tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
+    _check_rows(len(tokenizer), model_vocab, config)
+    digest = digest_of_tokenizer(tokenizer, data.format)
+    if resume is not None:
+        checkpoints.check_run(resume, config.train.steps)
+        checkpoints.check_tokenizer(resume, digest)
+    batch = place.world * config.train.micro_batch * config.train.accumulate
+
+    def accept(found: ExampleFiles, parts: dict[Split, Examples]) -> None:
+        """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
+        rows = {split: ExampleRows(examples, data.seq_len, data.packing) for split, examples in parts.items()}
+        check_enough_rows(rows, config, batch, source.label)
+        for split, held in rows.items():
+            cut = held.fit.words(data.seq_len)
+            if cut is not None:
+                say(f"data, {split}: {cut}")
+        train = rows["train"]
+        say(
+            f"data: {source.label}, {found.num_train:,} examples to train on, {found.num_validation:,} to validate on; "
+            f"{train.fit.num_answers:,} of {int(train.examples.ends[-1]):,} tokens to train on are answers"
+        )
+        if data.packing == "documents":
+            filled = train.fit.lengths.sum() / (len(train) * data.seq_len)
+            say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
+        place.show(preview(parts["train"], tokenizer, data.seq_len))
+        _make(folders)
+
+    with _cached(cache):
+        encoder = Encoder(tokenizer, data.format)
+        examples = cached_examples(source, encoder, digest, len(tokenizer), cache, say, accept)
+        keep_tokenizer()
+    tokenizer.save_pretrained(folders["run.dir"])
+    spec = tokenizer.backend_tokenizer.to_str()
+    config = with_base(config, folders["run.dir"])
+    work = Instructions(config=config, examples=examples, spec=spec, end_id=tokenizer.eos_token_id)
+    return _prepared(folders, work, place, resume)
+
+
+def _tell_of_adapters(model: nn.Module, say: Say) -> None:
+    trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
+    if trained < total:
+        say(f"adapters: {trained:,} of {total:,} parameters are trained")
+
+
+def _check_rows(num_tokens: int, model_vocab: int, config: Config) -> None:
+    if num_tokens > model_vocab:
+        raise UsageError(
+            f"the tokenizer of {config.data.tokenizer or config.model.path} has {num_tokens} tokens, the model rows for "
+            f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
+        )
 
 
 def _replicas(config: JobConfig, world: int, local_world: int) -> int:
@@ -239,11 +324,11 @@ def _check_writable(folder: Path) -> None:
             return
 
 
-def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None:
-    """Build the model without storage and hold it against the units asked for and the checkpoint."""
+def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> nn.Module:
+    """The model without storage, held against the units asked for and the checkpoint."""
     from accordion.weights.pretrained import check_pretrained
 
-    model = causal_model(config.model, config.data)
+    model = trained_model(config)
     choose_units(model, units)
     if config.model.path is not None and config.model.init == "pretrained":
         try:
@@ -251,4 +336,8 @@ def _check_model(config: Config, units: UnitChoice, resume: Path | None) -> None
         except CheckpointError as error:
             raise UsageError(f"model.path: {error}") from None
     if resume is not None:
-        checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
+        held = model.state_dict(keep_vars=True).items()
+        all_of_it = kept_of(config) is None
+        shapes = {name: tuple(value.shape) for name, value in held if all_of_it or value.requires_grad}
+        checkpoints.check_model(resume, shapes)
+    return model

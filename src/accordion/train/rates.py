@@ -1,4 +1,4 @@
-"""The learning rate of each step: a cosine, a DeepSpeed schedule, or a scheduler of the user's."""
+"""The learning rate of each step: a schedule by name, one of DeepSpeed, or a scheduler of the user's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from torch.optim import Optimizer
 
 from accordion.compat.deepspeed import Schedule, Settings
 from accordion.train.config import TrainConfig
-
-LAST_LR = 0.1  # the cosine ends at this share of the peak
 
 
 class LearningRates(Protocol):
@@ -30,16 +28,17 @@ class LearningRates(Protocol):
 
 
 class Prescribed:
-    """Rates that the number of the step alone decides."""
+    """Rates that the number of the step alone decides, of each group in proportion to the rate that it was made with."""
 
     def __init__(self, optimizer: Optimizer, options: TrainConfig, schedule: Schedule | None) -> None:
         self._optimizer, self._options, self._schedule = optimizer, options, schedule
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]  # before a checkpoint's are loaded
 
     def before(self, step: int) -> float:
-        lr = lr_at(step, self._options, self._schedule)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+        share = share_at(step, self._options) if self._schedule is None else None
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * share if share is not None else lr_at(step, self._options, self._schedule)
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def after(self) -> None:
         pass
@@ -68,17 +67,40 @@ class OfOptimizer:
 def rates_of(
     options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
 ) -> LearningRates:
-    """`is_own`: the optimizer is the user's, whose rate stays as it was made unless `scheduler` changes it."""
-    if is_own or scheduler is not None:
+    """`is_own`: the optimizer is the user's: its rate stays as it was made unless `scheduler` or `train.schedule` changes it."""
+    if scheduler is not None or (is_own and options.schedule == "auto"):
         return OfOptimizer(optimizer, scheduler)
     return Prescribed(optimizer, options, theirs.scheduler if theirs else None)
 
 
 def lr_at(step: int, options: TrainConfig, schedule: Schedule | None = None) -> float:
-    """The learning rate of step 1, 2, ...: that of `schedule`, else linear warmup, then a cosine down to a tenth."""
+    """The learning rate of step 1, 2, ...: that of `schedule`, else `train.lr` as `train.schedule` says."""
     if schedule is not None:
         return schedule.lr(step - 1, options.lr)
+    return options.lr * share_at(step, options)
+
+
+def share_at(step: int, options: TrainConfig) -> float:
+    """Which share of its peak the rate has in step 1, 2, ...: linear warmup, then what `train.schedule` says.
+
+    With x from 0, at the end of the warmup, to 1, at the last step, and f the share `final_lr`: cosine
+    f + (1 - f)(1 + cos(pi x)) / 2, linear 1 - (1 - f) x; step `decay_factor` to the
+    power of the drops so far; wsd 1, and at the end linear with an x of its own.
+    """
     if step <= options.warmup:
-        return options.lr * step / options.warmup
-    left = (step - options.warmup) / max(1, options.steps - options.warmup)
-    return options.lr * (LAST_LR + (1 - LAST_LR) * 0.5 * (1 + math.cos(math.pi * min(1.0, left))))
+        return step / options.warmup
+    done, left, final = step - options.warmup, max(1, options.steps - options.warmup), options.final_lr
+    through = min(1.0, done / left)
+    match options.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - (1 - final) * through
+        case "step":
+            every = options.decay_every or max(1, left // 3)
+            return float(options.decay_factor ** ((done - 1) // every))
+        case "wsd":
+            last = min(options.decay_steps or max(1, options.steps // 5), left)
+            return 1 - (1 - final) * min(1.0, max(0, step - (options.steps - last)) / last)
+        case _:
+            return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * through))

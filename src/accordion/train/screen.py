@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -85,6 +86,19 @@ class Screen:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
+        """Examples in parts, each a text and whether it is learnt: what is not is dimmed, or outside of ⟦ ⟧ off a terminal."""
+        legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
+        for number, parts in enumerate(shown, 1):
+            self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))
+            made = Text()
+            for text, learnt in parts:
+                if self._live:
+                    made.append(text, "" if learnt else "dim")
+                else:
+                    made.append(f"⟦{text}⟧" if learnt else text)
+            self._console.print(made)
 
     def sample(self, prompt: str, continuation: str) -> None:
         """Generated text, told apart from what it goes on from."""

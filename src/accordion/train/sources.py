@@ -64,9 +64,11 @@ class Source:
 
 def split_of(piece: Piece) -> Split:
     """Of which split a document is: what the data says, else by a hash of its name, the same everywhere."""
-    if piece.split is not None:
-        return piece.split
-    return "validation" if crc32(piece.key.encode(errors="surrogatepass")) % VALIDATION_SHARE == 0 else "train"
+    return piece.split if piece.split is not None else split_by_key(piece.key)
+
+
+def split_by_key(key: str) -> Split:
+    return "validation" if crc32(key.encode(errors="surrogatepass")) % VALIDATION_SHARE == 0 else "train"
 
 
 def find(config: DataConfig) -> Source:
@@ -240,6 +242,11 @@ def _parquet(path: Path, key: str, text_field: str) -> Iterator[Piece]:
                     yield Piece(f"{key}:{number}", text)
 
 
+def held_out_of(parts: Mapping[str, object]) -> str | None:
+    """Which part of a datasets folder is for validation, where its names say so."""
+    return next((name for name in ("validation", "valid", "dev", "test") if name in parts and "train" in parts), None)
+
+
 def _datasets(path: Path, key: str, text_field: str) -> Iterator[Piece]:
     import datasets
 
@@ -250,9 +257,7 @@ def _datasets(path: Path, key: str, text_field: str) -> Iterator[Piece]:
     ) as error:  # the library raises its readers' own errors; all of them mean that the folder is unusable
         raise UsageError(f"data.path {str(path)!r} is no saved datasets folder: {error}") from None
     parts = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
-    held_out = next(
-        (name for name in ("validation", "valid", "dev", "test") if name in parts and "train" in parts), None
-    )
+    held_out = held_out_of(parts)
     for name, part in parts.items():
         if held_out is not None and name not in ("train", held_out):
             continue

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accordion.state import Only
 from accordion.tasks.loaded import made_optimizer, optimizer_of
+from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches
 from accordion.train.config import Config
 from accordion.train.data import GlobalOrder, Sequences, Share, num_sequences, validation_batches
 from accordion.train.evaluate import sample, token_losses, validation_loss
-from accordion.train.model import causal_model, fill
 from accordion.train.screen import Screen
 from accordion.train.tokens import TokenFiles
 from accordion.train.work import Validation
@@ -41,13 +42,13 @@ class Text:
         }
 
     def model(self, seed: int) -> nn.Module:
-        return causal_model(self.config.model, self.config.data)
+        return trained_model(self.config)
 
     def units(self) -> None:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        fill(model, self.config.model, seed)
+        fill_trained(model, self.config, seed)
 
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         make = optimizer_of(self.config.parts)
@@ -80,8 +81,12 @@ class Text:
         return {
             "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
             "data": self.tokens.digest,
+            **said_of(self.config),
             "tokenizer": self.tokens.tokenizer_digest,
         }
+
+    def kept(self) -> Only:
+        return kept_of(self.config)
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self.tokens.digest)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -106,7 +106,17 @@ class Told:
             yield piece
 
 
-def train_vocabulary(source: Source, size: int, say: Say) -> Vocabulary:
+class Texts(Protocol):
+    """Documents in a fixed order. `stamp`: another one where they are others."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def stamp(self) -> str: ...
+    def pieces(self) -> Iterator[Piece]: ...
+
+
+def train_vocabulary(source: Texts, size: int, say: Say) -> Vocabulary:
     """A byte-level BPE tokenizer trained on the training split. Raises `UsageError` where there is no text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -171,7 +181,7 @@ def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabular
     return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=end)
 
 
-def cached_vocabulary(source: Source, size: int, cache: Path, say: Say) -> tuple[Vocabulary, Callable[[], None]]:
+def cached_vocabulary(source: Texts, size: int, cache: Path, say: Say) -> tuple[Vocabulary, Callable[[], None]]:
     """The tokenizer for `source` from the cache, else trained; the second part writes it there."""
     path = cache / "tokenizers" / f"{_key(source.stamp, str(size))}.json"
     try:
@@ -218,7 +228,7 @@ def _tokenize(
 ) -> TokenFiles:
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
-    near = str(_place_for(folder))
+    near = str(place_for(folder))
     tokenizer, num_documents = vocabulary.tokenizer(), 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
@@ -244,7 +254,7 @@ def _tokenize(
     return made
 
 
-def _place_for(folder: Path) -> Path:
+def place_for(folder: Path) -> Path:
     """The nearest folder above that exists. Raises `OSError` where nothing can be made in it, before anything else is made."""
     near = next(place for place in folder.absolute().parents if place.exists())
     for wrong, code in ((not near.is_dir(), errno.ENOTDIR), (not os.access(near, os.W_OK | os.X_OK), errno.EACCES)):

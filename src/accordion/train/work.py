@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accordion.state import Only
 from accordion.train.batches import Batches
 from accordion.train.data import Share
 from accordion.train.screen import Screen
@@ -72,6 +73,10 @@ class Work(Protocol):
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         """What a checkpoint says of it, for whoever reads it or goes on from it."""
+        ...
+
+    def kept(self) -> Only:
+        """Which tensors of the model a checkpoint holds."""
         ...
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:

@@ -1,0 +1,98 @@
+"""The tokenizer of examples: a folder's or a file's, or one trained on them, with its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accordion.errors import UsageError
+from accordion.files import read_text
+from accordion.models.language import brief
+from accordion.models.stored import TOKENIZER, TOKENIZER_FILES, StoredModel, tokenizer_of
+from accordion.train.config import Config
+from accordion.train.examples import messages_of
+from accordion.train.rows import RowSource
+from accordion.train.sources import Piece
+from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOfRows:
+    """What is in rows, as text that a tokenizer can be trained on."""
+
+    source: RowSource
+
+    @property
+    def label(self) -> str:
+        return self.source.label
+
+    @property
+    def stamp(self) -> str:
+        return " ".join([self.source.stamp, *self.source.fields])
+
+    def pieces(self) -> Iterator[Piece]:
+        for row in self.source.rows():
+            if "messages" in row.values:
+                texts = [str(message.get("content") or "") for message in messages_of(row)]
+            else:
+                texts = [value for value in row.values.values() if isinstance(value, str)]
+            yield Piece(row.where, "\n".join(texts), split="train")
+
+
+def chat_tokenizer(
+    config: Config, source: RowSource, model_vocab: int, cache: Path, say: Say
+) -> tuple[Any, Callable[[], None]]:
+    """A fast tokenizer of transformers; the second part keeps one that was trained. Raises `UsageError`."""
+    found, keep = _tokenizer(config, source, model_vocab, cache, say)
+    if not getattr(found, "is_fast", False):
+        raise UsageError(
+            f"the tokenizer {type(found).__name__} is written in Python and does not tell where its tokens lie in the text; take "
+            "a fast one, which has a tokenizer.json."
+        )
+    if found.eos_token_id is None:
+        raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
+    if config.data.chat_template is not None:
+        try:
+            found.chat_template = read_text(Path(config.data.chat_template))
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"data.chat_template {config.data.chat_template!r} cannot be read: {why}.") from None
+    if config.data.format == "chat":
+        try:
+            found.get_chat_template()
+        except ValueError as error:
+            several = brief(error) if getattr(found, "chat_template", None) else "the tokenizer has no chat template"
+            raise UsageError(
+                f"data.format is 'chat', and {several.rstrip('.')}; give one with --data.chat_template FILE, or --data.tokenizer "
+                "the folder of a chat model."
+            ) from None
+    return found, keep
+
+
+def _tokenizer(
+    config: Config, source: RowSource, model_vocab: int, cache: Path, say: Say
+) -> tuple[Any, Callable[[], None]]:
+    named = config.data.tokenizer
+    if named is not None:
+        path = Path(named)
+        if not path.is_file() and not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise UsageError(f"data.tokenizer {named!r} is neither a {TOKENIZER} nor a folder with a tokenizer.")
+        return _of(named), lambda: None
+    folder = config.model.path
+    if folder is not None:
+        if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            return _of(folder), lambda: None
+        if config.model.init == "pretrained":
+            raise UsageError(
+                f"model.path {folder!r} has no tokenizer, without which its weights mean nothing; give --data.tokenizer."
+            )
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary, keep = cached_vocabulary(TextOfRows(source=source), model_vocab, cache, say)
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary.tokenizer(), eos_token=END_OF_TEXT), keep
+
+
+def _of(place: str) -> Any:
+    return tokenizer_of(StoredModel(kind="folder", path=place, config={}, tokenizer=place))

@@ -1,0 +1,195 @@
+"""Examples with answers: a row as tokens, and which of them are to be learnt; by the tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accordion.config import nearest
+from accordion.errors import UsageError
+from accordion.models.language import brief
+from accordion.train.rows import DataRow
+
+FIELDS = {"chat": ("messages",), "prompt": ("prompt", "completion")}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template around what the model is to write
+Span = tuple[int, int]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """`ids`: (tokens,) int64. `answers`: (tokens,) bool, those that are to be learnt."""
+
+    ids: np.ndarray
+    answers: np.ndarray
+
+
+class Encoder:
+    """Makes examples of rows. Owns nothing."""
+
+    def __init__(self, tokenizer: Any, kind: str) -> None:
+        """`tokenizer`: of transformers, a fast one. `kind`: "chat" or "prompt"."""
+        self._tokenizer, self._kind = tokenizer, kind
+        self._template = tokenizer.get_chat_template() if kind == "chat" else ""
+        self._special = set(tokenizer.all_special_ids)
+
+    def example(self, row: DataRow) -> Example:
+        """Raises `UsageError` for a row that is none."""
+        if self._kind == "prompt":
+            made = self._of_prompt(_text(row, "prompt"), _text(row, "completion"), row.where)
+        else:
+            made = self._of_messages(messages_of(row), row.where)
+        if not made.answers[1:].any():
+            raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
+        return made
+
+    def _of_prompt(self, prompt: str, completion: str, where: str) -> Example:
+        """The completion as it is told apart in the whole; where a token would reach over both, each part by itself."""
+        if not completion:
+            raise UsageError(f"{where}: field 'completion' is empty; there is nothing to learn from it.")
+        before, whole = self._plain(prompt), self._plain(prompt + completion)
+        answer = whole[len(before) :]
+        if whole[: len(before)] != before or not answer:
+            answer = self._tokenizer(completion, add_special_tokens=False)["input_ids"]
+        ids = [*before, *answer, self._tokenizer.eos_token_id]
+        return Example(np.array(ids), np.arange(len(ids)) >= len(before))
+
+    def _plain(self, text: str) -> list[int]:
+        """As a prompt is shown to the model: with a token that begins a text, without one that ends it."""
+        ids = list(self._tokenizer(text)["input_ids"])
+        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
+
+    def _of_messages(self, messages: list[Message], where: str) -> Example:
+        marked = MARKS.search(self._template) is not None
+        text, spans = self._rendered(messages, where) if marked else (self._render(messages, where), [])
+        if not marked:
+            spans = self._by_prefixes(messages, text, where)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, starts = np.array(found["input_ids"]), starts_of(found["offset_mapping"])
+        answers = np.zeros(len(ids), dtype=bool)
+        for start, end in spans:
+            answers |= (starts >= start) & (starts < end)
+            if not marked:
+                answers &= ~self._blanks_behind_an_end(text, ids, starts, (start, end))
+        return Example(ids, answers)
+
+    def _blanks_behind_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
+        """Tokens at the end of an answer that are blank, where they follow its special token: nobody has the model write them."""
+        inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
+        last = next((i for i in reversed(inside) if ids[i] in self._special), None)
+        found = np.zeros(len(ids), dtype=bool)
+        if last is not None:
+            behind = inside[inside > last]
+            if len(behind) and not text[starts[behind[0]] : span[1]].strip():
+                found[behind] = True
+        return found
+
+    def _rendered(self, messages: list[Message], where: str) -> tuple[str, list[Span]]:
+        """The conversation, and the spans that the template marks as the model's."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # a template is a program of its own
+            raise UsageError(f"{where}: the chat template refuses it: {brief(error)}") from None
+        if not spans[0]:
+            raise UsageError(f"{where}: the chat template marks no answer in it; there is nothing to learn from it.")
+        return texts[0], [(int(start), int(end)) for start, end in spans[0]]
+
+    def _render(self, messages: list[Message], where: str, *, prompt: bool = False) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        except Exception as error:  # as above
+            raise UsageError(f"{where}: the chat template refuses it: {brief(error)}") from None
+
+    def _by_prefixes(self, messages: list[Message], text: str, where: str) -> list[Span]:
+        """An answer is what a conversation has more with it than with the prompt for it.
+
+        Some templates render an answer otherwise when others follow (they leave out what was thought). Then it is looked for by
+        its content and by what the template has behind it.
+        """
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:i], where, prompt=True)
+            until = self._render(messages[: i + 1], where)
+            if text.startswith(until) and until.startswith(before):
+                spans.append((len(before), len(until)))
+                continue
+            content = str(message.get("content") or "").strip()
+            closing = until.rpartition(content)[2] if content else ""
+            if not (content and text.startswith(before + content + closing)):
+                raise UsageError(
+                    f"{where}: message {i + 1} cannot be told apart in what the chat template makes of the whole; mark answers "
+                    "in the template with {% generation %}, and give it as data.chat_template."
+                )
+            spans.append((len(before), len(before) + len(content + closing)))
+        return spans
+
+
+def starts_of(offsets: Sequence[Span]) -> np.ndarray:
+    """Where each token begins, (tokens,): tokenizers leave blanks at its beginning out of the span that they tell."""
+    starts, end = [], 0
+    for first, last in offsets:
+        starts.append(min(first, end))
+        end = max(end, last)
+    return np.array(starts, dtype=np.int64)
+
+
+def _text(row: DataRow, field: str) -> str:
+    value = row.values[field]
+    if not isinstance(value, str):
+        raise UsageError(f"{row.where}: field {field!r} is {type(value).__name__}, not text.")
+    _check_unicode(value, f"{row.where}: field {field!r}")
+    return value
+
+
+def _check_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{what} holds half of a surrogate pair (\\u{ord(text[error.start]):04x} at character {error.start}), which is "
+            "no text."
+        ) from None
+
+
+def messages_of(row: DataRow) -> list[Message]:
+    """The messages of a row of format chat, without what is null. Raises `UsageError` for anything else."""
+    messages = row.values["messages"]
+    if not isinstance(messages, list) or not messages:
+        what = "empty" if messages == [] else f"{type(messages).__name__}"
+        raise UsageError(f"{row.where}: field 'messages' is {what}; it takes a list of objects with role and content.")
+    found = [_message(message, f"{row.where}: message {i}") for i, message in enumerate(messages, 1)]
+    if not any(message["role"] == "assistant" for message in found):
+        raise UsageError(f"{row.where} has no message of the assistant; there is nothing to learn from it.")
+    return found
+
+
+def _message(message: object, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise UsageError(f"{where} is {type(message).__name__}; it takes an object with role and content.")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise UsageError(f"{where} has no role; it takes one of {', '.join(ROLES)}.")
+    if role not in ROLES:
+        raise UsageError(f"{where} has role {role!r}; {nearest(role, list(ROLES))}")
+    calls = bool(message.get("tool_calls"))
+    if not isinstance(content, str) and not (content is None and calls):
+        what = "no content" if content is None else f"content that is {type(content).__name__}"
+        raise UsageError(f"{where}, of the {role}, has {what}; it takes text.")
+    if role == "assistant" and not calls and not str(content).strip():
+        raise UsageError(f"{where}, of the assistant, is empty; there is nothing to learn from it.")
+    _check_unicode(content or "", where)
+    return {key: value for key, value in message.items() if value is not None}

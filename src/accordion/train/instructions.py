@@ -1,0 +1,221 @@
+"""Training of a causal language model on examples with answers: the loss is the mean over answer tokens of the global batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from accordion.errors import UsageError
+from accordion.state import Only, sharded_engine
+from accordion.tasks.loaded import made_optimizer, optimizer_of
+from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
+from accordion.train.batches import OrderedBatches, on_device
+from accordion.train.config import Config
+from accordion.train.data import EVAL_SEQUENCES, IGNORED, GlobalOrder, Share
+from accordion.train.evaluate import sample
+from accordion.train.example_files import ExampleFiles
+from accordion.train.model import rows_are_sequences, rows_hold_documents
+from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
+from accordion.train.screen import Screen
+from accordion.train.sources import Split
+from accordion.train.work import Validation
+
+SAMPLE_TOKENS = 64
+ROWS_OF_TEST = (
+    (1, 2, 3, 4),
+    (5, 6, 7, 8, 9),
+)  # two documents, told apart by how the model answers them in either order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instructions:
+    """A language model of `config` on examples. `spec`: a tokenizer.json. `end_id`: token that ends an answer."""
+
+    config: Config
+    examples: ExampleFiles
+    spec: str
+    end_id: int | None
+    counted: str = "tokens"
+
+    def agreed(self) -> dict[str, str]:
+        held = self.examples
+        return {
+            "training examples": f"{held.num_train:,} ({held.digest[:12]})",
+            "a tokenizer": held.tokenizer_digest[:12],
+        }
+
+    def model(self, seed: int) -> nn.Module:
+        return trained_model(self.config)
+
+    def units(self) -> None:
+        return None
+
+    def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
+        fill_trained(model, self.config, seed)
+        if self.config.data.packing == "documents":
+            check_apart(model)
+
+    def optimizer(self, model: nn.Module) -> Optimizer | None:
+        make = optimizer_of(self.config.parts)
+        return None if make is None else made_optimizer(make, model)
+
+    def scheduler(self, optimizer: Optimizer) -> None:
+        return None
+
+    def _rows(self, split: Any) -> ExampleRows:
+        return ExampleRows(self.examples.read(split), self.config.data.seq_len, self.config.data.packing)
+
+    def _collate(self) -> Collate:
+        return Collate(self.config.data.seq_len, self.config.data.packing)
+
+    def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
+        order = LengthOrder if self.config.data.packing == "length" else GlobalOrder
+        return OrderedBatches(self._rows("train"), share, seed, self._collate(), pins=pins, order=order)
+
+    def notes(self, share: Share) -> list[str]:
+        data, rows = self.config.data, self._rows("train")
+        order = GlobalOrder(len(rows), share, 0)
+        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
+        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
+        what = f"rows of {data.seq_len} tokens" if data.packing == "documents" else "examples"
+        return [
+            f"a step is {share.global_batch} {what}: {sizes}",
+            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
+        ]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum and count over the answer tokens of this micro-batch, 0-d float32."""
+        return answer_losses(model, batch)
+
+    def num_counted(self, share: Share, batches: list[Any]) -> int:
+        """Tokens without filling, of each rank as many as of this one."""
+        return share.world * sum(int(batch["num_tokens"]) for batch in batches)
+
+    def progress(self, model: nn.Module) -> dict[str, Any]:
+        return {
+            "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
+            "data": self._data(),
+            **said_of(self.config),
+            "tokenizer": self.examples.tokenizer_digest,
+        }
+
+    def _data(self) -> str:
+        data = self.config.data
+        return f"{self.examples.digest} {data.packing} {data.seq_len}"
+
+    def kept(self) -> Only:
+        return kept_of(self.config)
+
+    def has_data_of(self, extra: Mapping[str, Any]) -> bool:
+        return bool(extra["data"] == self._data())
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
+        was_training = model.training
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, answer tokens
+        for batch in validation_rows(self._rows("validation"), self._collate(), share, EVAL_SEQUENCES):
+            total += torch.stack(answer_losses(model, on_device(batch, device))).double()
+        dist.all_reduce(total)
+        model.train(was_training)
+        loss = float(total[0] / total[1])
+        return Validation(loss=loss, words=f" (perplexity {math.exp(min(loss, 700.0)):,.1f} of an answer's token)")
+
+    def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
+        """An answer to the first held-out example."""
+        held = self.examples.read("validation")
+        span, seq_len = held.span(0), self.config.data.seq_len
+        begins = int(held.answers[span].argmax())
+        prompt = [int(token) for token in held.tokens[span][:begins]][-seq_len:]
+        if not prompt:
+            return
+        written = sample(model, device, prompt, SAMPLE_TOKENS, seq_len, seed)
+        if self.end_id in written:
+            written = written[: written.index(self.end_id)]
+        tokenizer = Tokenizer.from_str(self.spec)
+        screen.sample(
+            tokenizer.decode(prompt, skip_special_tokens=False), tokenizer.decode(written, skip_special_tokens=False)
+        )
+
+
+def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_batch: int, where: str) -> None:
+    """Raise `UsageError` unless there is one example to validate on and one global batch to train on."""
+    data = config.data
+    for split, held in rows.items():
+        if not len(held):
+            raise UsageError(
+                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len); raise "
+                "data.seq_len, or shorten the prompts."
+            )
+    count = len(rows["train"])
+    if count < global_batch:
+        several = data.packing == "documents"
+        what, less = (f"rows of {data.seq_len} tokens", " shorten data.seq_len") if several else ("examples", "")
+        raise UsageError(
+            f"one step takes {global_batch} {what} (ranks x train.micro_batch x train.accumulate), {where} has {count}; lower "
+            f"one of these,{less} or give more data."
+        )
+
+
+def answer_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of all labels that count, and how many those are, 0-d float32."""
+    shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    labels: Tensor = batch["labels"]
+    several = "position_ids" in shown
+    if several and in_one_row(model):
+        shown, labels = {name: value.reshape(1, -1) for name, value in shown.items()}, labels.reshape(1, -1)
+    with rows_hold_documents() if several else rows_are_sequences():
+        logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab)
+    total = functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total, (labels != IGNORED).sum().float()
+
+
+def in_one_row(model: nn.Module) -> bool:
+    """Whether its attention tells documents apart in a batch of one row alone: flash attention, by the lengths of each."""
+    return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
+
+
+@torch.no_grad()
+def check_apart(model: nn.Module) -> None:
+    """Raise `UsageError` on every rank where documents of a row see each other, by the logits of one in two places.
+
+    Whether an architecture heeds position ids in its mask is nowhere written down, so it is tried.
+    """
+    device = sharded_engine(model, "training").context.device
+    was_training = model.training
+    model.eval()
+    first, second = ROWS_OF_TEST
+    ids = torch.tensor([[*first, *second], [*second, *first]], device=device)
+    places = [torch.arange(len(part), device=device) for part in (first, second)]
+    positions = torch.stack([torch.cat(places), torch.cat(places[::-1])])
+    if in_one_row(model):
+        ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
+    with rows_hold_documents():
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
+    logits = logits.float().reshape(2, len(first) + len(second), -1)
+    model.train(was_training)
+    here, there = logits[0, len(first) :], logits[1, : len(second)]
+    apart = (here - there).abs().max() <= bound * here.abs().max()
+    told = apart.to(torch.int64)
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    if not int(told):
+        raise UsageError(
+            f"data.packing is 'documents', and {type(model).__name__} lets the examples in a row see each other; take "
+            "--data.packing length."
+        )

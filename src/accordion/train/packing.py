@@ -1,0 +1,185 @@
+"""Which examples share a row, and batches of rows: tokens, labels, and positions that begin anew with each example."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from accordion.train.data import IGNORED, GlobalOrder, Share, shuffled
+from accordion.train.example_files import Examples
+
+Batch = dict[str, Any]
+"""`input_ids` and `labels`, (b, tokens); `position_ids` where rows hold several examples; `num_tokens`, without the filling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The examples that have an answer among their first `seq_len` labels. `kept`: their numbers. `lengths`: labels of each.
+
+    `num_cut` of them are longer than that; `num_lost` answer tokens go with what is cut; `num_left_out` have no answer left.
+    """
+
+    kept: np.ndarray
+    lengths: np.ndarray
+    num_cut: int
+    num_left_out: int
+    num_lost: int
+    num_answers: int
+
+    def words(self, seq_len: int) -> str | None:
+        """What was cut, for a person; None where nothing was."""
+        if not self.num_cut and not self.num_left_out:
+            return None
+        total, lost = self.num_cut + self.num_left_out, self.num_lost
+        left_out = f"; {self.num_left_out:,} of them have no answer left and are left out" if self.num_left_out else ""
+        return (
+            f"{total:,} of {len(self.kept) + self.num_left_out:,} examples are longer than data.seq_len {seq_len} and cut: "
+            f"{lost:,} of {self.num_answers:,} answer tokens ({100 * lost / self.num_answers:.1f} %) are lost{left_out}"
+        )
+
+
+def fitted(examples: Examples, seq_len: int) -> Fitted:
+    lengths = examples.lengths - 1  # the first token is no label
+    keep, num_lost, num_left_out = np.ones(len(lengths), dtype=bool), 0, 0
+    for i in np.flatnonzero(lengths > seq_len):
+        labels = examples.answers[examples.span(int(i))][1:]
+        num_lost += int(labels[seq_len:].sum())
+        if not labels[:seq_len].any():
+            keep[i] = False
+            num_left_out += 1
+    kept = np.flatnonzero(keep)
+    return Fitted(
+        kept=kept,
+        lengths=np.minimum(lengths[kept], seq_len),
+        num_cut=int((lengths > seq_len).sum()) - num_left_out,
+        num_left_out=num_left_out,
+        num_lost=num_lost,
+        num_answers=int(examples.answers.sum()),
+    )
+
+
+def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Rows of at most `size` tokens of things with these lengths: the longest first, each where it leaves the least room.
+
+    Best fit decreasing (Johnson et al., 1974), whose rows are at most 11/9 of the fewest possible and one more.
+    """
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # of which there are rows, in ascending order
+    for i in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[i])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = len(rows), size
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(at)
+        rows[row].append(int(i))
+        left = room - length
+        if not by_room.setdefault(left, []):
+            insort(rooms, left)
+        by_room[left].append(row)
+    return rows
+
+
+class ExampleRows(Dataset[list[Batch]]):
+    """Rows of examples, each a list of its documents' inputs and labels. Owns nothing but the plan of the rows."""
+
+    def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
+        self.examples, self.seq_len = examples, seq_len
+        self.fit = fitted(examples, seq_len)
+        if packing == "documents":
+            self.rows: Sequence[Sequence[int]] = packed(self.fit.lengths, seq_len)
+        elif packing == "length":
+            self.rows = np.argsort(self.fit.lengths, kind="stable").reshape(-1, 1).tolist()
+        else:
+            self.rows = np.arange(len(self.fit.kept)).reshape(-1, 1).tolist()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:  # type: ignore[override]
+        """Documents as (inputs, labels), each (tokens,) int64; labels that are no answer are `IGNORED`."""
+        return [self._document(int(self.fit.kept[i])) for i in self.rows[index]]
+
+    def _document(self, number: int) -> tuple[Tensor, Tensor]:
+        span = self.examples.span(number)
+        ids = self.examples.tokens[span][: self.seq_len + 1].astype(np.int64)
+        answers = self.examples.answers[span][: self.seq_len + 1]
+        labels = np.where(answers[1:], ids[1:], IGNORED)
+        return torch.from_numpy(ids[:-1]), torch.from_numpy(labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Collate:
+    """Rows as a batch, filled up on the right: to `seq_len` where rows hold several examples, else to the longest.
+
+    A filling comes behind all that counts, which a causal model does not see; in a row of several examples it is one more.
+    """
+
+    seq_len: int
+    packing: str
+
+    def __call__(self, rows: list[list[tuple[Tensor, Tensor]]]) -> Batch:
+        several = self.packing == "documents"
+        lengths = [sum(len(inputs) for inputs, _ in row) for row in rows]
+        width = self.seq_len if several else max(1, *lengths)
+        batch = {
+            "input_ids": torch.zeros(len(rows), width, dtype=torch.int64, device="cpu"),
+            "labels": torch.full((len(rows), width), IGNORED, device="cpu"),
+        }
+        if several:
+            batch["position_ids"] = torch.zeros(len(rows), width, dtype=torch.int64, device="cpu")
+        for i, row in enumerate(rows):
+            at = 0
+            for inputs, labels in row:
+                here = slice(at, at := at + len(inputs))
+                batch["input_ids"][i, here], batch["labels"][i, here] = inputs, labels
+                if several:
+                    batch["position_ids"][i, here] = torch.arange(len(inputs), device="cpu")
+            if several:
+                batch["position_ids"][i, at:] = torch.arange(width - at, device="cpu")
+        return {**batch, "num_tokens": sum(lengths)}
+
+
+class LengthOrder(GlobalOrder):
+    """An order of rows that lie sorted by length: those of a step follow each other, and the steps are shuffled.
+
+    So the rows of all ranks and micro-batches of a step are about equally long, for any number of ranks with that global batch.
+    """
+
+    def index_of(self, position: int, epoch: int) -> int:
+        size = self.share.global_batch
+        step, inside = divmod(position, size)
+        skipped = shuffled(
+            epoch % (self.num_dropped + 1), self.num_dropped + 1, self.seed
+        )  # the shortest or the longest
+        return skipped + shuffled(step, self.steps_per_epoch, self.seed + epoch) * size + inside
+
+    def state_dict(self) -> dict[str, int]:
+        return {**super().state_dict(), "global_batch": self.share.global_batch}
+
+    def continues(self, state: dict[str, int]) -> bool:
+        return super().continues(state) and state.get("global_batch") == self.share.global_batch
+
+
+def validation_rows(rows: ExampleRows, collate: Collate, share: Share, most: int) -> Iterator[Batch]:
+    """This rank's batches of the first `most` rows, as many on every rank; where it has none left, none of its labels count."""
+    count = min(len(rows), most)
+    each = share.world * share.micro_batch
+    for start in range(0, count, each):
+        mine = [rows[i] for i in range(start + share.rank, min(start + each, count), share.world)]
+        batch = collate(mine or [rows[start]])
+        if not mine:
+            batch["labels"].fill_(IGNORED)
+        yield batch

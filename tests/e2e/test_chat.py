@@ -1,0 +1,165 @@
+"""`accordion train --data.format chat`: the mean over the answers of the global batch, on any number of ranks; exact resume."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from accordion import cli
+from accordion.train import launch
+from tests.support import forked, language_folders
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("chat")
+    language_folders.llama(folder / "base")
+    with (folder / "talks.jsonl").open("w") as file:
+        for i in range(40):
+            talk = [
+                {"role": "user", "content": f"add {i % 7}"},
+                {"role": "assistant", "content": "so it is " * (1 + i % 4)},
+            ]
+            more = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}] * (i % 3 == 0)
+            file.write(json.dumps({"messages": talk + more}) + "\n")
+    (folder / "marked.jinja").write_text(TEMPLATE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        yield folder
+
+
+def train(run_dir: str, *flags: str) -> list[dict[str, Any]]:
+    words = [
+        "--model.path",
+        "base",
+        "--model.init",
+        "pretrained",
+        "--data.path",
+        "talks.jsonl",
+        "--data.format",
+        "chat",
+    ]
+    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *flags]
+    assert cli.main(["train", *words]) == 0
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(found: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in found if "lr" in line]
+
+
+def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two ranks of two micro-batches each, against one rank with all of it; and each step's loss by plain transformers."""
+    flags = ["--train.steps", "3", "--data.packing", "none", "--optimizer", "sgd", "--optimizer.lr", "0.05"]
+    flags += ["--train.schedule", "linear"]  # SGD is as exact as its gradients; AdamW's first steps go by their signs
+    two = train("two", *flags, "--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2")
+    shown = capfd.readouterr().out
+    one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert "example 3 (learnt: ⟦ ⟧)" in shown
+    assert "<assistant>⟦so it is" in shown
+    assert losses(two)[0] == pytest.approx(by_hand(place, 8), rel=1e-5)
+
+
+@torch.no_grad()
+def by_hand(place: Path, count: int) -> float:
+    """The first step's loss: the talks of the order's first positions, rendered and masked by hand."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from accordion.train.data import shuffled
+    from accordion.train.sources import split_by_key
+
+    model, words = AutoModelForCausalLM.from_pretrained(place / "base").eval(), AutoTokenizer.from_pretrained("base")
+    lines = (place / "talks.jsonl").read_text().splitlines()
+    kept = [line for i, line in enumerate(lines, 1) if split_by_key(f"talks.jsonl:{i}") == "train"]
+    total, num = 0.0, 0
+    for position in range(count):
+        ids, answers = list[int](), list[bool]()
+        text = ""
+        for m in json.loads(kept[shuffled(position, len(kept), 0)])["messages"]:
+            for part, learnt in ((f"<{m['role']}>", False), (f"{m['content']}\n", m["role"] == "assistant")):
+                text += part
+                whole = words(text, add_special_tokens=False)["input_ids"]
+                answers += [learnt] * (len(whole) - len(ids))
+                ids = whole
+        logits = model(input_ids=torch.tensor([ids[:-1]])).logits[0]
+        each = functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        total += float(each[torch.tensor(answers[1:])].sum())
+        num += sum(answers[1:])
+    return total / num
+
+
+@pytest.mark.parametrize("packing", ["documents", pytest.param("length", marks=pytest.mark.slow)])
+def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path, packing: str) -> None:
+    """With a template of one's own, which marks the answers."""
+    flags = ["--data.packing", packing, "--data.chat_template", "marked.jinja", "--train.schedule", "constant"]
+    flags += ["--train.warmup", "0", "--train.global_batch", "4", "--train.micro_batch", "2"]
+    whole = train(f"{packing}-whole", *flags, "--train.steps", "6")
+    train(f"{packing}-cut", *flags, "--train.steps", "3")
+    on = train(f"{packing}-cut", *flags, "--train.steps", "6")
+    assert losses(on) == losses(whole)
+    if packing == "documents":
+        train("alone", *flags, "--train.steps", "3", "--launch.nproc", "1")
+        assert losses(train("alone", *flags, "--train.steps", "6")) == pytest.approx(losses(whole), rel=1e-4)
+
+
+TALKS = ["--data.path", "talks.jsonl", "--data.format", "chat"]
+BAD = {
+    "no data": (["--data.format", "chat"], "data.format chat takes JSONL, parquet"),
+    "data of another kind": (["--data.path", "marked.jinja", "--data.format", "chat"], "is none of these"),
+    "no template": ([*TALKS, "--model.path", "plain"], "the tokenizer has no chat template; give"),
+    "no template file": ([*TALKS, "--data.chat_template", "x"], "data.chat_template 'x' cannot be read"),
+    "no tokenizer": ([*TALKS, "--data.tokenizer", "x"], "data.tokenizer 'x' is neither"),
+    "no such field": (["--data.path", "talks.jsonl", "--data.format", "prompt"], "talks.jsonl' line 1 has no field 'prompt'"),
+    "all cut": ([*TALKS, "--data.seq_len", "3"], "has an answer among its first 3 tokens"),
+    "no JSON": (["--data.path", "bad.jsonl", "--data.format", "chat"], "bad.jsonl' line 2 is no JSON"),
+    "an array": (["--data.path", "array.json", "--data.format", "chat"], "this file looks like one array"),
+    "one example": (["--data.path", "single.jsonl", "--data.format", "chat"], "holds one example; give two at least"),
+    "a step larger than the data": ([*TALKS, "--train.micro_batch", "90", "--data.packing", "none"], "takes 180 examples"),
+    "packing of text": (["--data.packing", "length"], "is of data.format chat and prompt, not text"),
+    "a template of text": (["--data.chat_template", "marked.jinja"], "is of data.format chat, not text"),
+    "a model that takes no positions": ([*TALKS, "--model.path", "bloom"], "takes no position ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_before_ranks_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    from transformers import BloomConfig
+
+    words, expected = BAD[case]
+    good = (place / "talks.jsonl").read_text().splitlines()[0]
+    (place / "bad.jsonl").write_text(f"{good}\n{{\n")
+    (place / "single.jsonl").write_text(good)
+    (place / "array.json").write_text("[\n1]")
+    if not (place / "plain").exists():
+        language_folders.llama(place / "plain")
+        (place / "plain" / "chat_template.jinja").unlink()
+        BloomConfig(vocab_size=400, hidden_size=8, n_layer=1, n_head=1).save_pretrained(place / "bloom")
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks started"))
+    base = [] if "--model.path" in words else ["--model.path", "base"]
+    capfd.readouterr()
+    assert cli.main(["train", *base, "--run.dir", "bad", *words]) == 2
+    told = capfd.readouterr().err
+    assert expected in told
+    assert told.startswith("accordion: ")
+    assert told.count("\n") == 1
+    assert not Path("bad").exists()

@@ -1,0 +1,143 @@
+"""Rows of several examples: each example's losses are those that it has alone, whatever lies beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from accordion.train import instructions
+from accordion.train.data import IGNORED, GlobalOrder, Share
+from accordion.train.example_files import Examples
+from accordion.train.packing import Collate, ExampleRows, LengthOrder, fitted, packed, validation_rows
+from tests.support import language_folders
+
+SEQ = 24
+
+
+def examples(count: int = 40, longest: int = 20, seed: int = 0) -> Examples:
+    draws = np.random.default_rng(seed)
+    lengths = draws.integers(3, longest, count)
+    tokens = draws.integers(1, 300, lengths.sum())
+    answers = draws.random(lengths.sum()) < 0.4
+    ends = np.cumsum(lengths)
+    answers[ends - 1] = True
+    return Examples(tokens, answers, ends)
+
+
+def test_rows_hold_each_example_once_and_little_else() -> None:
+    lengths = np.random.default_rng(1).integers(1, 65, 500)
+    rows = packed(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(500))
+    assert all(lengths[row].sum() <= 64 for row in rows)
+    assert len(rows) <= 1.05 * lengths.sum() / 64
+    assert packed(np.array([64, 64]), 64) == [[0], [1]]
+
+
+def test_what_is_cut_is_counted() -> None:
+    held = examples(200, longest=60)
+    fit = fitted(held, SEQ)
+    kept, lost, cut = [], 0, 0
+    for i in range(len(held)):
+        labels = held.answers[held.span(i)][1:]
+        lost += labels[SEQ:].sum()
+        kept += [i] if labels[:SEQ].any() else []
+        cut += len(labels) > SEQ and bool(labels[:SEQ].any())
+    assert fit.kept.tolist() == kept
+    assert (fit.num_lost, fit.num_cut, fit.num_left_out) == (lost, cut, 200 - len(kept))
+    assert fit.lengths.max() == SEQ
+    assert f"{cut + fit.num_left_out} of 200 examples are longer" in str(fit.words(SEQ))
+    assert fitted(examples(), SEQ).words(SEQ) is None
+
+
+def alone(model: Any, held: Examples, number: int) -> tuple[float, int]:
+    """The sum of the answers' losses of one example, by plain transformers."""
+    ids = torch.from_numpy(held.tokens[held.span(number)])
+    answers = torch.from_numpy(held.answers[held.span(number)])
+    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    losses = functional.cross_entropy(logits, ids[1:], reduction="none")
+    return float(losses[answers[1:]].sum()), int(answers[1:].sum())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {"llama": language_folders.llama(place / "llama"), "gpt2": language_folders.gpt2(place / "gpt2")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "flat"),
+    [("llama", "sdpa", False), ("llama", "eager", False), ("llama", "sdpa", True), ("gpt2", "sdpa", False)],
+)
+@torch.no_grad()
+def test_packed_losses_are_those_of_each_example_alone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, attention: str, flat: bool
+) -> None:
+    """`flat`: the batch as one row, as flash attention takes it; here with the same kernels."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()
+    monkeypatch.setattr(instructions, "in_one_row", lambda model: flat)
+    held = examples(14)
+    rows = ExampleRows(held, SEQ, "documents")
+    collate = Collate(SEQ, "documents")
+    assert len(rows) < len(held)
+    for at in range(0, len(rows), 4):
+        numbers = [int(rows.fit.kept[i]) for row in rows.rows[at : at + 4] for i in row]
+        expected = [alone(model, held, number) for number in numbers]
+        batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
+        total, count = instructions.answer_losses(model, batch)
+        assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
+        assert int(count) == sum(n for _, n in expected)
+        assert int(batch["num_tokens"]) == sum(len(held.tokens[held.span(n)]) - 1 for n in numbers)
+
+
+@torch.no_grad()
+def test_one_example_in_a_row_costs_the_same(folders: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    held = examples()
+    for packing in ("length", "none"):
+        rows, collate = ExampleRows(held, SEQ, packing), Collate(SEQ, packing)
+        batch = collate([rows[i] for i in range(8)])
+        expected = [alone(model, held, int(rows.fit.kept[row[0]])) for row in rows.rows[:8]]
+        total, _ = instructions.answer_losses(model, batch)
+        assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
+        assert batch["input_ids"].shape[1] == int(rows.fit.lengths[[row[0] for row in rows.rows[:8]]].max())
+
+
+@pytest.mark.parametrize(("world", "micro", "accumulate"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
+def test_steps_are_of_like_lengths_and_the_same_on_any_number_of_ranks(world: int, micro: int, accumulate: int) -> None:
+    steps: list[set[int]] = []
+    orders = [
+        iter(LengthOrder(43, Share(rank=r, world=world, micro_batch=micro, accumulate=accumulate), 3))
+        for r in range(world)
+    ]
+    steps += [{i for _ in range(accumulate) for order in orders for i in next(order)} for _ in range(10)]  # two epochs
+    assert all(max(step) - min(step) == 7 for step in steps)
+    assert len(set().union(*steps[:5])) == 40
+    whole = iter(LengthOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3))
+    assert steps == [set(next(whole)) for _ in range(10)]
+    assert not LengthOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3).continues(
+        GlobalOrder(43, Share(rank=0, world=1, micro_batch=8, accumulate=1), 3).state_dict()
+    )
+
+
+@pytest.mark.parametrize("world", [1, 3, 7])
+def test_held_out_rows_count_once(world: int) -> None:
+    rows, collate = ExampleRows(examples(10), SEQ, "none"), Collate(SEQ, "none")
+    counts = [
+        [
+            int((b["labels"] != IGNORED).sum())
+            for b in validation_rows(rows, collate, Share(rank=rank, world=world, micro_batch=2, accumulate=1), 256)
+        ]
+        for rank in range(world)
+    ]
+    assert len({len(count) for count in counts}) == 1
+    expected = sum(int((labels != IGNORED).sum()) for i in range(len(rows)) for _, labels in rows[i])
+    assert sum(map(sum, counts)) == expected

@@ -1,0 +1,133 @@
+"""The learning rate of each step: every schedule against its closed formula, torch's own, and optimizers by name with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from accordion.errors import UsageError
+from accordion.tasks.classes import OPTIMIZERS
+from accordion.tasks.loaded import optimizer_of
+from accordion.train import command
+from accordion.train.config import TrainConfig
+from accordion.train.own_task import check_optimizer
+from accordion.train.rates import lr_at, rates_of
+
+N, WARM = 100, 10
+FORMULAS = {  # of step t = 11 .. 100, behind the warmup
+    "auto": ({}, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * (t - WARM) / 90))),
+    "cosine": ({"final_lr": 0.0}, lambda t: 0.5 * (1 + math.cos(math.pi * (t - WARM) / 90))),
+    "linear": ({"final_lr": 0.25}, lambda t: 1 - 0.75 * (t - WARM) / 90),
+    "constant": ({}, lambda t: 1.0),
+    "step": ({"decay_every": 40, "decay_factor": 0.5}, lambda t: 1.0 if t <= 50 else 0.5 if t <= 90 else 0.25),
+    "wsd": ({"decay_steps": 20, "final_lr": 0.0}, lambda t: 1.0 if t <= 80 else (N - t) / 20),
+}
+
+
+@pytest.mark.parametrize("schedule", FORMULAS)
+def test_each_schedule_has_its_closed_formula(schedule: Any) -> None:
+    more, formula = FORMULAS[schedule]
+    options = TrainConfig(steps=N, warmup=WARM, lr=2.0, schedule=schedule, **more)
+    found = [lr_at(step, options) for step in range(1, N + 1)]
+    assert found[:WARM] == pytest.approx([2.0 * t / WARM for t in range(1, WARM + 1)])
+    assert found[WARM:] == pytest.approx([2.0 * formula(t) for t in range(WARM + 1, N + 1)])
+
+
+def test_what_is_not_said_follows_from_the_number_of_steps() -> None:
+    """A third of the steps behind the warmup between drops, a fifth of all steps at the end."""
+    drops = [lr_at(t, TrainConfig(steps=100, warmup=10, lr=1.0, schedule="step")) for t in (40, 41, 70, 71)]
+    assert drops == pytest.approx([1.0, 0.1, 0.1, 0.01])
+    ends = [lr_at(t, TrainConfig(steps=100, warmup=10, lr=1.0, schedule="wsd")) for t in (80, 90, 100)]
+    assert ends == pytest.approx([1.0, 0.55, 0.1])
+
+
+def test_drops_are_those_of_torchs_step_lr() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.3)
+    theirs, expected = lr_scheduler.StepLR(optimizer, 7, 0.2), []
+    for _ in range(30):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    options = TrainConfig(steps=30, warmup=0, lr=0.3, schedule="step", decay_every=7, decay_factor=0.2)
+    assert [lr_at(t, options) for t in range(1, 31)] == pytest.approx(expected)
+
+
+def test_groups_of_an_optimizer_keep_their_proportions() -> None:
+    """Also once a checkpoint has given them the rates of an earlier step."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
+    optimizer = torch.optim.SGD(groups)
+    options = TrainConfig(steps=10, warmup=0, schedule="linear", final_lr=0.0)
+    rates = rates_of(options, optimizer, None, None, is_own=True)
+    for group in optimizer.param_groups:
+        group["lr"] = 123.0
+    assert rates.before(5) == pytest.approx(0.2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.05])
+    left = rates_of(TrainConfig(warmup=50), torch.optim.SGD(groups), None, None, is_own=True)
+    assert left.before(1) == 0.2  # as it is
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim.RMSprop", "torch.optim:Adam"])
+def test_optimizers_are_named(name: str) -> None:
+    config = command.read(["--optimizer", name, "--optimizer.lr", "0.25"])
+    make = optimizer_of(config.parts)
+    assert make is not None
+    made = make([torch.nn.Parameter(torch.zeros(2))])
+    assert type(made).__name__.lower() == name.rpartition(".")[2].rpartition(":")[2].lower()
+    assert made.param_groups[0]["lr"] == 0.25
+    check_optimizer(make)
+
+
+def test_options_may_be_several_numbers(tmp_path: Any) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("optimizer: {class_path: adamw, betas: [0.5, 0.75], fused: true}\n")
+    by_flags = command.read(["--optimizer", "adamw", "--optimizer.betas", "0.5,0.75", "--optimizer.fused", "true"])
+    assert by_flags == command.read(["--config", str(run_file)])
+    assert by_flags.parts["optimizer"].options["betas"] == (0.5, 0.75)
+    assert command.read(["--optimizer", "Rprop"]).parts["optimizer"].options["step_sizes"] == (1e-06, 50)
+
+
+BAD = {
+    "a name of none": (["--optimizer", "adadelt"], "did you mean 'adadelta'?"),
+    "one beta": (["--optimizer", "adamw", "--optimizer.betas", "0.9"], "it takes 2 numbers with commas between"),
+    "betas of words": (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers with commas between"),
+    "no such option": (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
+    "a schedule of none": (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
+    "of another schedule": (["--train.decay_every", "5"], "which train.schedule 'auto' has no use for; it is of step"),
+    "of no schedule": (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is of cosine or linear or wsd"),
+    "above the peak": (["--train.final_lr", "1.5"], "it must be between 0 and 1"),
+    "a decay longer than the run": (
+        ["--train.schedule", "wsd", "--train.decay_steps", "98"],
+        "train.decay_steps is 98 behind train.warmup 5, more than train.steps 100",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_one_line(case: str) -> None:
+    words, expected = BAD[case]
+    with pytest.raises(UsageError) as error:
+        command.read(words)
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sgd", "--optimizer.lr", "-1"], "optimizer: Invalid learning rate: -1"),
+        (["adamw", "--optimizer.betas", "2,3"], "optimizer: Invalid beta parameter at index 0: 2.0."),
+        (["torch.optim.LBFGS"], "optimizer LBFGS computes the loss anew in its step"),
+        (["torch.optim.Muon"], "optimizer: Muon only supports 2D parameters"),
+        (["torch.nn.Linear", "--optimizer.out_features", "2"], "optimizer"),
+    ],
+)
+def test_an_optimizer_that_refuses_is_told_before_ranks_start(words: list[str], expected: str) -> None:
+    make = optimizer_of(command.read(["--optimizer", *words]).parts)
+    with pytest.raises(UsageError) as error:
+        check_optimizer(make)
+    assert expected in str(error.value)
