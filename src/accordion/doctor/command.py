@@ -142,7 +142,11 @@ def _rank(place: RankPlace, store: Store, chosen: Devices, options: DoctorOption
         here = list(_machine(chosen, place.local_world, place.world, options, environ, started=True))
     flat = [finding for findings in here for finding in findings]
     store.set(f"{own}/machine/{place.rank}", _told(flat, socket.gethostname()))
-    report = Report(as_json=options.json, head=f"{place.world} ranks on {chosen.type}, started by {place.starter}") if speaks else None
+    report = (
+        Report(as_json=options.json, head=f"{place.world} ranks on {chosen.type}, started by {place.starter}")
+        if speaks
+        else None
+    )
     if report is not None:
         for rank in range(place.world):
             found = [Finding(**said) for said in json.loads(store.get(f"{own}/machine/{rank}"))]

@@ -50,8 +50,8 @@ def disk(folder: Path, num_mib: int) -> list[Finding]:
                 do="make room, take another folder, or let this user write there.",
             ),
         ]
-    found.append(_speed("disk.write", "through the page cache, and waited for", folder, plain.write, "written"))
-    found.append(_speed("disk.read", "through the page cache, which was emptied of it", folder, plain.read, "read"))
+    found.append(_speed("disk.write", "through the page cache, and waited for", plain.write, "written"))
+    found.append(_speed("disk.read", "through the page cache, which was emptied of it", plain.read, "read"))
     found += _direct(folder, num_mib)
     found.append(locks(folder))
     return found
@@ -79,7 +79,9 @@ def space(folder: Path) -> Finding:
         means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit is given up, and the run goes on without"
         if little
         else "12 bytes a parameter for each checkpoint with AdamW",
-        do="make room, or take another folder; accordion checkpoint prune takes old checkpoints away." if little else "",
+        do="make room, or take another folder; accordion checkpoint prune takes old checkpoints away."
+        if little
+        else "",
         data=data,
     )
 
@@ -137,16 +139,16 @@ def _rate(block: Callable[[int], int], num_bytes: int, settle: Callable[[], None
     return done, done / max(1e-9, time.perf_counter() - began)
 
 
-def _speed(check: str, how: str, folder: Path, rate: float, done: str) -> Finding:
+def _speed(check: str, how: str, rate: float, done: str) -> Finding:
     slow = rate < SLOW
     minutes = OF_A_BILLION / rate / 60
     return Finding(
         check=check,
         severity="warning" if slow else "ok",
-        found=f"{folder}: {rate / 1e6:,.0f} MB/s {done} {how}; {USUAL}",
+        found=f"{rate / 1e6:,.0f} MB/s {done} {how}" + (f"; {USUAL}" if slow else ""),
         means=f"a checkpoint of a billion parameters with AdamW takes {minutes:,.1f} minutes"
         + (", and training waits for it where it comes often" if slow else ""),
-        do="take a faster disk for --run.dir, save more rarely (--checkpoint.every), and see whether others use the disk now."
+        do="take a faster disk for --run.dir, save less often (--checkpoint.every), and see whether others use the disk now."
         if slow
         else "",
         data={"bytes_per_s": rate},
@@ -166,13 +168,13 @@ def _direct(folder: Path, num_mib: int) -> list[Finding]:
                 severity="note",
                 found=f"{folder}: no access past the page cache (O_DIRECT): {error.strerror}",
                 means="offload to this disk works through the page cache, which takes host memory and time",
-                do="give Offload and --offload a folder on a local disk, if states are to rest there.",
+                do="take a folder on a local disk for --shard.offload_optimizer disk:/folder, if states are to rest on disk.",
             )
         ]
     how = "past the page cache (O_DIRECT)"
     return [
-        _speed("disk.direct-write", how, folder, speed.write, "written"),
-        _speed("disk.direct-read", how, folder, speed.read, "read"),
+        _speed("disk.direct-write", how, speed.write, "written"),
+        _speed("disk.direct-read", how, speed.read, "read"),
     ]
 
 
@@ -190,5 +192,8 @@ def locks(folder: Path) -> Finding:
             do="nothing; or mount it with locks (-o flock of Lustre, a lock server of NFS).",
         )
     return Finding(
-        check="disk.locks", severity="ok", found=f"{folder} has file locks", means="a second job in a run folder is refused at once"
+        check="disk.locks",
+        severity="ok",
+        found=f"{folder} has file locks",
+        means="a second job in a run folder is refused at once",
     )

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from accordion.doctor.findings import Finding
 
-OPEN_FILES = 160  # that a rank of a training has open with two ranks: libraries, sockets, data; measured 40 to 130
+OPEN_FILES = (
+    160  # of a rank: 15 to 18 when its group has formed (`accordion doctor --json`), and shards of data, logs, loaders
+)
 FILES_PER_RANK = 4  # sockets to each other rank, of two groups, and their threads' own
 USUAL_FILES = 1024  # what systems give; shards of data and loaders' workers take hundreds
 SHARED_BYTES = 2**30  # batches of a loader's workers, and NCCL's buffers between ranks of one machine
@@ -42,9 +44,15 @@ def locked_memory(*, pins: bool, has_rdma: bool) -> Finding:
     limited = soft != UNLIMITED
     said = f"{soft / MIB:,.0f} MiB" if limited else "no limit"
     if limited and has_rdma:
-        severity, means = "problem", "cards of InfiniBand cannot register memory: NCCL fails, or falls back to TCP, many times slower"
+        severity, means = (
+            "problem",
+            "cards of InfiniBand cannot register memory: NCCL fails, or falls back to TCP, many times slower",
+        )
     elif limited and pins:
-        severity, means = "warning", "some drivers pin host memory within this limit alone; offload pins the optimizer's whole state"
+        severity, means = (
+            "warning",
+            "some drivers pin host memory within this limit alone; offload pins the optimizer's whole state",
+        )
     elif limited:
         severity, means = "note", "it matters for accelerators and InfiniBand, of which this machine has none"
     else:
@@ -84,7 +92,9 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
         check=check,
         severity="problem" if short else "warning" if little else "ok",
         found=f"{folder} has {free / MIB:,.0f} of {total / MIB:,.0f} MiB free",
-        means="workers of a DataLoader end with `Bus error`, and NCCL fails with `No space left on device`" if little else "enough",
+        means="workers of a DataLoader end with `Bus error`, and NCCL fails with `No space left on device`"
+        if little
+        else "enough",
         do="docker run --shm-size=8g or --ipc=host; elsewhere mount -o remount,size=8g "
         f"{folder}, and take away what ended jobs left there."
         if little

@@ -102,7 +102,9 @@ def meeting(master: str | None, environ: Mapping[str, str], *, started: bool = F
             check="network.master",
             severity="warning" if slow else "ok",
             found=f"{host} is {', '.join(addresses)}, looked up in {seconds:.2f} s",
-            means="each new connection may wait so long; many ranks at once overload the name server" if slow else "ranks can find it",
+            means="each new connection may wait so long; many ranks at once overload the name server"
+            if slow
+            else "ranks can find it",
             do="put it into /etc/hosts, or give its address." if slow else "",
             data={"addresses": addresses, "seconds": seconds},
         )
@@ -115,7 +117,9 @@ def _port(host: str, address: str, port: int, *, asked: bool) -> Finding:
     check, at = "network.port", f"{host}:{port}"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does: a port of a job just ended is free
+        own.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch's store does: a port of a job just ended is free
         try:
             own.bind((address, port))
         except OSError as error:
@@ -132,7 +136,9 @@ def _port(host: str, address: str, port: int, *, asked: bool) -> Finding:
                 do=f"ss -ltnp 'sport = :{port}' shows who has it; give torchrun --master-port another one, or --standalone on one machine.",
                 data={"errno": error.errno},
             )
-    return Finding(check=check, severity="ok", found=f"port {at} is free", means="the first rank can keep the job's store there")
+    return Finding(
+        check=check, severity="ok", found=f"port {at} is free", means="the first rank can keep the job's store there"
+    )
 
 
 def _other_machine(at: str, family: int, address: str, port: int) -> Finding:
@@ -190,8 +196,14 @@ def interfaces(environ: Mapping[str, str], states: Path = Path("/sys/class/net")
                 check=f"network.{library.lower()}-interface",
                 severity="ok" if good else "problem",
                 found=f"{key} is {environ[key]!r}: "
-                + (f"{', '.join(down)} is down" if down else ", ".join(chosen) or f"there is no such interface, but {', '.join(here)}"),
-                means=f"{library} talks over it" if good else f"{library} finds no address and ranks fail as they form their group",
+                + (
+                    f"{', '.join(down)} is down"
+                    if down
+                    else ", ".join(chosen) or f"there is no such interface, but {', '.join(here)}"
+                ),
+                means=f"{library} talks over it"
+                if good
+                else f"{library} finds no address and ranks fail as they form their group",
                 do="" if good else f"set {key} to one of {', '.join(others) or 'lo'}, or unset it.",
             )
         )

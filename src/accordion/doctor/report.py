@@ -21,21 +21,20 @@ class Report:
     """Owns what was found so far. Everything needs the core alone: colours are there where `rich` is."""
 
     def __init__(self, *, as_json: bool, head: str) -> None:
-        self._as_json, self._head, self._findings = as_json, head, list[Finding]()
+        self._as_json, self._head, self._findings, self._area = as_json, head, list[Finding](), ""
         if not as_json:
             self._line(f"accordion doctor {VERSION}: {head}", "bold")
 
     def add(self, findings: Sequence[Finding]) -> None:
-        """Show findings of an area, and keep them."""
+        """Show findings, in the order of their areas, and keep them."""
         self._findings += findings
         if self._as_json:
             return
-        areas = dict.fromkeys(finding.area for finding in findings)
-        for area in areas:
-            self._line(f"\n{area}", "bold")
-            for finding in findings:
-                if finding.area == area:
-                    self._show(finding)
+        for finding in findings:
+            if finding.area != self._area:
+                self._area = finding.area
+                self._line(f"\n{self._area}", "bold")
+            self._show(finding)
 
     def end(self) -> int:
         """Say how it came out; the exit code: 1 where there is a problem."""

@@ -138,13 +138,15 @@ def _core(need: Requirement) -> Finding:
 
 
 def _bounds(need: Requirement) -> str:
-    return ", ".join(f"{op} {bound}" for op, bound in need.bounds) or "any"
+    return ", ".join(f"{op} {bound}" for op, bound in sorted(need.bounds, reverse=True)) or "any"
 
 
 def _extra(extra: str, needs: Iterable[Requirement]) -> Finding:
     known = {need: _version_of(need.package) for need in needs}
     missing = [need.package for need, version in known.items() if version is None]
-    wrong = [f"{need.package} {v} ({_bounds(need)})" for need, v in known.items() if v is not None and not need.takes(v)]
+    wrong = [
+        f"{need.package} {v} ({_bounds(need)})" for need, v in known.items() if v is not None and not need.takes(v)
+    ]
     what = FOR.get(extra, f"the extra {extra!r}")
     install = f"pip install 'accordion[{extra}]'."
     data = {need.package: version for need, version in known.items()}
@@ -216,7 +218,9 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
             check="devices.cores",
             severity="warning" if crowded else "ok",
             found=f"{cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}",
-            means="ranks wait for each other's turns on the cores; times say little" if crowded else "enough for the ranks",
+            means="ranks wait for each other's turns on the cores; times say little"
+            if crowded
+            else "enough for the ranks",
             do="lower --nproc, or let this process use more cores (taskset, --cpus of containers)." if crowded else "",
             data={"cores": cores},
         )
@@ -235,7 +239,9 @@ def _memory(chosen: Devices) -> list[Finding]:
                 check=f"devices.memory-{index}",
                 severity="warning" if held else "ok",
                 found=f"device {index} has {free / GIB:.1f} of {total / GIB:.1f} GiB free",
-                means="other processes hold the rest; a model that is planned to fit may not" if held else "free for a rank",
+                means="other processes hold the rest; a model that is planned to fit may not"
+                if held
+                else "free for a rank",
                 do="end those processes, or take other devices." if held else "",
                 data={"free_bytes": free, "total_bytes": total},
             )
@@ -292,6 +298,8 @@ def threads(environ: Mapping[str, str], num_ranks: int) -> Finding | None:
         check="devices.threads",
         severity="warning" if many else "ok",
         found=f"OMP_NUM_THREADS is {text}, times {num_ranks} ranks, on {cores} cores",
-        means="threads of ranks take turns on the cores, which is slower than fewer threads" if many else "threads have a core each",
+        means="threads of ranks take turns on the cores, which is slower than fewer threads"
+        if many
+        else "threads have a core each",
         do="unset OMP_NUM_THREADS: ranks then share the cores out." if many else "",
     )
