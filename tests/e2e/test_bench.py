@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import default_collate
 
 import accordion
 from accordion import cli
@@ -26,6 +27,7 @@ from accordion.bench.model import shape_of
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
+from tests.support import own_tasks
 from tests.support.sample import sampled
 
 ONE = World(num_ranks=1)
@@ -331,3 +333,67 @@ def test_what_one_accelerator_shows_is_measured(tmp_path, letters):
     if letters == "abcdefg":
         assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
         assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())
+
+
+# -- a task of the user's
+
+
+def bench_task(name: str, folder: Path, *words: str) -> int:
+    own = ["--task", f"{own_tasks.__file__}:{name}", "--device", "cpu", "--dir", str(folder), "--rounds", "1"]
+    return cli.main(["bench", *own, "--steps", "1", "--nproc", "2", "--against", "ddp", *words])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_task_is_measured_under_each_contender(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench_task("Weighed", tmp_path, "--task.width", "5", "--batch", "3") == 0
+    assert "samples/s" in capfd.readouterr().out
+    found = json.loads((tmp_path / "bench.json").read_text())["comparison"]
+    torch.manual_seed(0)
+    task = own_tasks.Weighed(5)
+    model, data = task.model(), own_tasks.TensorDataset(*own_tasks.numbers())
+    means = []
+    for rank in range(2):
+        total, weight = task.loss(model, default_collate([data[3 * rank + i] for i in range(3)]))
+        means.append(float(total / weight))
+    for name in ("accordion", "ddp"):
+        assert found["verdict"]["losses"][name][0] == pytest.approx(sum(means) / 2, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("Task", ["--task.widht", "5"], "did you mean '--task.width'"),
+        ("Task", ["--model", "gpt-tiny"], "--model says something of a language model"),
+        ("Task", ["--against", "fsdp9"], "fsdp9"),
+        ("OnMeta", [], "meta device"),
+        ("Nobody", [], "Nobody"),
+    ],
+)
+def test_bad_input_about_a_task_is_one_line(
+    name: str, words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(command, "compare", None)
+    assert bench_task(name, tmp_path, *words) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_errors_of_a_task_are_the_users_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(command, "compare", None)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(own_tasks.__file__).parents[2])!r})\n"
+        "from tests.support.own_tasks import Task as Good\nclass Task(Good):\n    def loss(self, model, batch):\n"
+        "        return model(batch)\n"
+    )
+    assert cli.main(["bench", "--task", str(file), "--device", "cpu", "--dir", str(tmp_path)]) == 1
+    err = capfd.readouterr().err
+    assert "return model(batch)" in err
+    assert 'mine.py", line 6' in err
+    assert "accordion/bench" not in err
+    assert err.splitlines()[-1].startswith("accordion: ")

@@ -93,6 +93,7 @@ SMALL = {
     "accordion checkpoint": "",
     "accordion doctor": "--device cpu --disk-mib 8 --message-mib 1",
     "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1 --steps 1",
+    "accordion bench --task": "--nproc 2 --device cpu --rounds 1 --steps 1",
     "accordion bench host": "--ranks 2 --steps 1",
     "accordion bench memory": "--model gpt-tiny --device cpu --rounds 1",
     "accordion bench checkpoint": "--mib 16 --device cpu --rounds 1",
