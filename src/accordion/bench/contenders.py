@@ -28,7 +28,7 @@ OURS = "accordion"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What every contender trains, and how. `batch`: of one rank. `bf16`: computes in bf16 over parameters in float32.
-    `task`: class path and options of a task of the user's, of which `batch` are samples; empty where `model` names what is trained.
+    `task`: class path and options of a task of the user's, of which `batch` are samples; empty where `model` is trained.
     """
 
     model: str = "gpt-30m"

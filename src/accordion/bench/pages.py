@@ -31,10 +31,10 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         "host time: of a unit of 9 parameters over plain, 8 simulated ranks, see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
-    columns = (*PARTS, "step", "cpu")
+    columns, rate = (*PARTS, "step", "cpu"), "samples/s" if s.task else "tokens/s"
     times = Table(
         title="time",
-        columns=["contender", *(f"{part} ms" for part in columns), "samples/s" if s.task else "tokens/s", "MFU %", "host us/unit"],
+        columns=["contender", *(f"{part} ms" for part in columns), rate, "MFU %", "host us/unit"],
         rows=[
             [
                 name,

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from accordion import options as flags
-from accordion.devices import Devices, backend_of, devices_here, devices_named, name_of, num_cores
+from accordion.devices import Devices, backend_of, devices_here, devices_named, num_cores
 from accordion.doctor import disk, judged, limits, network, software
-from accordion.doctor.findings import Finding, on_host, worst
+from accordion.doctor.findings import Finding, as_data, on_host
 from accordion.doctor.options import DoctorOptions
 from accordion.doctor.ranks import Answer, RankExam, start
-from accordion.doctor.report import Report
+from accordion.doctor.report import DoctorReport
 from accordion.errors import UsageError
 from accordion.generate.memory import free_bytes
 from accordion.train import launch
@@ -44,7 +44,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if place is not None:
         return _started(place, options, environ)
     chosen, world = _ranks(options)
-    report = Report(as_json=options.json, head=f"{world} rank{'s' if world > 1 else ''} on {chosen.type}")
+    report = DoctorReport(as_json=options.json, head=f"{world} rank{'s' if world > 1 else ''} on {chosen.type}")
     for findings in _machine(chosen, world, world, options, environ, started=False):
         report.add(findings)
     found: list[Finding] = []
@@ -127,7 +127,9 @@ def _started(place: RankPlace, options: DoctorOptions, environ: Mapping[str, str
         )
     unmet = [f for f in network.meeting(options.master, environ, started=True) if f.severity == "problem"]
     if unmet:
-        report = Report(as_json=options.json, head=f"rank {place.rank} of {place.world} on {socket.gethostname()}")
+        report = DoctorReport(
+            as_json=options.json, head=f"rank {place.rank} of {place.world} on {socket.gethostname()}"
+        )
         report.add(unmet)
         return report.end()
     launch.guarded(_rank, chosen, options, dict(environ))
@@ -142,11 +144,8 @@ def _rank(place: RankPlace, store: Store, chosen: Devices, options: DoctorOption
         here = list(_machine(chosen, place.local_world, place.world, options, environ, started=True))
     flat = [finding for findings in here for finding in findings]
     store.set(f"{own}/machine/{place.rank}", _told(flat, socket.gethostname()))
-    report = (
-        Report(as_json=options.json, head=f"{place.world} ranks on {chosen.type}, started by {place.starter}")
-        if speaks
-        else None
-    )
+    head = f"{place.world} ranks on {chosen.type}, started by {place.starter}"
+    report = DoctorReport(as_json=options.json, head=head) if speaks else None
     if report is not None:
         for rank in range(place.world):
             found = [Finding(**said) for said in json.loads(store.get(f"{own}/machine/{rank}"))]
@@ -179,6 +178,4 @@ def _rank(place: RankPlace, store: Store, chosen: Devices, options: DoctorOption
 
 
 def _told(findings: list[Finding], host: str) -> str:
-    from accordion.doctor.findings import as_data
-
     return json.dumps(as_data(on_host(findings, host)))

@@ -43,7 +43,7 @@ def about(answers: Sequence[Answer]) -> list[Finding]:
         Finding(
             check="ranks.group",
             severity="ok" if same else "problem",
-            found=f"{len(answers)} rank{'s' if len(answers) > 1 else ''} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''} formed a group"
+            found=f"{_count(len(answers), 'rank')} on {_count(len(hosts), 'machine')} formed a group"
             + ("" if same else f", with torch {' and '.join(versions)}"),
             means="ranks can meet"
             if same
@@ -59,7 +59,7 @@ def about(answers: Sequence[Answer]) -> list[Finding]:
             Finding(
                 check="ranks.pinned-memory",
                 severity="warning" if slow else "ok",
-                found=f"host memory is pinned at {min(pins) / GB:.2f} GB/s on the slowest rank, usual is {SLOW_PIN / GB:g} and more",
+                found=f"pinned host memory: {min(pins) / GB:.2f} GB/s on the slowest rank; usual is {SLOW_PIN / GB:g} and more",
                 means="loaders and offload begin slowly, and take long where the system is short of memory"
                 if slow
                 else "as usual",
@@ -83,7 +83,7 @@ def messages(answers: Sequence[Answer], *, device_type: str, device_name: str, n
                 severity="problem",
                 found=f"a gather brought wrong numbers to {_ranks(wrong)}",
                 means="training computes with wrong weights, in silence",
-                do="run it with NCCL_P2P_DISABLE=1 and then with NCCL_IB_DISABLE=1 to see which link it is; update driver and NCCL; "
+                do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to see which link it is; update the driver; "
                 "PCIe access control (ACS) in the machine's setup breaks links between devices.",
                 where=_ranks(wrong),
             )
@@ -174,7 +174,7 @@ def clocks(answers: Sequence[Answer]) -> list[Finding]:
             if not skew
             else f"the clock of rank {furthest['rank']} is {abs(furthest['ahead_s']):,.1f} s "
             f"{'ahead of' if furthest['ahead_s'] > 0 else 'behind'} the first rank's",
-            means="times in logs of several machines cannot be compared, and files of a shared disk seem to come from the future: "
+            means="times in logs of several machines cannot be compared, and files of a shared disk come from the future: "
             "who holds a run folder and which checkpoint is newest may be misread"
             if skew
             else "times of the machines agree",
@@ -202,7 +202,7 @@ def steps(answers: Sequence[Answer]) -> list[Finding]:
             else "a training here learns something else than it should: messages, a kernel or the engine are wrong",
             do=""
             if exact or good
-            else "compare with --device cpu and with --nproc 1 to see whether devices or messages do it; try another version of torch; "
+            else "compare with --device cpu and with --nproc 1 to see whether devices or messages do it; try another torch; "
             "report it with the output of accordion doctor --json.",
             data={"largest": largest, "exact": exact, "losses": list(answers[0]["losses"])},
         )
@@ -223,6 +223,10 @@ def _errors(check: str, answers: Sequence[Answer], means: str) -> list[Finding]:
             where=_ranks(wrong),
         )
     ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
 
 
 def _ranks(which: Sequence[int]) -> str:

@@ -25,11 +25,11 @@ def open_files(num_ranks: int) -> Finding:
     needed = OPEN_FILES + FILES_PER_RANK * num_ranks
     few = soft != UNLIMITED and soft < needed
     little = few or (soft != UNLIMITED and soft < USUAL_FILES)
-    most = "unlimited" if hard == UNLIMITED else hard
+    most, said = "unlimited" if hard == UNLIMITED else hard, "no limit on" if soft == UNLIMITED else f"{soft:,}"
     return Finding(
         check="limits.open-files",
         severity="problem" if few else "warning" if little else "ok",
-        found=f"{'no limit on' if soft == UNLIMITED else f'{soft:,}'} open files a process; a rank of {num_ranks} takes up to {needed}",
+        found=f"{said} open files a process; a rank of {num_ranks} takes up to {needed}",
         means="a rank fails with `Too many open files`, mostly when it connects or opens data" if little else "enough",
         do=f"ulimit -n 65536 before the start (here at most {most}); LimitNOFILE= of a service, --ulimit nofile= of docker."
         if little
@@ -39,7 +39,7 @@ def open_files(num_ranks: int) -> Finding:
 
 
 def locked_memory(*, pins: bool, has_rdma: bool) -> Finding:
-    """`pins`: ranks have an accelerator, to which host memory is pinned. `has_rdma`: the network's cards read memory by themselves."""
+    """`pins`: ranks have an accelerator, to which host memory is pinned. `has_rdma`: cards of the network read memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = soft != UNLIMITED
     said = f"{soft / MIB:,.0f} MiB" if limited else "no limit"
@@ -62,7 +62,7 @@ def locked_memory(*, pins: bool, has_rdma: bool) -> Finding:
         severity=severity,  # type: ignore[arg-type]
         found=f"locked memory of a process: {said}",
         means=means,
-        do="ulimit -l unlimited before the start; LimitMEMLOCK=infinity of a service (SLURM's daemon too), --ulimit memlock=-1 of docker."
+        do="ulimit -l unlimited before the start; LimitMEMLOCK=infinity of services, --ulimit memlock=-1 of docker."
         if limited
         else "",
         data={"soft": soft, "hard": hard},

@@ -52,7 +52,7 @@ def own_name() -> Finding:
             severity="note",
             found=f"this machine's own name, {name!r}, is {', '.join(addresses)}: the loopback interface",
             means="ranks on one machine meet; of several machines those of gloo wait for each other until the time-out",
-            do=f"for several machines, give {name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface.",
+            do=f"for several machines give {name} its network address in /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface.",
             data={"addresses": addresses},
         )
     return Finding(
@@ -80,7 +80,7 @@ def meeting(master: str | None, environ: Mapping[str, str], *, started: bool = F
                 severity="problem",
                 found=str(error).rstrip("."),
                 means="ranks do not know where to meet, and none starts",
-                do="set MASTER_ADDR to the first machine's name and MASTER_PORT to a free port, the same for all ranks; torchrun does.",
+                do="set MASTER_ADDR to the first machine and MASTER_PORT to a free port, for all ranks alike; torchrun does.",
             )
         ]
     try:
@@ -92,7 +92,7 @@ def meeting(master: str | None, environ: Mapping[str, str], *, started: bool = F
                 severity="problem",
                 found=f"{host!r} ({whose}) has no address here: {error.strerror}",
                 means="this machine's ranks never meet the others: each waits until the time-out",
-                do=f"see that the name is spelled right, that DNS or /etc/hosts of this machine knows it (getent hosts {host}), or "
+                do=f"see that the name is right and that DNS or /etc/hosts of this machine knows it (getent hosts {host}), or "
                 "give its address.",
             )
         ]
@@ -133,7 +133,7 @@ def _port(host: str, address: str, port: int, *, asked: bool) -> Finding:
                 means="the first rank cannot keep the job's store there, and the job ends at its start"
                 if asked
                 else "torchrun of several machines meets there unless told otherwise, and would fail",
-                do=f"ss -ltnp 'sport = :{port}' shows who has it; give torchrun --master-port another one, or --standalone on one machine.",
+                do=f"ss -ltnp 'sport = :{port}' shows who has it; give torchrun another --master-port, or --standalone.",
                 data={"errno": error.errno},
             )
     return Finding(

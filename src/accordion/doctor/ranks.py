@@ -44,8 +44,8 @@ class RankExam:
         return self._answered(self._about)
 
     def messages(self, num_bytes: int) -> Answer:
-        """Seconds of a gather and of an exchange of `num_bytes`, of a small gather, and of a copy of as many bytes: of the quickest
-        of several turns, for others use this machine too."""
+        """Seconds of a gather, an exchange and a copy of `num_bytes`, and of a small gather: of the quickest of several turns,
+        for others use this machine too."""
         return self._answered(lambda: self._messages(num_bytes))
 
     def clocks(self) -> Answer:

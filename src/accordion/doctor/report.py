@@ -17,7 +17,7 @@ WIDTH = 110  # where there is no terminal to ask
 LEFT = 10  # columns of the severity
 
 
-class Report:
+class DoctorReport:
     """Owns what was found so far. Everything needs the core alone: colours are there where `rich` is."""
 
     def __init__(self, *, as_json: bool, head: str) -> None:

@@ -186,8 +186,8 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
                 severity="problem",
                 found=f"the driver shows {', '.join(shown[:4])}, and torch {torch.__version__} finds no accelerator",
                 means="training runs on the CPU alone, tens of times slower",
-                do="install the build of torch for this accelerator and driver (https://pytorch.org), and see that the variables that "
-                "hide devices are unset and that this user may open those files.",
+                do="install the build of torch for this accelerator and driver (https://pytorch.org); see that no variable hides "
+                "devices and that this user may open those files.",
             )
         ]
     elif here.is_cpu:

@@ -50,7 +50,8 @@ def compare_steps(rank: int, num_ranks: int, device: torch.device) -> Difference
     expected, whole = _unsharded(plain, rank, num_ranks, device)
     found, own = _sharded(sharded, rank, num_ranks, device)
     exact = expected == found and all(torch.equal(own[name], value) for name, value in whole.items())
-    apart = [_relative(torch.tensor(found), torch.tensor(expected))]
+    cpu = torch.device("cpu")
+    apart = [_relative(torch.tensor(found, device=cpu), torch.tensor(expected, device=cpu))]
     apart += [_relative(own[name], value) for name, value in whole.items()]
     return Difference(exact=exact, largest=max(apart), losses=(found, expected))
 
@@ -61,8 +62,8 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def _batch(step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(ROWS, WIDTH, generator=draw)
+    draw = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    x = torch.randn(ROWS, WIDTH, generator=draw, device="cpu")
     return x.to(device), x.sum(-1, keepdim=True).sin().to(device)
 
 
