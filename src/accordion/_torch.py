@@ -517,7 +517,7 @@ def runtime_version(device_type: str) -> str | None:
 def collectives_version(device_type: str) -> str | None:
     """Of the library through which such devices talk (NCCL's); None where their module does not tell."""
     library = getattr(torch.get_device_module(device_type), "nccl", None)
-    version = library.version() if hasattr(library, "version") else None
+    version = None if library is None else library.version()
     return ".".join(map(str, version)) if isinstance(version, tuple) else version
 
 

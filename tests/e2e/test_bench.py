@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import accordion
 from accordion import cli
-from accordion.bench import command, host, trainer
+from accordion.bench import command, host, own_task, trainer
 from accordion.bench.compare import compare
 from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
@@ -26,6 +26,7 @@ from accordion.bench.meters import Wire
 from accordion.bench.model import shape_of
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
+from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
 from tests.support import own_tasks
 from tests.support.sample import sampled
@@ -343,6 +344,31 @@ def bench_task(name: str, folder: Path, *words: str) -> int:
     return cli.main(["bench", *own, "--steps", "1", "--nproc", "2", "--against", "ddp", *words])
 
 
+def test_each_rank_has_its_own_part_of_a_tasks_data() -> None:
+    """Rows of a dataset in its order, and from the beginning again; an iterable's likewise; a loader as it gives them."""
+    rows = [torch.tensor([i]) for i in range(7)]
+    kinds: dict[str, Any] = {"dataset": rows, "iterable": Rows(rows), "loader": DataLoader(rows, batch_size=3)}
+    found = {}
+    for name, data in kinds.items():
+        task = LoadedTask(name=name, model=torch.nn.Identity, dataset=lambda split, data=data: data, loss=max)
+        batches = own_task._batches(task, Seat(rank=1, num_ranks=2, device=torch.device("cpu")), 2)
+        found[name] = [next(batches).flatten().tolist() for _ in range(3)]
+    assert found == {
+        "dataset": [[2, 3], [6, 0], [3, 4]],
+        "iterable": [[2, 3], [0, 1], [0, 1]],
+        "loader": [[0, 1, 2], [3, 4, 5], [6]],
+    }
+
+
+class Rows(IterableDataset):
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_task_is_measured_under_each_contender(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert bench_task("Weighed", tmp_path, "--task.width", "5", "--batch", "3") == 0
@@ -354,7 +380,7 @@ def test_a_task_is_measured_under_each_contender(tmp_path: Path, capfd: pytest.C
     means = []
     for rank in range(2):
         total, weight = task.loss(model, default_collate([data[3 * rank + i] for i in range(3)]))
-        means.append(float(total / weight))
+        means.append(float((total / weight).detach()))
     for name in ("accordion", "ddp"):
         assert found["verdict"]["losses"][name][0] == pytest.approx(sum(means) / 2, rel=1e-5)
 

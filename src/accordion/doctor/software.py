@@ -185,7 +185,7 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
                 check="devices.accelerators",
                 severity="problem",
                 found=f"the driver shows {', '.join(shown[:4])}, and torch {torch.__version__} finds no accelerator",
-                means="training runs on the CPU alone, tens of times slower",
+                means="training runs on the CPU alone, which is far slower",
                 do="install the build of torch for this accelerator and driver (https://pytorch.org); see that no variable hides "
                 "devices and that this user may open those files.",
             )
