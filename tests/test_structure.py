@@ -53,6 +53,7 @@ ORDER = [
     "__main__",
     "cli",
     "bench",
+    "doctor",
     "generate",
     "train",
     "export",

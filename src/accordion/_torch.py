@@ -521,6 +521,13 @@ def runtime_version(device_type: str) -> str | None:
     return known or getattr(torch.version, device_type, None)
 
 
+def collectives_version(device_type: str) -> str | None:
+    """Of the library through which such devices talk (NCCL's); None where their module does not tell."""
+    library = getattr(torch.get_device_module(device_type), "nccl", None)
+    version = None if library is None else library.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else version
+
+
 def blocking_events(module: Any) -> Callable[[], Any]:
     """What makes events of a device module for which a thread waits without spinning; None where it has no such kind."""
     try:

@@ -20,6 +20,7 @@ COMMANDS = {
     "checkpoint": "inspect, verify, compare, convert and prune checkpoints",
     "plan": "say before launch what fits, how fast it runs, and which configuration to take",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
+    "doctor": "look for what is wrong with this machine, and with ranks on it",
     "run": "torchrun of a program for torch's fully_shard, unedited, on this engine",
 }
 NEEDED = {
@@ -29,6 +30,7 @@ NEEDED = {
     "generate": ("yaml", "tokenizers", "transformers"),
     "plan": ("rich", "plotly", "transformers"),
     "bench": ("rich", "plotly"),
+    "doctor": (),
     "run": (),
 }
 EXTRA = {
@@ -116,6 +118,10 @@ def _run(words: list[str]) -> int:
         from accordion.bench import command as bench
 
         return bench.run(words[1:])
+    if command == "doctor":
+        from accordion.doctor import command as doctor
+
+        return doctor.run(words[1:], os.environ)
     if command == "run":
         from accordion.compat.fsdp2 import launching
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import accordion
 from accordion import cli
-from accordion.bench import command, host, trainer
+from accordion.bench import command, host, own_task, trainer
 from accordion.bench.compare import compare
 from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
@@ -25,7 +26,9 @@ from accordion.bench.meters import Wire
 from accordion.bench.model import shape_of
 from accordion.bench.scale import Network, grow
 from accordion.engine import layout
+from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
+from tests.support import own_tasks
 from tests.support.sample import sampled
 
 ONE = World(num_ranks=1)
@@ -331,3 +334,92 @@ def test_what_one_accelerator_shows_is_measured(tmp_path, letters):
     if letters == "abcdefg":
         assert all("failed" not in f for here in parts["b"]["data"].values() for f in here.values())
         assert all(len(f["losses"]) == 3 for f in parts["e"]["data"].values())
+
+
+# -- a task of the user's
+
+
+def bench_task(name: str, folder: Path, *words: str) -> int:
+    own = ["--task", f"{own_tasks.__file__}:{name}", "--device", "cpu", "--dir", str(folder), "--rounds", "1"]
+    return cli.main(["bench", *own, "--steps", "1", "--nproc", "2", "--against", "ddp", *words])
+
+
+def test_each_rank_has_its_own_part_of_a_tasks_data() -> None:
+    """Rows of a dataset in its order, and from the beginning again; an iterable's likewise; a loader as it gives them."""
+    rows = [torch.tensor([i]) for i in range(7)]
+    kinds: dict[str, Any] = {"dataset": rows, "iterable": Rows(rows), "loader": DataLoader(rows, batch_size=3)}
+    found = {}
+    for name, data in kinds.items():
+        task = LoadedTask(name=name, model=torch.nn.Identity, dataset=lambda split, data=data: data, loss=max)
+        batches = own_task._batches(task, Seat(rank=1, num_ranks=2, device=torch.device("cpu")), 2)
+        found[name] = [next(batches).flatten().tolist() for _ in range(3)]
+    assert found == {
+        "dataset": [[2, 3], [6, 0], [3, 4]],
+        "iterable": [[2, 3], [0, 1], [0, 1]],
+        "loader": [[0, 1, 2], [3, 4, 5], [6]],
+    }
+
+
+class Rows(IterableDataset):
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_task_is_measured_under_each_contender(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench_task("Weighed", tmp_path, "--task.width", "5", "--batch", "3") == 0
+    assert "samples/s" in capfd.readouterr().out
+    found = json.loads((tmp_path / "bench.json").read_text())["comparison"]
+    torch.manual_seed(0)
+    task = own_tasks.Weighed(5)
+    model, data = task.model(), own_tasks.TensorDataset(*own_tasks.numbers())
+    means = []
+    for rank in range(2):
+        total, weight = task.loss(model, default_collate([data[3 * rank + i] for i in range(3)]))
+        means.append(float((total / weight).detach()))
+    for name in ("accordion", "ddp"):
+        assert found["verdict"]["losses"][name][0] == pytest.approx(sum(means) / 2, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("Task", ["--task.widht", "5"], "did you mean '--task.width'"),
+        ("Task", ["--model", "gpt-tiny"], "--model says something of a language model"),
+        ("Task", ["--against", "fsdp9"], "fsdp9"),
+        ("OnMeta", [], "meta device"),
+        ("Nobody", [], "Nobody"),
+    ],
+)
+def test_bad_input_about_a_task_is_one_line(
+    name: str, words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(command, "compare", None)
+    assert bench_task(name, tmp_path, *words) == cli.BAD_INPUT
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_errors_of_a_task_are_the_users_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(command, "compare", None)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(own_tasks.__file__).parents[2])!r})\n"
+        "from tests.support.own_tasks import Task as Good\nclass Task(Good):\n    def loss(self, model, batch):\n"
+        "        return model(batch)\n"
+    )
+    assert cli.main(["bench", "--task", str(file), "--device", "cpu", "--dir", str(tmp_path)]) == 1
+    err = capfd.readouterr().err
+    assert "return model(batch)" in err
+    assert 'mine.py", line 6' in err
+    assert "accordion/bench" not in err
+    assert err.splitlines()[-1].startswith("accordion: ")

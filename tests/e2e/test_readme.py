@@ -65,6 +65,7 @@ SAID = {
     "export": "--format",
     "checkpoint": "--json",
     "bench": "--rounds",
+    "doctor": "--disk-mib",
 }
 
 
@@ -90,7 +91,9 @@ SMALL = {
     "accordion export": "",
     "accordion plan": "",
     "accordion checkpoint": "",
+    "accordion doctor": "--device cpu --disk-mib 8 --message-mib 1",
     "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1 --steps 1",
+    "accordion bench --task": "--nproc 2 --device cpu --rounds 1 --steps 1",
     "accordion bench host": "--ranks 2 --steps 1",
     "accordion bench memory": "--model gpt-tiny --device cpu --rounds 1",
     "accordion bench checkpoint": "--mib 16 --device cpu --rounds 1",
@@ -106,6 +109,7 @@ SHOWS = {
     "accordion plan --explain": "by hand",
     "accordion checkpoint verify": "is as it was written, every byte",
     "accordion checkpoint inspect": "model/weight",
+    "accordion doctor": "ranks",
     "accordion bench": "written: ",
 }
 QUICK = (

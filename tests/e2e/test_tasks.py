@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+import accordion as acc
 from accordion import cli
 from accordion.train import launch
 from accordion.train.data import GlobalOrder, Share
@@ -126,8 +129,6 @@ def test_held_out_data_counts_each_sample_once(place: Path, capfd: pytest.Captur
     train("Held", place / "held", "--train.steps", "1", "--train.micro_batch", "3", "--task.width", "5")
     model = own_tasks.Net(5)
     cli_model = place / "held" / "checkpoints" / "step-000001"
-    import accordion as acc
-
     acc.load(str(cli_model), model)
     x, y, weight = (t[:7] for t in own_tasks.numbers())
     off = (model(x) - y).detach()
@@ -192,3 +193,68 @@ def test_digits_go_on_with_another_number_of_ranks(place: Path, digits: str, npr
         assert losses(found) == pytest.approx(losses(before), rel=1e-3)
     else:
         assert max(losses(found)) < 0.5
+
+
+EXAMPLES = {
+    "two_towers": (["--task.width", "8", "--task.held_out", "12"], "captions_found"),
+    "sorted_letters": (["--task.width", "16", "--task.layers", "1", "--task.held_out", "12"], "sorted"),
+}
+GLOBAL_BATCH, STEPS, KEPT = 12, 6, 3
+
+
+def example_words(name: str, run_dir: str, nproc: int) -> list[str]:
+    """Of a small run: 12 samples in each step, whatever the number of ranks; towers compare them with each other."""
+    words = ["train", "--task", str(Path(DIGITS).with_name(f"{name}.py")), *EXAMPLES[name][0], "--train.clip", "0"]
+    words += ["--train.steps", str(STEPS), "--train.micro_batch", str(GLOBAL_BATCH // nproc), "--run.dir", run_dir]
+    return [*words, "--launch.device", "cpu", "--launch.nproc", str(nproc), "--checkpoint.every", str(KEPT)]
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def example(request: pytest.FixtureRequest, place: Path) -> str:
+    """The name of an example that has run on two ranks."""
+    assert cli.main(example_words(request.param, request.param, 2)) == 0
+    return str(request.param)
+
+
+def test_examples_train_as_one_process_does(example: str, place: Path) -> None:
+    """Without this package's engine: the same samples in one batch."""
+    name = example
+    torch.manual_seed(0)
+    values = dict(zip(EXAMPLES[name][0][::2], EXAMPLES[name][0][1::2], strict=True))
+    task = runpy.run_path(str(Path(DIGITS).with_name(f"{name}.py")))["Task"](
+        **{key.removeprefix("--task."): int(value) for key, value in values.items()}
+    )
+    model, data = task.model().train(), task.dataset("train")
+    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    share = Share(rank=0, world=1, micro_batch=GLOBAL_BATCH, accumulate=1)
+    order, expected = iter(GlobalOrder(len(data), share, seed=0)), []
+    for _ in range(STEPS):
+        loss = task.loss(model, default_collate([data[i] for i in next(order)]))
+        mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(mean.detach()))
+    assert losses(metrics(place / name)) == pytest.approx(expected, rel=1e-5)
+    trained = dict(model.named_parameters())
+    kept = task.model()
+    torch.manual_seed(0)
+    begun = dict(task.model().named_parameters())
+    acc.load(str(place / name / "checkpoints" / f"step-{STEPS:06d}"), kept)
+    for key, value in kept.named_parameters():
+        assert torch.allclose(value, trained[key], rtol=1e-3, atol=1e-5), key
+        assert torch.equal(value, begun[key]) == key.startswith("images."), "the frozen tower, and that alone"
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_examples_go_on_with_another_number_of_ranks(
+    example: str, place: Path, nproc: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = example
+    at = str(place / name / "checkpoints" / f"step-{KEPT:06d}")
+    assert cli.main([*example_words(name, f"{name}-{nproc}", nproc), "--checkpoint.resume", at]) == 0
+    found = metrics(place / f"{name}-{nproc}")
+    assert losses(found) == pytest.approx(losses(metrics(place / name))[KEPT:], rel=1e-5)
+    merit = re.search(rf"after {STEPS} steps, {EXAMPLES[name][1]} (\S+)", capfd.readouterr().out)
+    assert merit is not None
+    assert 0 <= float(merit[1]) <= 1

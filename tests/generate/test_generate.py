@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+import accordion as acc
 from accordion import cli
 from accordion.checkpoint import save
 from accordion.checkpoint.convert import export
 from accordion.generate import ranks as ranks_of_generate
+from accordion.generate.options import GenerateOptions
+from accordion.generate.writer import TextWriter
+from accordion.models.stored import computing, find_model, meta_model, tokenizer_of
 from accordion.train import launch
 from tests.support import forked, language_folders
 
@@ -205,6 +211,54 @@ def test_a_dtype_is_computed_in(folder, capfd):
         capfd, str(folder), "--prompt", "def", "--dtype", "bf16", "--nproc", "2", "--max-new-tokens", "12"
     )
     assert [(line["text"], line["tokens"]) for line in found] == [of_transformers(folder, "def", 12, model)]
+
+
+@pytest.mark.slow
+def test_full_parameters_write_as_fast_as_transformers(world, tmp_path):
+    """In turns on one rank, by processor time, for others use this machine; the model is wide enough to compute something."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    words = language_folders.tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
+    words.save_pretrained(tmp_path / "wide")
+    ours, theirs = world.run(1, turns_of_both, str(tmp_path / "wide"))[0]
+    assert median(b / a for a, b in zip(ours, theirs, strict=True)) >= 0.95
+
+
+def turns_of_both(mesh: Any, folder: str) -> tuple[list[float], list[float]]:
+    """Processor seconds of each turn: full under one lease, and plain."""
+    from transformers import AutoModelForCausalLM
+
+    stored = find_model(folder, Path(folder), tokenizer=None, like=None)
+    model = computing(meta_model(stored, torch.float32))
+    acc.shard(model, mesh, precision=ranks_of_generate.AS_STORED)
+    acc.load_pretrained(model, folder)
+    options = GenerateOptions(source=folder, prompt="a", max_new_tokens=100)
+    writer = TextWriter(model, tokenizer_of(stored), stored, options, torch.device("cpu"))
+    writer._settings.eos_token_id = None  # so that both write as much
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain.generation_config = writer._settings  # what it has of its own would be mixed in
+    ids = torch.tensor([[5, 6, 7, 8]])
+    seconds: tuple[list[float], list[float]] = ([], [])
+    with torch.no_grad(), acc.full_params(model):
+        for _ in range(9):
+            for own, turn in zip(
+                seconds,
+                (
+                    lambda: writer.write({0: tuple(ids[0].tolist())}),
+                    lambda: plain.generate(
+                        ids, attention_mask=torch.ones_like(ids), generation_config=writer._settings
+                    ),
+                ),
+                strict=True,
+            ):
+                began = time.process_time()
+                turn()
+                own.append(time.process_time() - began)
+    return seconds[0][2:], seconds[1][2:]
 
 
 WRONG = {

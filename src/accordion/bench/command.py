@@ -28,14 +28,16 @@ from accordion.bench.options import (
     read,
     writable,
 )
+from accordion.bench.own_task import measured_task, start_task
 from accordion.bench.scale import Network
-from accordion.bench.trainer import start
+from accordion.bench.trainer import Trainer, start
 from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
 from accordion.options import check_subcommand
 from accordion.pages.machine import describe
 from accordion.pages.page import Page
 from accordion.pages.show import show, write
+from accordion.tasks.flags import split_task
 from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
 SUBCOMMANDS = {
@@ -56,11 +58,14 @@ def run(words: list[str]) -> int:
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
     kind, job = JOBS[name]
-    options = read(kind, name, words[1:] if name else words, SUBCOMMANDS)
+    own, words = ([], words[1:]) if name else split_task(words)
+    options = read(kind, name, words, SUBCOMMANDS)
     if options is None:
         return 0
+    if own and options.task is None:
+        raise UsageError(f"{own[0]} is an option of a task, and none is named; give --task.")
     check(options)
-    page = job(options)
+    page = job(options) if name or options.task is None else _compare_task(options, own)
     show(page)
     for path in write(page, Path(options.dir)):
         print(f"written: {path}")
@@ -94,9 +99,27 @@ def names_of(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _compare(o: CompareOptions) -> Page:
-    names, left_out = names_of(o.against)
     world, setting = world_of(o.nproc, device_of(o.device)), setting_of(o, o.precision == "bf16")
-    found = compare(names, setting, world, o.rounds, o.steps, print)
+    return _compared(o, world, setting, start, None)
+
+
+def _compare_task(o: CompareOptions, own: list[str]) -> Page:
+    """Of a task with the options in `own`, which each rank loads for itself."""
+    assert o.task is not None
+    for key in ("model", "seq"):
+        if getattr(o, key) != getattr(CompareOptions, key):
+            raise UsageError(f"--{key} says something of a language model, and --task names another; leave one out.")
+    names_of(o.against)
+    world = world_of(o.nproc, device_of(o.device))
+    setting, flops = measured_task(o.task, own, o.batch, bf16=o.precision == "bf16")
+    return _compared(o, world, setting, start_task, flops)
+
+
+def _compared(
+    o: CompareOptions, world: World, setting: Setting, make: Callable[..., Trainer], flops: float | None
+) -> Page:
+    names, left_out = names_of(o.against)
+    found = compare(names, setting, world, o.rounds, o.steps, print, make, flops)
     hosted = [name for name in found.contenders if name in host.MEASURED or name.partition(":")[0] == OURS]
     print("measuring host time")
     times = host.measure(hosted, 8, o.rounds, o.steps, ["still"])["still"]

@@ -80,11 +80,13 @@ def compare(
     count: int,
     say: Say,
     make: Callable[..., Trainer] = start,
+    flops: float | None = None,
 ) -> Comparison:
     """Train under each of `names`, compare their losses, then measure `rounds` turns of `count` steps of each.
 
     A peer that does not start is left out. Raises `BenchError` naming the contenders whose losses are not those of the
-    others, before anything is measured, and where one fails later. `make`: of what runs in each rank.
+    others, before anything is measured, and where one fails later. `make`: of what runs in each rank. `flops`: of one
+    rank's step, where they are known.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -105,7 +107,7 @@ def compare(
         peak = _peak(teams[0], setting, world)
         say(f"measuring {rounds} rounds of {count} steps each")
         turns = interleaved(teams, rounds, "turn", WARM, count)
-    flops = step_flops(setting)
+    flops = step_flops(setting) if flops is None else flops
     measured = {name: _measured(turns[name], *facts[name], setting, world, flops, peak) for name in names}
     mine = [name for name in names if name.partition(":")[0] == OURS]
     pairs = [(a, b) for a in mine for b in names if b not in mine]

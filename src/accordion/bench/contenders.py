@@ -27,7 +27,9 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What every contender trains, and how. `batch`: of one rank. `bf16`: computes in bf16 over parameters in float32."""
+    """What every contender trains, and how. `batch`: of one rank. `bf16`: computes in bf16 over parameters in float32.
+    `task`: class path and options of a task of the user's, of which `batch` are samples; empty where `model` is trained.
+    """
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -35,6 +37,7 @@ class Setting:
     bf16: bool = False
     lr: float = 1e-3
     seed: int = 0
+    task: tuple[str, ...] = ()
 
 
 class Loop:
@@ -50,8 +53,12 @@ class Loop:
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.computed(lambda model: loss_of(model(tokens), targets))
+
+    def computed(self, loss: Callable[[Any], Tensor]) -> Tensor:
+        """The loss that `loss` finds with the contender's model."""
         with self._autocast():
-            return loss_of(self._model(tokens), targets)
+            return loss(self._model)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -67,8 +74,8 @@ class DeepSpeedLoop(Loop):
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return loss_of(self._engine(tokens), targets)
+    def computed(self, loss: Callable[[Any], Tensor]) -> Tensor:
+        return loss(self._engine)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)

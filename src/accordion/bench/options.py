@@ -34,8 +34,10 @@ class CompareOptions:
     Args:
         against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
             communication), or this engine under another strategy, such as accordion:shard_grad_op
+        task: a task of your own in place of `model`: file.py, file.py:Name or package.module:Name, with options as
+            --task.width 64; each contender trains it with fused AdamW
         model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
-        batch: sequences of one rank in a step; 0: what suits the model
+        batch: sequences, or samples of a task, of one rank in a step; 0: what suits the model
         seq: tokens in a sequence; 0: what suits the model
         precision: fp32, or bf16 over fp32 parameters
         nproc: ranks on this machine; 0: one for each GPU found, else 2
@@ -46,6 +48,7 @@ class CompareOptions:
     """
 
     against: str = ",".join(PEERS)
+    task: str | None = None
     model: str = "gpt-30m"
     batch: int = 0
     seq: int = 0

@@ -20,7 +20,8 @@ ON_CPU = "bytes on CPU: storages that operators made (the inside of operators an
 
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
     s, found = c.setting, c.contenders
-    over_ranks = f"{c.num_ranks} ranks, {s.model}, batch {s.batch} x {s.seq}, {'bf16 over fp32' if s.bf16 else 'fp32'}"
+    over_ranks = f"{c.num_ranks} ranks, {s.model}, batch {s.batch}{'' if s.task else f' x {s.seq}'}"
+    over_ranks += f", {'bf16 over fp32' if s.bf16 else 'fp32'}"
     notes = [
         f"{over_ranks}, fused AdamW; {c.rounds} interleaved rounds",
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
@@ -30,10 +31,10 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         "host time: of a unit of 9 parameters over plain, 8 simulated ranks, see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
-    columns = (*PARTS, "step", "cpu")
+    columns, rate = (*PARTS, "step", "cpu"), "samples/s" if s.task else "tokens/s"
     times = Table(
         title="time",
-        columns=["contender", *(f"{part} ms" for part in columns), "tokens/s", "MFU %", "host us/unit"],
+        columns=["contender", *(f"{part} ms" for part in columns), rate, "MFU %", "host us/unit"],
         rows=[
             [
                 name,

@@ -66,17 +66,17 @@ class Trainer:
     def _metered(self) -> Any:
         return self._allocations or nullcontext()
 
-    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets of the next step; waits for the device, which copies them."""
+    def _batch(self) -> tuple[Any, ...]:
+        """What the loop's forward takes: tokens and targets of the next step; waits for the device, which copies them."""
         tokens, targets = batch_of(self._num_steps, self._seat.rank, self._shape, self._vocab)
         self._num_steps += 1
         return tokens.to(self._device), targets.to(self._device)
 
-    def _step(self, batch: tuple[torch.Tensor, torch.Tensor] | None = None) -> tuple[torch.Tensor, Clock]:
-        tokens, targets = batch or self._batch()
+    def _step(self, batch: tuple[Any, ...] | None = None) -> tuple[torch.Tensor, Clock]:
+        batch = batch or self._batch()
         clock = Clock(self._device)
         clock.mark()
-        loss = self._loop.forward(tokens, targets)
+        loss = self._loop.forward(*batch)
         clock.mark()
         self._loop.backward(loss)
         clock.mark()

@@ -1,0 +1,106 @@
+"""`accordion bench --task`: a task of the user's under each contender, loaded in each rank from the same words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from accordion.bench.contenders import Loop, Setting, loop_of
+from accordion.bench.trainer import Trainer
+from accordion.errors import UsageError
+from accordion.tasks.errors import of_the_task
+from accordion.tasks.flags import read_task
+from accordion.tasks.loaded import LoadedTask, data_of, example_of, is_indexed, is_loader, mean_loss, model_of
+from accordion.train.batches import on_device, rows_of
+from accordion.workers.ranks import Seat
+
+PROG = "accordion bench"
+BATCH = 8  # samples of one rank in a step, where nobody says
+
+
+def measured_task(class_path: str, words: list[str], batch: int, *, bf16: bool) -> tuple[Setting, float]:
+    """What every contender trains, and the operations of one rank's step: the model and its loss are computed here once.
+
+    Raises `UsageError` for what cannot be measured, `TaskError` where the user's code fails, before any rank starts.
+    """
+    task, size = read_task(class_path, words, PROG), batch or BATCH
+    with of_the_task("model()"):
+        model = _real(task)
+    with of_the_task("dataset('train')"):
+        example = example_of(task, size)
+    with of_the_task("loss(model, batch)"), FlopCounterMode(display=False) as counter:
+        mean_loss(task, model.train(), copy.deepcopy(example)).backward()
+    setting = Setting(model=task.name, batch=rows_of(example), seq=1, bf16=bf16, task=(class_path, *words))
+    return setting, float(counter.get_total_flops())
+
+
+def _real(task: LoadedTask) -> nn.Module:
+    model = model_of(task)
+    if any(p.is_meta for p in model.parameters()):
+        raise UsageError(
+            f"the model of the task {task.name!r} is on the meta device, where the others cannot begin; give bench a real one."
+        )
+    return model
+
+
+class TaskLoop(Loop):
+    """Another contender's loop, with the task's loss: its backward and its step stay its own."""
+
+    def __init__(self, loop: Loop, loss: Callable[[Any, Any], Tensor]) -> None:
+        self._loop, self._loss = loop, loss
+        self.backward, self.step = loop.backward, loop.step  # type: ignore[method-assign]
+
+    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return self._loop.computed(lambda model: self._loss(model, batch))
+
+
+class TaskTrainer(Trainer):
+    """Each step has the next batch of this rank; all contenders have the same ones."""
+
+    def __init__(self, seat: Seat, build: Callable[[], Loop], setting: Setting, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        super().__init__(seat, build, (setting.batch, setting.seq), 0, bf16=setting.bf16)
+
+    def _batch(self) -> tuple[Any]:
+        self._num_steps += 1
+        return (on_device(next(self._batches), self._device),)
+
+
+def start_task(seat: Seat, contender: str, setting: Setting) -> TaskTrainer:
+    """The trainer of one rank, for a team of `contender`."""
+    class_path, *words = setting.task
+    task = read_task(class_path, words, PROG)
+
+    def build() -> Loop:
+        torch.manual_seed(setting.seed)
+        model = _real(task).to(seat.device).train()
+        return TaskLoop(loop_of(contender, model, seat, setting), partial(mean_loss, task))
+
+    return TaskTrainer(seat, build, setting, _batches(task, seat, setting.batch))
+
+
+def _batches(task: LoadedTask, seat: Seat, size: int) -> Iterator[Any]:
+    """This rank's, without end: in the order of the data, so that no contender's draws matter."""
+    data = data_of(task, "train", seat.rank, seat.num_ranks)
+    if is_loader(data):
+        while True:
+            yield from data
+    for step in count():
+        begin = (step * seat.num_ranks + seat.rank) * size
+        if is_indexed(data):
+            yield task.collate([data[i % len(data)] for i in range(begin, begin + size)])
+        else:
+            yield task.collate(_turn(data, begin, size))
+
+
+def _turn(data: Any, begin: int, size: int) -> list[Any]:
+    """`size` samples of an iterable from number `begin` on; from its beginning again where it is shorter."""
+    found = list(islice(iter(data), begin, begin + size))
+    return found if len(found) == size else list(islice(iter(data), size))
