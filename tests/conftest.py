@@ -11,6 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported, here and in all that tests start: two workers with two threads each wait for each other in busy
+# loops, which takes more of two cores than the sums do. What counts threads asks for its own number of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import settings

@@ -136,6 +136,8 @@ def test_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
+    if command.startswith("accordion generate"):
+        monkeypatch.setattr(launch, "start", forked.start)
     if command.startswith(("accordion generate", "accordion export")):
         language_folders.run(Path("runs/mine"))
     elif "runs/mine/checkpoints" in command:

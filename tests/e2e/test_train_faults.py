@@ -14,7 +14,7 @@ import pytest
 
 from accordion import cli
 from accordion.checkpoint import latest
-from accordion.train import launch
+from accordion.train import launch, owner
 from tests.e2e.jobs import TINY, lines_of, until
 from tests.support import forked
 from tests.support.disks import mounted
@@ -47,14 +47,17 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, log = place / "owned", place / "owned.log"
-    first = started(run_dir, log, *ENDLESS)
+    # On one rank, for it trains while the others are refused.
+    first = started(run_dir, log, *ENDLESS, "--launch.nproc", "1")
     try:
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
         own = ["train", *TINY, *ENDLESS, "--run.dir", str(run_dir)]
         elsewhere = ["train", *TINY, *ENDLESS, "--run.dir", "else", "--checkpoint.dir", str(run_dir / "checkpoints")]
         for words, setting in ((own, "run.dir"), (elsewhere, "checkpoint.dir")):
             capfd.readouterr()
-            assert cli.main(words) == 2
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, "PATIENCE_S", 1.0)  # the first job trains all the while
+                assert cli.main(words) == 2
             told = capfd.readouterr().err
             assert told.startswith(f"accordion: {setting} '{run_dir}")
             assert "is in use by another job: process " in told

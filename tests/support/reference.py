@@ -31,7 +31,7 @@ class OptimizerCopy:
     """
 
     build: str = "plain"
-    steps: int = 5
+    steps: int = 3  # the first learns in which order units run, the second uses it, and the third finds it as it was
     micros: int = 1
     skip_last: tuple[int, ...] = ()
     no_sync: bool = False
