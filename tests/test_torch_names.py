@@ -389,10 +389,12 @@ def test_names_of_groups(world: Any) -> None:
 # -- devices
 
 
-@checks("has_bf16", "runtime_version", "blocking_events", "sleep_on_device")
+@checks("has_bf16", "runtime_version", "collectives_version", "blocking_events", "sleep_on_device")
 def _() -> None:
     assert _torch.has_bf16(CPU) in (True, False)
     assert _torch.runtime_version("xyz") is None
+    assert _torch.collectives_version("cpu") is None
+    assert callable(torch.get_device_module("cuda").nccl.version)
 
     class Module:
         @staticmethod
