@@ -92,7 +92,8 @@ def trains(mesh: Any, kind: str, adapters: bool, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "adapters"), [("sft", False), ("sft", True), ("dpo", False), ("dpo", True), ("reward", False), ("reward", True)]
+    ("kind", "adapters"),
+    [("sft", False), ("sft", True), ("dpo", False), ("dpo", True), ("reward", False), ("reward", True)],
 )
 def test_trl_trains_as_under_ddp(ranks, tmp_path, kind, adapters):
     ranks(2).run(2, trains, kind, adapters, tmp_path)
