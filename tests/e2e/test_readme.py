@@ -136,6 +136,7 @@ def test_commands_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     if command.startswith("accordion generate"):
         monkeypatch.setattr(launch, "start", forked.start)
     if command.startswith(("accordion generate", "accordion export")):
