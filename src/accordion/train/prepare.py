@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accordion.config import check_secondary, strategy_named
@@ -38,7 +39,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run."""
+    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run. `began_s`: when it
+    was made, by `time.time` of this machine."""
 
     run_dir: str
     checkpoint_dir: str
@@ -46,6 +48,7 @@ class Prepared:
     replicas: int
     resume: str | None
     expected: Expected | None = None
+    began_s: float = field(default_factory=time.time)
 
     @property
     def folders(self) -> Folders:
