@@ -39,7 +39,9 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
     return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
 
 
@@ -53,7 +55,9 @@ def whole(place: Path, *flags: str) -> list[float]:
     """What a run of 12 steps that nothing disturbs finds."""
     run_dir = place / "whole"
     if not run_dir.exists():
-        assert cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12", *flags]) == 0
+        assert (
+            cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12", *flags]) == 0
+        )
     return losses(run_dir)
 
 

@@ -238,7 +238,7 @@ def guarded(entry: Entry, *args: Any) -> None:
     assert place is not None, "ranks are started by a launcher"
     if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
         torch.set_num_threads(max(1, num_cores() // place.local_world))
-    store = of_this_start(_reached(place, os.environ), place.rank, place.world)
+    store = joined(place, os.environ)
     try:
         code = entry(place, store, *args)
     except KeyboardInterrupt as error:
@@ -255,6 +255,11 @@ def guarded(entry: Entry, *args: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
+    """The job's store with keys of this start alone; every rank calls it. Raises as `_reached` says."""
+    return of_this_start(_reached(place, environ), place.rank, place.world)
 
 
 def _say_ended(error: BaseException) -> None:

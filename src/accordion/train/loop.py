@@ -43,8 +43,11 @@ from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
 from accordion.train.rates import LearningRates, rates_of
+from accordion.train.report import lines_of, page_of
 from accordion.train.run_state import StateFile
 from accordion.train.screen import Screen
+from accordion.train.tokens import write_whole
+from accordion.train.trackers import trackers_of
 from accordion.units import units_named
 
 
@@ -106,11 +109,32 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         if lost is not None:
             raise _not_kept(run, step, lost)
         state.ended(why if why in ("finished", "preempted") else "stopped", why if " " in why else "")
+        if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
+            _report(run, why, log, screen)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     dist.destroy_process_group()
     if claim is not None:
         claim.release()
     return PREEMPTED if run.ending.decided == IS_PREEMPTED else 0
+
+
+def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
+    """Write report.html; a run is worth more than its page, so what fails is told."""
+    folder = Path(run.prepared.run_dir)
+    try:
+        from accordion.pages.show import as_html  # plotly takes a second, which other runs do not wait for
+    except ImportError:
+        screen.note("no report.html: it is drawn with plotly; pip install 'accordion[plan]'")
+        return
+    found = page_of(
+        run.config, lines_of(folder), log.validations, run.device.type, why, describe(run.model), run.prepared.expected
+    )
+    try:
+        write_whole(folder / f"{found.name}.html", as_html(found))
+    except OSError as error:
+        screen.note(f"no report.html: {error.strerror or error}")
+        return
+    screen.note(f"report: {folder / found.name}.html")
 
 
 def _due(every: int, step: int) -> bool:
@@ -205,9 +229,7 @@ def _agree(config: JobConfig, prepared: Prepared, place: RankPlace) -> None:
             )
 
 
-def _make(
-    config: JobConfig, prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals
-) -> Run:
+def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals) -> Run:
     """Build, shard, and connect what a run needs."""
     shard, options = config.shard, config.train
     strategy = strategy_named(shard.strategy)
@@ -542,7 +564,8 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
     folder = Path(run.prepared.run_dir)
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config))
-        return MetricsLog(folder, done, screen.note)
+        trackers = trackers_of(run.config, folder, goes_on=done > 0, say=screen.note)
+        return MetricsLog(folder, done, screen.note, trackers, tensorboard=run.config.log.tensorboard)
     except OSError as error:
         raise UsageError(
             f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "
@@ -686,7 +709,9 @@ def _finish(
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
     if run.best.loss is not None and run.config.train.keep_best:
-        screen.note(f"best: {folder / checkpoints.BEST}, validation loss {run.best.loss:.4f} after {run.best.step} steps")
+        screen.note(
+            f"best: {folder / checkpoints.BEST}, validation loss {run.best.loss:.4f} after {run.best.step} steps"
+        )
     if not has_time:
         screen.note("the same command goes on from there")
         return

@@ -30,6 +30,7 @@ from accordion.train.tokens import (
     check_fits,
     folder_vocabulary,
 )
+from accordion.train.trackers import check_trackers
 from accordion.train.work import Work
 from accordion.units import UnitChoice, choose_units, units_named
 
@@ -73,6 +74,7 @@ def prepare(
     try:
         place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask)
         _check_shards(config, place)
+        check_trackers(config.log)
         if isinstance(config, Config):
             check_own_keys(optimizer_of(config.parts), None, config)
             return _of_text(config, place, cache)

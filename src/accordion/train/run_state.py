@@ -39,7 +39,9 @@ class StateFile(AbstractContextManager["StateFile"]):
     def __init__(self, run_dir: Path, steps: int, checkpoint_dir: str, *, leads: bool) -> None:
         """`leads`: this rank says that the run trains and how it ended."""
         self._path, self._leads = run_dir / FILE, leads
-        self._now = RunState(state=RUNNING, steps=steps, checkpoint_dir=str(Path(checkpoint_dir).resolve()), since=time.time())
+        self._now = RunState(
+            state=RUNNING, steps=steps, checkpoint_dir=str(Path(checkpoint_dir).resolve()), since=time.time()
+        )
         if leads:
             self._write(self._now)
 

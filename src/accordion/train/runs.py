@@ -26,7 +26,9 @@ METRICS = "metrics.jsonl"
 KILLED, UNKNOWN = "killed", "unknown"
 DEPTH = 3  # folders below the one that is named in which runs are looked for
 TAIL_BYTES = 4096  # of metrics.jsonl: its last line and more
-ABOUT = "List the runs below a folder: running, finished, stopped, preempted, failed or killed, and what they have reached."
+ABOUT = (
+    "List the runs below a folder: running, finished, stopped, preempted, failed or killed, and what they have reached."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,9 @@ def run(words: Sequence[str]) -> int:
         return 0
     folder = Path(options.folder)
     if not folder.is_dir():
-        raise UsageError(f"{options.folder!r} is no folder; name the one that runs are in, `runs` unless run.dir said another.")
+        raise UsageError(
+            f"{options.folder!r} is no folder; name the one that runs are in, `runs` unless run.dir said another."
+        )
     found = runs_in(folder)
     if options.json:
         for one in found:

@@ -89,7 +89,9 @@ class Screen:
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, figures=figures)
         elif metrics.step == self._total or metrics.step % max(1, self._total // PLAIN_LINES) == 0:
-            left = f"  {lasting(self._step_s * (self._total - metrics.step))} left" if metrics.step < self._total else ""
+            left = (
+                f"  {lasting(self._step_s * (self._total - metrics.step))} left" if metrics.step < self._total else ""
+            )
             self.note(
                 f"step {metrics.step}/{self._total}  {figures}  grad norm {metrics.grad_norm:.2f}  {metrics.step_s:.2f} s{left}"
             )
