@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -83,3 +82,59 @@ def test_a_signal_saves_and_ends_with_a_code_of_its_own(place: Path, who: str) -
     assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / f"step-{done:06d}")
     assert cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12"]) == 0
     assert losses(run_dir) == whole(place)
+
+
+EARLY = ["--train.steps", "12", "--train.eval_every", "3", "--train.keep_best", "--checkpoint.every", "3"]
+PATIENT = ["--train.patience", "2", "--train.min_delta", "100"]
+
+
+def test_early_stopping_and_the_best_are_the_same_after_a_resume(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No validation is lower by 100: the third one ends the run, also where it goes on from a checkpoint."""
+    words = ["train", "--task", SLOW, *FLAGS, *EARLY, *PATIENT]
+    assert cli.main([*words, "--run.dir", "early"]) == 0
+    assert "stopped after 9 of 12 steps: no lower validation loss in 2 validations" in capfd.readouterr().out
+    at = "early/checkpoints/step-000006"
+    assert cli.main([*words, "--run.dir", "again", "--checkpoint.resume", at]) == 0
+    assert losses(Path("again")) == losses(Path("early"))[6:]
+    assert losses(Path("early")) == whole(place)[:9]
+    capfd.readouterr()
+    assert cli.main([*words[:-4], "--run.dir", "early", "--checkpoint.resume", "best"]) == 0
+    assert f"resumed from early/checkpoints/best: {9} of 12 steps are done" in capfd.readouterr().out
+    assert losses(Path("early")) == whole(place)
+
+
+def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--task", SLOW, *FLAGS, "--train.steps", "12", "--run.dir", "timed"]
+    assert cli.main([*words, "--train.hours", "0.0001"]) == 0
+    assert "stopped after 1 of 12 steps: train.hours 0.0001 are over" in capfd.readouterr().out
+    assert json.loads(Path("timed/state.json").read_text())["state"] == "stopped"
+    assert cli.main(words) == 0
+    assert losses(Path("timed")) == whole(place)
+
+
+FIT = """
+import accordion as acc
+from tests.support.own_tasks import Slow
+if __name__ == "__main__":
+    found = acc.fit(Slow(), config="fit.yaml", options={"train.steps": 12})
+    print(found.state, found.step, found.checkpoint)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
+    (place / "fit.py").write_text(FIT)
+    size = f"train: {{micro_batch: {4 // ranks}}}\nlaunch: {{device: cpu}}\nrun: {{dir: fit-{ranks}}}\n"
+    (place / "fit.yaml").write_text(size)
+    through = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, *through, "fit.py"], capture_output=True, text=True, check=False, env=environ, cwd=place
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"finished 12 fit-{ranks}/checkpoints/step-000012" in done.stdout
+    found = losses(place / f"fit-{ranks}")
+    assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
+    assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()

@@ -18,7 +18,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """`kind`: bars, `lines` over numbers of ranks, or `curves` over steps. `series`: name -> (label or number on the x axis -> value)."""
+    """`kind`: bars, `lines` over numbers of ranks, `curves` over steps.
+
+    `series`: name -> (label or number on the x axis -> value)."""
 
     title: str
     unit: str

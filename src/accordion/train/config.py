@@ -128,7 +128,8 @@ class TrainConfig:
         hours: hours in which this start of the run ends with a checkpoint, preparation included; 0: no limit
         patience: validations in a row without a lower loss that end the run; 0: none do
         min_delta: by how much less a validation loss is lower, for `patience`
-        keep_best: keep the checkpoint of the lowest validation loss as `best` in `checkpoint.dir`, whatever `checkpoint.keep` says
+        keep_best: keep the checkpoint of the lowest validation loss as `best` in `checkpoint.dir`, beside what `checkpoint.keep`
+            keeps
         sample_every: steps between samples of text; 0: one at the end
         plan: `auto`, also `--plan auto`, takes the fastest `shard.strategy`, `shard.checkpoint_activations` and offload that fit
             where they are not given, cuts micro-batches that do not fit into more of them, and prints at the end what was
@@ -216,7 +217,7 @@ class LogConfig:
         wandb: project of Weights & Biases; without it: not there
         wandb_mode: `offline` writes into the run folder, for `wandb sync` later
         mlflow: experiment of MLflow; without it: not there
-        mlflow_uri: where MLflow keeps it: a server, `sqlite:///file.db` or `file:folder`; without it: where MLflow's own settings say
+        mlflow_uri: where MLflow keeps it: a server or `sqlite:///file.db`; without it: where MLflow's own settings say
     """
 
     tensorboard: bool = True

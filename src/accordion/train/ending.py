@@ -47,7 +47,9 @@ class Ending:
     def __init__(
         self, signals: Signals, *, hours: float, began_s: float, state_bytes: int, clock: Clock = time.time
     ) -> None:
-        """`hours`: in which the run ends since `began_s` by `clock`, 0: whenever. `state_bytes`: what a save of this rank writes."""
+        """`hours`: in which the run ends, counted from `began_s` by `clock`; 0: no limit. `state_bytes`: what a save of this rank
+        writes.
+        """
         self._signals, self._limit_s, self._began_s, self._clock = signals, 3600 * hours, began_s, clock
         self._longest = {"step": 0.0, "validation": 0.0}
         self._first_save_s, self._save_s = state_bytes / SLOW_DISK, 0.0

@@ -12,8 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What came of a run. `state`: `finished` or `stopped`, then `why`; `step`: the last one, `loss`: of it, the mean of all ranks;
-    `checkpoint`: path of the newest, for `accordion.load`."""
+    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, the mean of all ranks.
+
+    `checkpoint`: path of the newest, for `accordion.load`.
+    """
 
     run_dir: str
     state: str

@@ -173,7 +173,7 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str) -> int:
     with Forwarding() as signals:
         try:
             elastic_launch(config, guarded)(entry, *args)
-        except NothingStarted:
+        except NothingStartedError:
             return PREEMPTED
         except SignalException as error:
             raise KeyboardInterrupt from error
@@ -182,7 +182,7 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str) -> int:
     return 0
 
 
-class NothingStarted(Exception):
+class NothingStartedError(Exception):
     """A signal came before there was a rank to end."""
 
 
@@ -210,7 +210,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
                 with suppress(ProcessLookupError):
                     os.kill(rank.pid, number)
         if not ranks:
-            raise NothingStarted
+            raise NothingStartedError
 
 
 def _failed(error: ChildFailedError, asked: bool) -> int:

@@ -414,8 +414,8 @@ class Steps:
 
 
 def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, Figures]:
-    """The sums of loss and norm over ranks, (2,) on the device; and they, the largest peak of memory with what ranks wish, and the
-    scale, on their way to the host.
+    """The sums of loss and norm over ranks, (2,) on the device; and, on their way to the host, these, the largest peak of memory
+    with what ranks wish, and the scale.
 
     The norm is summed too, though it is the same on all ranks: so they decide alike whatever one of them has.
     """

@@ -86,7 +86,7 @@ def holder_of(folder: Path) -> FolderOwner | None:
 
 
 def lives_by_signs(folder: Path) -> bool:
-    """Whether the owner of `folder` gave a sign of life of late, by this machine's clock; changes nothing and waits for nothing."""
+    """Whether the owner of `folder` gave a sign of life of late, by this machine's clock; without waiting for the next one."""
     try:
         return time.time() - (folder / FILE).stat().st_mtime < SILENCE_S
     except OSError:

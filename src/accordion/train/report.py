@@ -48,14 +48,15 @@ def page_of(
         Chart(title="gradient norm", unit="", kind="curves", series={"before clipping": curve("grad_norm")}),
     ]
     settings = Table(title="settings", columns=["key", "value"], rows=[[k, str(v)] for k, v in flat(config).items()])
+    rows = _beside(config, lines, validations, units, expected)
     return Page(
         name=NAME,
         title=f"{ended}: {lines[-1]['step'] if lines else 0} of {config.train.steps} steps",
         notes=[],
-        tables=[Table(title="planned and found", columns=["", "planned", "found"], rows=_beside(config, lines, validations, units, expected)), settings],
+        tables=[Table(title="planned and found", columns=["", "planned", "found"], rows=rows), settings],
         charts=charts,
         data={"machine": machine(device)},
-    )  # fmt: skip
+    )
 
 
 def _beside(

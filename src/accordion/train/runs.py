@@ -172,7 +172,7 @@ def _written_at(path: Path) -> float | None:
 
 
 def _table(found: Sequence[FoundRun]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
     for name in ("step", "loss", "checkpoints", "began", "for"):

@@ -68,7 +68,9 @@ class _Wandb:
             mode=config.log.wandb_mode,
             config=flat(config),
             id=before,
-            resume=None if before is None else "allow",
+            resume="allow"
+            if before is not None and config.log.wandb_mode == "online"
+            else None,  # files have no other choice
         )
         # Their own steps only grow; a run that goes on takes back what was not saved.
         self._run.define_metric("*", step_metric="step")
