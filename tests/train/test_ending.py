@@ -145,7 +145,8 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "wandb", module)
     config, said = Config(log=LogConfig(wandb="mine", tensorboard=False)), list[str]()
     for goes_on in (False, True):
-        with MetricsLog(tmp_path, 0, said.append, trackers_of(config, tmp_path, goes_on=goes_on, say=said.append), tensorboard=False) as log:  # fmt: skip
+        trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=said.append)
+        with MetricsLog(tmp_path, 0, said.append, trackers, tensorboard=False) as log:
             log.step(step(1))
             log.validation(1, 2.0)
             if goes_on:
@@ -163,7 +164,8 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/ml.db"
     config = Config(log=LogConfig(mlflow="mine", mlflow_uri=uri))
     for number, goes_on in ((1, False), (2, True)):
-        with MetricsLog(tmp_path, number - 1, print, trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)) as log:  # fmt: skip
+        trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)
+        with MetricsLog(tmp_path, number - 1, print, trackers) as log:
             log.step(step(number))
     client = tracking.MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("mine").experiment_id])

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, the mean of all ranks.
+    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, of all ranks.
 
     `checkpoint`: path of the newest, for `accordion.load`.
     """
