@@ -134,7 +134,7 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
         [sys.executable, *through, "fit.py"], capture_output=True, text=True, check=False, env=environ, cwd=place
     )
     assert done.returncode == 0, done.stderr
-    assert f"finished 12 fit-{ranks}/checkpoints/step-000012" in done.stdout
+    assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in done.stdout
     found = losses(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
     assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, of all ranks.
-
-    `checkpoint`: path of the newest, for `accordion.load`.
-    """
-
-    run_dir: str
-    state: str
-    why: str
-    step: int
-    loss: float | None
-    checkpoint: str | None
+if TYPE_CHECKING:
+    from accordion.train.fitting import Fit
 
 
 def fit(task: object, config: str | os.PathLike[str] | None = None, options: Mapping[str, Any] | None = None) -> Fit:

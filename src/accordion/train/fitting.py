@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import JobConfig, check, spread
 from accordion.train.deepspeed import translated
-from accordion.train.fit import Fit
 from accordion.train.launch import RankPlace
 from accordion.train.owner import check_free
 from accordion.train.prepare import Folders, prepare
@@ -30,6 +29,22 @@ from accordion.train.run_files import values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import METRICS, last_line
 from accordion.train.screen import Screen
+from accordion.train.store_watchdog import watched_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, of all ranks.
+
+    `checkpoint`: path of the newest, for `accordion.load`.
+    """
+
+    run_dir: str
+    state: str
+    why: str
+    step: int
+    loss: float | None
+    checkpoint: str | None
 
 
 def fitted(
@@ -71,7 +86,8 @@ def fitted(
         prepared = launch.once_per_host(
             place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task)
         )
-    code = loop.train(place, store, job, prepared, device)
+    with watched_store(store, place.rank, job.launch.timeout_s):
+        code = loop.train(place, store, job, prepared, device)
     if code:
         sys.exit(code)
     run_dir = Path(prepared.run_dir)

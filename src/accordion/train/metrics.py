@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
 from accordion.train.tokens import write_whole
-from accordion.train.trackers import Tracker
+from accordion.train.trackers import FigureSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class MetricsLog:
         run_dir: Path,
         first_step: int,
         say: Callable[[str], None],
-        trackers: Mapping[str, Tracker] | None = None,
+        trackers: Mapping[str, FigureSink] | None = None,
         *,
         tensorboard: bool = True,
     ) -> None:
@@ -115,7 +115,7 @@ class MetricsLog:
             self._to(name, lambda tracker: tracker.log(values, step))
         return {} if self._events is None else {self._events: _scalars(values, step)}
 
-    def _to(self, name: str, do: Callable[[Tracker], None]) -> None:
+    def _to(self, name: str, do: Callable[[FigureSink], None]) -> None:
         try:
             do(self._trackers[name])
         except Exception as error:  # whatever a service or its client says

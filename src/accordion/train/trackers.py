@@ -17,7 +17,7 @@ IDS = "trackers.json"  # in the run folder: which runs of theirs this one is
 PACKAGES = ("wandb", "mlflow")
 
 
-class Tracker(Protocol):
+class FigureSink(Protocol):
     """Takes figures of a step; what it raises is told, and it is asked no more."""
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
@@ -31,10 +31,15 @@ def check_trackers(log: LogConfig) -> None:
             raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion[log]'.")
 
 
-def trackers_of(config: JobConfig, run_dir: Path, *, goes_on: bool, say: Callable[[str], None]) -> dict[str, Tracker]:
+def trackers_of(
+    config: JobConfig, run_dir: Path, *, goes_on: bool, say: Callable[[str], None]
+) -> dict[str, FigureSink]:
     """Those that `config.log` names, opened. One that cannot be opened is told of and left out."""
-    makers = {"wandb": (config.log.wandb, _Wandb), "mlflow": (config.log.mlflow, _Mlflow)}
-    before, found = _ids(run_dir) if goes_on else {}, dict[str, Tracker]()
+    makers: dict[str, tuple[str | None, type[_Wandb] | type[_Mlflow]]] = {
+        "wandb": (config.log.wandb, _Wandb),
+        "mlflow": (config.log.mlflow, _Mlflow),
+    }
+    before, found = _ids(run_dir) if goes_on else {}, dict[str, FigureSink]()
     ids = dict(before)
     for name, (where, kind) in makers.items():
         if where is None:
