@@ -21,6 +21,7 @@ from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.api import plan
 from accordion.shard.api import entry_point, shard
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
+from accordion.train.fit import fit
 from accordion.units import min_params, only_blocks
 from accordion.version import VERSION
 from accordion.weights.export import save_pretrained
@@ -50,6 +51,7 @@ __all__ = [
     "describe",
     "entry_point",
     "estimate_memory",
+    "fit",
     "full_params",
     "full_state_dict",
     "initialise",

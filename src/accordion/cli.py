@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
     "generate": "write on from a prompt, with a checkpoint, a run or a folder of transformers",
     "export": "write a model for transformers, safetensors, ONNX or llama.cpp",
+    "runs": "list runs with their state, step, loss and checkpoints",
     "checkpoint": "inspect, verify, compare, convert and prune checkpoints",
     "plan": "say before launch what fits, how fast it runs, and which configuration to take",
     "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
@@ -27,6 +28,7 @@ NEEDED = {
     "checkpoint": (),
     "export": (),
     "train": ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
+    "runs": ("rich", "tokenizers", "tensorboard"),
     "generate": ("yaml", "tokenizers", "transformers"),
     "plan": ("rich", "plotly", "transformers"),
     "bench": ("rich", "plotly"),
@@ -36,6 +38,7 @@ NEEDED = {
 EXTRA = {
     "train": "train",
     "generate": "train",
+    "runs": "train",
     "plan": "plan",
     "bench": "plan",
 }  # which extra installs what a command needs
@@ -44,8 +47,8 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 130 when
-    interrupted, 128 + n where signal n ended a rank."""
+    """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 75 where a
+    signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -110,6 +113,10 @@ def _run(words: list[str]) -> int:
         from accordion.generate import command as generate
 
         return generate.run(words[1:], os.environ)
+    if command == "runs":
+        from accordion.train import runs
+
+        return runs.run(words[1:])
     if command == "plan":
         from accordion.plan.cli import command as planner
 

@@ -32,9 +32,9 @@ LONGEST = 60  # characters of a value in a message
 HELP_WIDTH = 110
 
 
-def place() -> Any:
-    """A field that is given by its place and not by a flag."""
-    return field(metadata={"place": True})
+def place(default: Any = MISSING) -> Any:
+    """A field that is given by its place and not by a flag; with a `default` it may be left out."""
+    return field(default=default, metadata={"place": True})
 
 
 def unread(make: Callable[[], Any]) -> Any:
@@ -275,7 +275,8 @@ def _add(group: Any, option: Option) -> None:
     if option.default not in (None, "", MISSING, False):
         told += f" (default {option.default})".replace("%", "%%")
     if option.is_place:
-        group.add_argument(option.key, action=_Set, option=option, help=told)
+        times = {} if option.default is MISSING else {"nargs": "?"}
+        group.add_argument(option.key, action=_Set, option=option, help=told, **times)
     elif option.is_switch:
         group.add_argument(option.flag, dest=option.key, action="store_true", help=told)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 
 import torch
@@ -152,3 +153,15 @@ def corpus(split: str, count: int = COUNT):
 def squares(model, batch, power: float = 2.0):
     x, y, _ = batch
     return (model(x) - y).abs().pow(power).mean()
+
+
+class Slow(Held):
+    """One whose steps and validations take as long as one says, in seconds."""
+
+    def __init__(self, slow: float = 0.0, slow_validation: float = 0.0) -> None:
+        super().__init__()
+        self.slow, self.slow_validation = slow, slow_validation
+
+    def loss(self, model, batch):
+        time.sleep(self.slow if model.training else self.slow_validation)
+        return super().loss(model, batch)

@@ -18,11 +18,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """`series`: name -> (label or number on the x axis -> value)."""
+    """`kind`: bars, `lines` over numbers of ranks, `curves` over steps.
+
+    `series`: name -> (label or number on the x axis -> value)."""
 
     title: str
     unit: str
-    kind: Literal["stacked", "grouped", "lines"]
+    kind: Literal["stacked", "grouped", "lines", "curves"]
     series: Mapping[str, Mapping[str, float]]
 
 

@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from accordion.pages.page import Chart, Page, Table
 
 SPREAD = re.compile(r"\([\d.,-]+\)")  # `spread` of `page`
+FEW = 30  # points of a curve that are marked each
 PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -126,15 +127,21 @@ def drawn(charts: Sequence[go.Figure]) -> list[str]:
 
 
 def figure(chart: Chart) -> go.Figure:
-    """Bars side by side or on each other, or lines over a logarithmic number of ranks."""
+    """Bars side by side or on each other, lines over a logarithmic number of ranks, or curves over steps."""
     made = go.Figure()
     for name, points in chart.series.items():
         x, y = list(points), list(points.values())
         if chart.kind == "lines":
             made.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode="lines+markers"))
+        elif chart.kind == "curves":
+            mode = "lines" if len(x) > FEW else "lines+markers"
+            made.add_trace(go.Scatter(name=name, x=[float(v) for v in x], y=y, mode=mode))
         else:
             made.add_trace(go.Bar(name=name, x=x, y=y))
     laid_out(made, chart.title, chart.unit)
+    if chart.kind == "curves":
+        made.update_xaxes(title="step")
+        return made
     made.update_yaxes(rangemode="tozero")
     if chart.kind == "lines":
         made.update_xaxes(type="log", title="ranks")

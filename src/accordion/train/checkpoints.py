@@ -14,6 +14,7 @@ from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 
+BEST = "best"  # name of what `train.keep_best` keeps, beside those of the steps
 NAME = re.compile(r"step-\d{6,}")
 SHOWN = 3  # tensors named in a message of one line
 
@@ -48,11 +49,15 @@ def choose(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None
             _check_free(folder, Path(str(found.path)))
             say(f"{found.words()} --checkpoint.resume takes the path of another.")
         return None if found.path is None else Path(found.path)
-    path = Path(resume)
+    path = Path(folder, BEST) if resume == BEST else Path(resume)
+    if resume == BEST and not path.is_dir():
+        raise UsageError(
+            f"checkpoint.resume is 'best', and there is no {str(path)!r}; train.keep_best keeps one, and 'auto' takes the newest."
+        )
     if not path.is_dir():
         near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        valid = nearest(path.name, ["auto", "none", *near])
-        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor 'none' nor a folder; {valid}")
+        valid = nearest(path.name, ["auto", "none", BEST, *near])
+        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto', 'none' nor 'best' nor a folder; {valid}")
     if not (path / MANIFEST).is_file() and (inside := kept(path)) is not None:
         raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
     _extra(path)

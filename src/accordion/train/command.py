@@ -148,13 +148,13 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     return launch.start(loop.train, (config, prepared, device), world)
 
 
-def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> None:
+def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> int:
     """One rank that another launcher started, which ends if the job's store is gone."""
     with watched_store(store, place.rank, config.launch.timeout_s):
-        _started_rank(place, store, config, *rest)
+        return _started_rank(place, store, config, *rest)
 
 
-def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path) -> None:
+def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path) -> int:
     """Train: the first on each host prepares for the others."""
     device, world = launch.choose(config.launch, place, devices_here())
     config = translated(spread(config, named, world), named, world)
@@ -172,4 +172,4 @@ def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, name
     prepared = launch.once_per_host(
         place, store, lambda: prepare(config, world, place.local_world, cache, screen.note, ask, screen.examples)
     )
-    loop.train(place, store, config, prepared, device)
+    return loop.train(place, store, config, prepared, device)

@@ -164,6 +164,12 @@ class TrainConfig:
             its scale does not count
         deepspeed: a DeepSpeed configuration, also `--deepspeed ds_config.json`: what it says stands in place of the keys
             here and in `shard`, its optimizer over all parameters alike; what it leaves out is as DeepSpeed has it
+        hours: hours in which this start of the run ends with a checkpoint, preparation included; 0: no limit
+        patience: validations in a row without a lower loss that end the run; 0: none do
+        min_delta: by how much less a validation loss is lower, for `patience`
+        keep_best: keep the checkpoint of the lowest validation loss as `best` in `checkpoint.dir`, beside what `checkpoint.keep`
+            keeps
+        sample_every: steps between samples of text; 0: one at the end
         plan: `auto`, also `--plan auto`, takes the fastest `shard.strategy`, `shard.checkpoint_activations` and offload that fit
             where they are not given, cuts micro-batches that do not fit into more of them, and prints at the end what was
             measured beside the plan
@@ -187,6 +193,11 @@ class TrainConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10
     deepspeed: str | None = None
+    hours: float = 0.0
+    patience: int = 0
+    min_delta: float = 0.0
+    keep_best: bool = False
+    sample_every: int = 0
     plan: Literal["none", "auto"] = "none"
 
 
@@ -201,7 +212,7 @@ class CheckpointConfig:
         background: training goes on while a checkpoint is written; the last one is waited for
         on_error: where one cannot be written: `stop` ends the run, `continue` says so and trains on
         resume: `auto` goes on from the newest in `checkpoint.dir` where there is one, `none` refuses a folder that
-            holds some, a path goes on from that one
+            holds some, `best` goes on from what `train.keep_best` kept, a path goes on from that one
     """
 
     dir: str | None = None
@@ -234,9 +245,30 @@ class RunConfig:
 
     Args:
         dir: folder for metrics.jsonl, TensorBoard files and checkpoints; without it: `runs/<model>-<data>`
+        report: write report.html at the end: loss, speed and memory, and what was planned beside what came
     """
 
     dir: str | None = None
+    report: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where else the figures go.
+
+    Args:
+        tensorboard: files of TensorBoard in the run folder
+        wandb: project of Weights & Biases; without it: not there
+        wandb_mode: `offline` writes into the run folder, for `wandb sync` later
+        mlflow: experiment of MLflow; without it: not there
+        mlflow_uri: where MLflow keeps it: a server or `sqlite:///file.db`; without it: where MLflow's own settings say
+    """
+
+    tensorboard: bool = True
+    wandb: str | None = None
+    wandb_mode: Literal["online", "offline"] = "online"
+    mlflow: str | None = None
+    mlflow_uri: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +281,7 @@ class JobConfig:
         checkpoint: checkpoints
         launch: the ranks
         run: the record
+        log: where else the figures go
     """
 
     parts: Mapping[str, PartConfig] = unread(dict)
@@ -257,6 +290,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +340,10 @@ AT_LEAST = {
     "train.seed": 0,
     "train.eval_every": 0,
     "train.max_skips": 1,
+    "train.hours": 0,
+    "train.patience": 0,
+    "train.min_delta": 0,
+    "train.sample_every": 0,
     "checkpoint.every": 0,
     "checkpoint.keep": 0,
     "launch.nproc": 0,
@@ -357,6 +395,7 @@ def check(config: JobConfig) -> None:
     for key, value in values.items():
         if isinstance(value, str) and (not value.strip() or "\0" in value):
             raise UsageError(f"{key} is empty; leave it out for its default.")
+    _check_ending(config)
     strategy = strategy_named(config.shard.strategy)
     checkpointing_named(config.shard.checkpoint_activations)
     config.shard.offload()
@@ -415,6 +454,23 @@ def _check_schedule(options: TrainConfig, values: Mapping[str, Any], defaults: M
             f"train.decay_steps is {options.decay_steps} behind train.warmup {options.warmup}, more than train.steps "
             f"{options.steps}; lower one of these."
         )
+
+
+def _check_ending(config: JobConfig) -> None:
+    """What ends a run, and what is shown of it meanwhile."""
+    options, log = config.train, config.log
+    for key in ("patience", "keep_best"):
+        if getattr(options, key) and not options.eval_every:
+            raise UsageError(
+                f"train.{key} compares validations, and there is one at the end only; give train.eval_every too."
+            )
+    if options.min_delta and not options.patience:
+        raise UsageError(f"train.min_delta is {options.min_delta}, which is for train.patience; give that too.")
+    if options.sample_every and not isinstance(config, Config):
+        raise UsageError("train.sample_every writes samples of text, and this run trains a task; leave it out.")
+    for key, value in (("wandb_mode", log.wandb_mode != "online"), ("mlflow_uri", log.mlflow_uri is not None)):
+        if value and getattr(log, what := key.partition("_")[0]) is None:
+            raise UsageError(f"log.{key} is given without log.{what}, which turns it on; give that too.")
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import multiprocessing
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from tempfile import TemporaryDirectory
@@ -31,6 +35,7 @@ from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
+from accordion.train.ending import PREEMPTED, SIGNALS
 from accordion.train.owner import job_of
 
 CPU_RANKS = 2  # without GPUs and without launch.nproc: the least that shards
@@ -43,8 +48,9 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # where torchrun's variables say that 
 # Exit codes: ranks did different things; Ctrl-C; what is added to a signal's number.
 PARTED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
-Entry = Callable[..., None]
-"""What a rank runs, called with (place, store, *args); a module's own function, so that other processes can import it."""
+Entry = Callable[..., int | None]
+"""What a rank runs, called with (place, store, *args), and gives its exit code; a module's own function, so that other processes
+can import it."""
 T = TypeVar("T")
 
 
@@ -135,7 +141,8 @@ def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str,
 def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine; the exit code.
 
-    The first rank that fails says why, and ends the others.
+    The first rank that fails says why, and ends the others. SIGTERM and SIGUSR1 go on to all ranks, which end as they like; the
+    exit code is then `PREEMPTED` unless they came to their end.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -160,19 +167,60 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str) -> int:
         monitor_interval=0.1,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=logs),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # at SIGTERM too torch's agent would end ranks that save
         **newer,
     )
-    try:
-        elastic_launch(config, guarded)(entry, *args)
-    except SignalException as error:
-        raise KeyboardInterrupt from error
-    except ChildFailedError as error:
-        return _failed(error)
+    with Forwarding() as signals:
+        try:
+            elastic_launch(config, guarded)(entry, *args)
+        except NothingStartedError:
+            return PREEMPTED
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+        except ChildFailedError as error:
+            return _failed(error, signals.came)
     return 0
 
 
-def _failed(error: ChildFailedError) -> int:
-    """Say what the failing rank could not say itself; the exit code."""
+class NothingStartedError(Exception):
+    """A signal came before there was a rank to end."""
+
+
+class Forwarding(AbstractContextManager["Forwarding"]):
+    """Owns what SIGTERM and SIGUSR1 do in a process that starts ranks: they go on to each of them."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Forwarding:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.came = True
+        ranks = multiprocessing.active_children()
+        for rank in ranks:
+            if rank.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        if not ranks:
+            raise NothingStartedError
+
+
+def _failed(error: ChildFailedError, asked: bool) -> int:
+    """Say what the failing rank could not say itself; the exit code. `asked`: a signal asked the ranks to end."""
+    by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
+    if error.get_first_failure()[1].exitcode == PREEMPTED:
+        return PREEMPTED
+    if asked and {failure.exitcode for failure in error.failures.values()} <= by_signal:
+        print("accordion: ended by a signal before the first step; nothing was to be saved.", file=sys.stderr)
+        return PREEMPTED
     if sys.stderr.isatty():
         print("\033[?25h", end="", file=sys.stderr)  # the progress bar of a rank that was ended had hidden the cursor
     for rank, failure in error.failures.items():
@@ -190,9 +238,9 @@ def guarded(entry: Entry, *args: Any) -> None:
     assert place is not None, "ranks are started by a launcher"
     if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands
         torch.set_num_threads(max(1, num_cores() // place.local_world))
-    store = of_this_start(_reached(place, os.environ), place.rank, place.world)
+    store = joined(place, os.environ)
     try:
-        entry(place, store, *args)
+        code = entry(place, store, *args)
     except KeyboardInterrupt as error:
         _say_ended(error)
         os._exit(INTERRUPTED)
@@ -203,6 +251,15 @@ def guarded(entry: Entry, *args: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not sys.exit: that waits for collectives in flight
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
+    """The job's store with keys of this start alone; every rank calls it. Raises as `_reached` says."""
+    return of_this_start(_reached(place, environ), place.rank, place.world)
 
 
 def _say_ended(error: BaseException) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from accordion import _torch
 from accordion.checkpoint import RandomState, load, save
-from accordion.checkpoint.background import saver_of
+from accordion.checkpoint.background import Saving, saver_of
 from accordion.compat.deepspeed import Settings
 from accordion.config import COMPUTE_DTYPES, Place, Precision, Strategy, strategy_named
 from accordion.describe import describe
@@ -36,58 +36,120 @@ from accordion.train.batches import Batches, on_device
 from accordion.train.config import JobConfig, as_yaml, flat
 from accordion.train.data import Share
 from accordion.train.deepspeed import digest_of, settings_of
+from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.launch import RankPlace, first_of_all
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.nonfinite import FLEETING, Skips, came_up_in
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
 from accordion.train.rates import LearningRates, rates_of
+from accordion.train.report import lines_of, page_of
+from accordion.train.run_state import StateFile
 from accordion.train.screen import Screen
+from accordion.train.tokens import write_whole
+from accordion.train.trackers import trackers_of
 from accordion.units import units_named
 
 
-def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str) -> None:
-    """Train as `config` says: the whole of one rank."""
+def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str) -> int:
+    """Train as `config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` where a signal ended the run early."""
     with ExitStack() as stack:
+        signals = stack.enter_context(Signals())
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
+        state = stack.enter_context(
+            StateFile(Path(prepared.run_dir), config.train.steps, prepared.checkpoint_dir, leads=place.rank == 0)
+        )
         device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
         _agree(config, prepared, place)
-        run = _make(config, prepared, place, device)
+        run = _make(config, prepared, place, device, signals)
         screen.units(describe(run.model))
         for line in prepared.work.notes(run.share):
             screen.note(line)
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
+        if run.owes_validation:
+            _validate(run, done, screen, log)
         screen.start(done, config.train.steps)
         seen: list[StepMetrics] = []
 
         def tell(metrics: StepMetrics) -> None:
             seen.append(metrics)
             screen.step(metrics)
+            run.ending.took("step", metrics.step_s)
+            _measure(run)
             if log is not None:
                 log.step(metrics)
 
         steps = stack.enter_context(Steps(run, screen, tell))
         lost: CheckpointError | None = None  # why the last step's weights were not kept
-        for step in range(done + 1, config.train.steps + 1):
+        step, why = done, _over(run)
+        while why is None:
+            step += 1
             steps.take(step)
-            last = step == config.train.steps
-            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            if run.ending.decided or step == config.train.steps or _due(config.train.eval_every, step):
                 steps.settle()
-                lost = _save(run, step, screen, last=last)
-            if not last and config.train.eval_every and step % config.train.eval_every == 0:
+            # Validated before it is saved, so that what is saved knows of it.
+            at_the_end = step == config.train.steps and config.train.keep_best
+            run.owes_validation = _due(config.train.eval_every, step) or at_the_end
+            if run.owes_validation and not run.ending.decided and _validate(run, step, screen, log):
+                lost = _save(run, step, screen, last=False, name=checkpoints.BEST) or lost
+            why = _over(run) or ("finished" if step == config.train.steps else None)
+            if why or _due(config.checkpoint.every, step):
                 steps.settle()
-                _validate(run, step, screen, log)
+                lost = _save(run, step, screen, last=why is not None)
+            if not why and _due(config.train.sample_every, step):
+                steps.settle()
+                screen.note(f"after {step} steps:")
+                prepared.work.finish(run.model, device, config.train.seed, screen)
         screen.stop()
-        _finish(run, screen, log, lost)
+        _finish(run, step, why, screen, log, lost)
         if prepared.expected is not None and seen:
             screen.note(beside(prepared.expected, seen, device.type))
         if lost is not None:
-            raise _not_kept(run, lost)
+            raise _not_kept(run, step, lost)
+        state.ended(why if why in ("finished", "preempted") else "stopped", why if " " in why else "")
+        if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
+            _report(run, why, log, screen)
+        dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     dist.destroy_process_group()
     if claim is not None:
         claim.release()
+    return PREEMPTED if run.ending.decided == IS_PREEMPTED else 0
+
+
+def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
+    """Write report.html; a run is worth more than its page, so what fails is told."""
+    folder = Path(run.prepared.run_dir)
+    try:
+        from accordion.pages.show import as_html  # plotly takes a second, which other runs do not wait for
+    except ImportError:
+        screen.note("no report.html: it is drawn with plotly; pip install 'accordion[plan]'")
+        return
+    found = page_of(
+        run.config, lines_of(folder), log.validations, run.device.type, why, describe(run.model), run.prepared.expected
+    )
+    try:
+        write_whole(folder / f"{found.name}.html", as_html(found))
+    except OSError as error:
+        screen.note(f"no report.html: {error.strerror or error}")
+        return
+    screen.note(f"report: {folder / found.name}.html")
+
+
+def _due(every: int, step: int) -> bool:
+    return every != 0 and step % every == 0
+
+
+def _over(run: Run) -> str | None:
+    """Why nothing is trained any more, None where something is; the same on all ranks."""
+    if run.ending.decided == IS_PREEMPTED:
+        return "preempted"
+    if run.ending.decided == TIME_IS_OVER:
+        return f"train.hours {run.config.train.hours:g} are over"
+    if run.best.is_over:
+        return f"no lower validation loss in {run.best.waited} validations (train.patience)"
+    return "finished" if run.done >= run.config.train.steps else None
 
 
 def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
@@ -104,9 +166,9 @@ def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Scre
     return claim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Run:
-    """What the parts of the loop share."""
+    """What the parts of the loop share. `done`: steps when it began; `owes_validation`: of the step that was done last."""
 
     config: JobConfig
     prepared: Prepared
@@ -122,6 +184,12 @@ class Run:
     sums_locally: bool
     # The device decides whether a step is left out: the optimizer is a fused one whose states are on an accelerator.
     decides_on_device: bool
+    ending: Ending
+    best: Best
+    done: int = 0
+    owes_validation: bool = False
+    validated: int = -1  # the step behind which it was last
+    behind: tuple[Saving, float] | None = None  # the save under way, and since when
     saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
@@ -161,7 +229,7 @@ def _agree(config: JobConfig, prepared: Prepared, place: RankPlace) -> None:
             )
 
 
-def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch.device) -> Run:
+def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals) -> Run:
     """Build, shard, and connect what a run needs."""
     shard, options = config.shard, config.train
     strategy = strategy_named(shard.strategy)
@@ -186,7 +254,10 @@ def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch
     own = work.optimizer(model)
     optimizer = _optimizer(model, config, theirs, own)
     share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
+    state_bytes = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in describe(model).units)
     return Run(
+        ending=Ending(signals, hours=options.hours, began_s=prepared.began_s, state_bytes=state_bytes),
+        best=Best(options.patience, options.min_delta),
         config=config,
         prepared=prepared,
         place=place,
@@ -328,7 +399,8 @@ class Steps:
 
     def _metrics(self, taken: Taken) -> StepMetrics:
         """Waits for the device where it has not come so far; without the time, which goes on."""
-        (loss_sum, norm_sum), peak, _ = taken.figures.read()
+        (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
+        self._run.ending.heard(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
         return StepMetrics(
             step=taken.step,
@@ -342,13 +414,13 @@ class Steps:
 
 
 def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, Figures]:
-    """The sums of loss and norm over ranks, (2,) on the device; and they, the largest peak of memory and the scale, on their way
-    to the host.
+    """The sums of loss and norm over ranks, (2,) on the device; and, on their way to the host, these, the largest peak of memory
+    with what ranks wish, and the scale.
 
     The norm is summed too, though it is the same on all ranks: so they decide alike whatever one of them has.
     """
     sums = torch.stack([loss, norm])
-    most = torch.full((), peak_bytes(run.device), dtype=torch.int64, device=run.device)
+    most = torch.tensor([peak_bytes(run.device), run.ending.wish()], dtype=torch.int64, device=run.device)
     dist.all_reduce(sums)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     scale = run.scaler.scale(torch.ones((), device=run.device))
@@ -492,7 +564,8 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
     folder = Path(run.prepared.run_dir)
     try:
         (folder / "config.yaml").write_text(as_yaml(run.config))
-        return MetricsLog(folder, done, screen.note)
+        trackers = trackers_of(run.config, folder, goes_on=done > 0, say=screen.note)
+        return MetricsLog(folder, done, screen.note, trackers, tensorboard=run.config.log.tensorboard)
     except OSError as error:
         raise UsageError(
             f"the record of the run cannot be written in run.dir {str(folder)!r}: {error.strerror or error}; make room, or take "
@@ -509,6 +582,8 @@ def _progress(run: Run, step: int) -> dict[str, Any]:
         "loader": run.batches.kept(),
         "scaler": run.scaler.state_dict(),
         "skipped": run.skips.total,
+        "best": run.best.state(),
+        "owes_validation": run.owes_validation,
     }
 
 
@@ -517,26 +592,40 @@ def _state_of(run: Run) -> dict[str, Any]:
     return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
 
-def _save(run: Run, step: int, screen: Screen, *, last: bool) -> CheckpointError | None:
-    """Save, or do what `checkpoint.on_error` says; why nothing was written, where that is known already."""
+def _save(run: Run, step: int, screen: Screen, *, last: bool, name: str | None = None) -> CheckpointError | None:
+    """Save, or do what `checkpoint.on_error` says; why nothing was written, where that is known already.
+
+    `name`: of the checkpoint, where its step is not.
+    """
     options, extra = run.config.checkpoint, _progress(run, step)
-    path = checkpoints.path_of(Path(run.prepared.checkpoint_dir), step)
+    folder = Path(run.prepared.checkpoint_dir)
+    path = folder / name if name else checkpoints.path_of(folder, step)
     state = _state_of(run)
     try:
         saver_of(run.model).wait()
     except CheckpointError as error:  # of the save before, which says nothing of this one
         _not_written(run, error, screen)
     try:
-        behind = run.saves_behind and not last
-        only = run.prepared.work.kept()
-        save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=options.keep, only=only)
+        behind, began_s = run.saves_behind and not last, time.perf_counter()
+        keep, only = 0 if name else options.keep, run.prepared.work.kept()
+        saving = save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=keep, only=only)
+        run.behind = saving, began_s
+        if not behind:
+            _measure(run)
     except CheckpointError as error:
         _not_written(run, error, screen)
         return error
     return None
 
 
-def _not_kept(run: Run, error: CheckpointError) -> CheckpointError:
+def _measure(run: Run) -> None:
+    """How long the save under way took, if it is done."""
+    if run.behind is not None and run.behind[0].is_done:
+        run.ending.save_took(time.perf_counter() - run.behind[1])
+        run.behind = None
+
+
+def _not_kept(run: Run, step: int, error: CheckpointError) -> CheckpointError:
     """For the end of a run that trained on past the failure and has nothing to show for its last steps."""
     newest = checkpoints.kept(Path(run.prepared.checkpoint_dir))
     kept = (
@@ -544,7 +633,7 @@ def _not_kept(run: Run, error: CheckpointError) -> CheckpointError:
         if newest
         else "there is no checkpoint"
     )
-    return CheckpointError(f"the weights after step {run.config.train.steps} were not kept, {kept}: {error}")
+    return CheckpointError(f"the weights after step {step} were not kept, {kept}: {error}")
 
 
 def _not_written(run: Run, error: CheckpointError, screen: Screen) -> None:
@@ -565,7 +654,9 @@ def _resume(run: Run, screen: Screen) -> int:
         raise CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
     run.scaler.load_state_dict(extra["scaler"])
     run.skips.total = int(extra.get("skipped", 0))
-    done = int(extra["step"])
+    run.best.load(extra.get("best", run.best.state()))
+    run.owes_validation = bool(extra.get("owes_validation"))
+    run.done = done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
     if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
@@ -582,28 +673,46 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     keys = [
         key
         for key in now
-        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.")) or key == "shard.precision"
+        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
     ]
     return [f"{key} {before[key]} -> {now[key]}" for key in keys if key in before and before[key] != now[key]]
 
 
-def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> None:
+def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bool:
+    """Whether it is the best so far, and kept as such. All ranks answer alike."""
+    began_s = time.perf_counter()
     found = run.prepared.work.validate(run.model, run.share, run.device)
+    run.owes_validation, run.validated = False, step
     if found is None:
-        return
-    screen.note(f"validation loss {found.loss:.4f} after {step} steps{found.words}")
+        return False
+    run.ending.took("validation", time.perf_counter() - began_s)
+    is_best = run.best.look(step, found.loss) and run.config.train.keep_best
+    screen.note(f"validation loss {found.loss:.4f} after {step} steps{found.words}{', the best so far' * is_best}")
     if log is not None:
         log.validation(step, found.loss, found.metrics)
+    return is_best
 
 
-def _finish(run: Run, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None) -> None:
-    """The end: validation loss, where things lie, and what the trained model does."""
-    steps = run.config.train.steps
-    _validate(run, steps, screen, log)
+def _finish(
+    run: Run, steps: int, why: str, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None
+) -> None:
+    """The end: validation loss, where things lie, and what the trained model does; no more of it than there is time for."""
+    has_time = not run.ending.decided
+    if has_time and run.validated != steps:
+        _validate(run, steps, screen, log)
+    if why != "finished":
+        screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {why}")
     folder = Path(run.prepared.checkpoint_dir)
     newest = checkpoints.path_of(folder, steps)
     held = str(newest) if lost is None and newest.is_dir() else None
     at = held or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
+    if run.best.loss is not None and run.config.train.keep_best:
+        screen.note(
+            f"best: {folder / checkpoints.BEST}, validation loss {run.best.loss:.4f} after {run.best.step} steps"
+        )
+    if not has_time:
+        screen.note("the same command goes on from there")
+        return
     run.prepared.work.finish(run.model, run.device, run.config.train.seed, screen)

@@ -22,6 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
 from accordion.train.tokens import write_whole
+from accordion.train.trackers import FigureSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,34 +64,63 @@ class MetricsLog:
     later is written where that works again: a run that trains and saves is worth more than its record.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        first_step: int,
+        say: Callable[[str], None],
+        trackers: Mapping[str, FigureSink] | None = None,
+        *,
+        tensorboard: bool = True,
+    ) -> None:
         """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` where that fails."""
         lines = run_dir / "metrics.jsonl"
         _keep_until(lines, first_step)
         events = (
             run_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
         )
-        self._lines, self._events = _Growing(lines, b""), _Growing(events, _first_events(first_step))
+        self._lines = _Growing(lines, b"")
+        self._events = _Growing(events, _first_events(first_step)) if tensorboard else None
+        self._trackers = dict(trackers or {})
+        self.validations: list[tuple[int, float]] = []
         self._run_dir, self._say, self._lost = run_dir, say, set[str]()
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._lines.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
+        for name in list(self._trackers):
+            self._to(name, lambda tracker: tracker.close(failed=error is not None))
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step; what is not finite (a loss that diverged) is null in JSON and absent from TensorBoard."""
         held = {key: value for key, value in asdict(metrics).items() if value is not None}
         values = {key: value if math.isfinite(value) else None for key, value in held.items()}
         shown = {key: value for key, value in values.items() if key != "step" and value is not None}
-        self._write({self._lines: json.dumps(values).encode() + b"\n", self._events: _scalars(shown, metrics.step)})
+        parts = {self._lines: json.dumps(values).encode() + b"\n"}
+        self._write(parts | self._shown(shown, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Record a validation; TensorBoard only, since a line of `metrics.jsonl` is a step."""
+        """Record a validation; not in `metrics.jsonl`, of which a line is a step."""
+        self.validations.append((step, loss))
         found = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
-        self._write({self._events: _scalars(found, step)})
+        self._write(self._shown(found, step))
+
+    def _shown(self, values: Mapping[str, float], step: int) -> dict[_Growing, bytes]:
+        """Give `values` to the trackers; what TensorBoard's file gets of them."""
+        for name in list(self._trackers):
+            self._to(name, lambda tracker: tracker.log(values, step))
+        return {} if self._events is None else {self._events: _scalars(values, step)}
+
+    def _to(self, name: str, do: Callable[[FigureSink], None]) -> None:
+        try:
+            do(self._trackers[name])
+        except Exception as error:  # whatever a service or its client says
+            del self._trackers[name]
+            self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
 
     def _write(self, parts: dict[_Growing, bytes]) -> None:
         failed = {file: why for file, data in parts.items() if (why := file.add(data))}

@@ -62,14 +62,14 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
     """
     for setting, folder in folders.items():
         until = time.monotonic() + PATIENCE_S
-        while (holder := _holder_of(folder)) is not None and (job is None or holder.job != job):
+        while (holder := holder_of(folder)) is not None and (job is None or holder.job != job):
             if time.monotonic() > until:
                 raise _taken(setting, folder, holder)
             time.sleep(LOOK_S)
 
 
-def _holder_of(folder: Path) -> FolderOwner | None:
-    """Who holds the lock on `folder`'s file now."""
+def holder_of(folder: Path) -> FolderOwner | None:
+    """Who holds the lock on `folder`'s file now; None also where its file system has no locks, see `lives_by_signs`."""
     try:
         handle = os.open(folder / FILE, os.O_RDWR)  # NFS locks no file that is not open for writing
     except OSError:
@@ -83,6 +83,14 @@ def _holder_of(folder: Path) -> FolderOwner | None:
     finally:
         os.close(handle)
     return None
+
+
+def lives_by_signs(folder: Path) -> bool:
+    """Whether the owner of `folder` gave a sign of life of late, by this machine's clock; without waiting for the next one."""
+    try:
+        return time.time() - (folder / FILE).stat().st_mtime < SILENCE_S
+    except OSError:
+        return False
 
 
 class Claim:

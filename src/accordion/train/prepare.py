@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from accordion.train.tokens import (
     check_fits,
     folder_vocabulary,
 )
+from accordion.train.trackers import check_trackers
 from accordion.train.work import Work
 from accordion.units import UnitChoice, choose_units, units_named
 
@@ -52,7 +54,8 @@ Show = Callable[[list[list[Part]]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run."""
+    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run. `began_s`: when it
+    was made, by `time.time` of this machine."""
 
     run_dir: str
     checkpoint_dir: str
@@ -60,6 +63,7 @@ class Prepared:
     replicas: int
     resume: str | None
     expected: Expected | None = None
+    began_s: float = field(default_factory=time.time)
 
     @property
     def folders(self) -> Folders:
@@ -85,6 +89,7 @@ def prepare(
     try:
         place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask, show=show)
         _check_shards(config, place)
+        check_trackers(config.log)
         if isinstance(config, Config):
             optimizer = optimizer_of(config.parts)
             check_own_keys(optimizer, None, config)

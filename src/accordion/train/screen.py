@@ -17,6 +17,7 @@ from accordion.describe import Report, UnitReport
 from accordion.train.metrics import StepMetrics
 
 PLAIN_WIDTH = 110  # of tables where there is no terminal to ask
+RECENT = 0.2  # what a step's time counts in the mean by which the time left is told
 PLAIN_LINES = 100  # about so many lines of progress where there is no terminal
 
 
@@ -34,6 +35,16 @@ def millions(count: int) -> str:
     return f"{count / 1e6:,.2f} M" if count < 1e9 else f"{count / 1e9:,.2f} B"
 
 
+def lasting(seconds: float) -> str:
+    """`45 s`, `3:05 min`, `2:07 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
 class Screen:
     """Owns the console and the progress bar of rank 0; on other ranks every call does nothing."""
 
@@ -45,6 +56,7 @@ class Screen:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._total = 0
+        self._step_s = 0.0  # of the last steps, the newest counting most
 
     def note(self, text: str) -> None:
         """One line."""
@@ -73,12 +85,16 @@ class Screen:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
+        self._step_s = metrics.step_s if not self._step_s else self._step_s + RECENT * (metrics.step_s - self._step_s)
         figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.speed}  {human(metrics.peak_bytes)}/rank"
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, figures=figures)
         elif metrics.step == self._total or metrics.step % max(1, self._total // PLAIN_LINES) == 0:
+            left = (
+                f"  {lasting(self._step_s * (self._total - metrics.step))} left" if metrics.step < self._total else ""
+            )
             self.note(
-                f"step {metrics.step}/{self._total}  {figures}  grad norm {metrics.grad_norm:.2f}  {metrics.step_s:.2f} s"
+                f"step {metrics.step}/{self._total}  {figures}  grad norm {metrics.grad_norm:.2f}  {metrics.step_s:.2f} s{left}"
             )
 
     def stop(self) -> None:

@@ -1,0 +1,109 @@
+"""Why a run ends before its last step: it is preempted, its time is over, or validations no longer improve."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command goes on from what was saved
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers announce the end of a job with
+GOES_ON, TIME_IS_OVER, IS_PREEMPTED = 0, 1, 2  # what a rank wishes; of all ranks the largest counts
+SLOW_DISK = 100e6  # bytes/s that a rank writes, until a save was measured
+Clock = Callable[[], float]
+
+
+class Signals(AbstractContextManager["Signals"]):
+    """Owns the handlers of SIGTERM and SIGUSR1 of a rank. A signal is only noted, and so is a second one: what is under way (a
+    step, a save, a validation) comes to its end. Away from the main thread, where Python takes no handlers, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def _note(self, number: int, frame: object) -> None:
+        self.came = True
+
+    def __exit__(self, *exception: object) -> None:
+        """The handlers stay where a signal came: this process is about to end, and another one must not change how."""
+        for number, handler in {} if self.came else self._before.items():
+            signal.signal(number, handler)
+
+
+class Ending:
+    """Owns what this rank knows of the time it has, and what all ranks decided.
+
+    `wish` goes to all ranks with the figures of a step, and `heard` takes what came of it: so they end behind the same step.
+    Times are in seconds; the longest of each kind so far counts.
+    """
+
+    def __init__(
+        self, signals: Signals, *, hours: float, began_s: float, state_bytes: int, clock: Clock = time.time
+    ) -> None:
+        """`hours`: in which the run ends, counted from `began_s` by `clock`; 0: no limit. `state_bytes`: what a save of this rank
+        writes.
+        """
+        self._signals, self._limit_s, self._began_s, self._clock = signals, 3600 * hours, began_s, clock
+        self._longest = {"step": 0.0, "validation": 0.0}
+        self._first_save_s, self._save_s = state_bytes / SLOW_DISK, 0.0
+        self.decided = GOES_ON
+
+    def took(self, what: str, seconds: float) -> None:
+        """`what`: "step" or "validation"."""
+        self._longest[what] = max(self._longest[what], seconds)
+
+    def save_took(self, seconds: float) -> None:
+        self._save_s = max(self._save_s, seconds)
+
+    def wish(self) -> int:
+        """In a step: whether the run should end behind it."""
+        if self._signals.came:
+            return IS_PREEMPTED
+        if not self._limit_s:
+            return GOES_ON
+        # Two steps, since an accelerator's figures are read one step later, and a save that may be under way besides the last.
+        needed_s = 2 * self._longest["step"] + self._longest["validation"] + 2 * (self._save_s or self._first_save_s)
+        return TIME_IS_OVER if self._clock() + needed_s > self._began_s + self._limit_s else GOES_ON
+
+    def heard(self, most: int) -> None:
+        """`most`: the largest of all ranks' wishes."""
+        self.decided = max(self.decided, most)
+
+
+class Best:
+    """Owns which validation was the best, and how many have come since that were not better; what checkpoints keep of it."""
+
+    def __init__(self, patience: int, min_delta: float) -> None:
+        """`patience`: validations in a row that may be no better, 0: any number. `min_delta`: by how much less loss is better."""
+        self._patience, self._min_delta = patience, min_delta
+        self.loss: float | None = None
+        self.step, self.waited = 0, 0
+        self._mark = math.inf  # the loss that patience asks the next ones to be below
+
+    def look(self, step: int, loss: float) -> bool:
+        """Whether this validation is the best so far; NaN never is. The same on all ranks, since `loss` is."""
+        is_lower = loss < self._mark - self._min_delta
+        self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
+        if not loss < (math.inf if self.loss is None else self.loss):
+            return False
+        self.loss, self.step = loss, step
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._patience) and self.waited >= self._patience
+
+    def state(self) -> dict[str, Any]:
+        mark = self._mark if math.isfinite(self._mark) else None
+        return {"loss": self.loss, "step": self.step, "waited": self.waited, "mark": mark}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.loss, self.step, self.waited = state["loss"], state["step"], state["waited"]
+        self._mark = math.inf if state["mark"] is None else state["mark"]

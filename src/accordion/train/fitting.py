@@ -1,0 +1,112 @@
+"""What `accordion.fit` does: the parts of `accordion train`, in processes that are there already."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from accordion.config import nearest
+from accordion.devices import devices_here
+from accordion.errors import UsageError
+from accordion.options import made, options_of
+from accordion.tasks.loaded import of_object
+from accordion.train import checkpoints, launch, loop
+from accordion.train.auto_plan import planned
+from accordion.train.config import JobConfig, check, spread
+from accordion.train.deepspeed import translated
+from accordion.train.launch import RankPlace
+from accordion.train.owner import check_free
+from accordion.train.prepare import Folders, prepare
+from accordion.train.run_files import values_of_file
+from accordion.train.run_state import state_of
+from accordion.train.runs import METRICS, last_line
+from accordion.train.screen import Screen
+from accordion.train.store_watchdog import watched_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What came of a run. `state`: `finished`, or `stopped` and `why`. `step`: the last one, and its `loss`, of all ranks.
+
+    `checkpoint`: path of the newest, for `accordion.load`.
+    """
+
+    run_dir: str
+    state: str
+    why: str
+    step: int
+    loss: float | None
+    checkpoint: str | None
+
+
+def fitted(
+    task: object, config: str | None, options: Mapping[str, Any], environ: Mapping[str, str], cache: Path
+) -> Fit:
+    """As `accordion.fit`."""
+    if dist.is_initialized():
+        raise UsageError("fit makes the process group itself, and there is one; call it without init_process_group.")
+    loaded, values = of_object(task), _values(config, options)
+    job: JobConfig = made(JobConfig, values)
+    check(job)
+    place = launch.place_of(environ)
+    if place is None and job.launch.nproc > 1:
+        raise UsageError(
+            f"launch.nproc is {job.launch.nproc}, and fit trains in its own process; start the program with torchrun "
+            f"--nproc-per-node {job.launch.nproc}, or leave it out."
+        )
+    alone = replace(job.launch, nproc=1) if place is None else job.launch
+    device, world = launch.choose(alone, place, devices_here())
+    job = translated(spread(job, frozenset(values), world), frozenset(values), world)
+    store: Store
+    say = Screen(speaks=place is None or place.rank == 0).note
+    if place is None:
+        place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
+        job, expected = planned(job, frozenset(values), world, device, say, loaded)
+        prepared = prepare(job, 1, 1, cache, say, partial(check_free, job=None), task=task)
+        prepared = replace(prepared, expected=expected)
+    else:
+        if job.train.plan != "none":
+            raise UsageError(
+                "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
+            )
+        here, store = place, launch.joined(place, environ)
+
+        def ask(folders: Folders) -> None:
+            if here.rank == 0:
+                check_free(folders, here.job)
+
+        prepared = launch.once_per_host(
+            place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task)
+        )
+    with watched_store(store, place.rank, job.launch.timeout_s):
+        code = loop.train(place, store, job, prepared, device)
+    if code:
+        sys.exit(code)
+    run_dir = Path(prepared.run_dir)
+    state, last = state_of(run_dir), last_line(run_dir / METRICS)
+    return Fit(
+        run_dir=prepared.run_dir,
+        state=state.state if state else "finished",
+        why=state.why if state else "",
+        step=last.get("step", 0),
+        loss=last.get("loss"),
+        checkpoint=checkpoints.kept(Path(prepared.checkpoint_dir)),
+    )
+
+
+def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    known = {option.key: option for option in options_of(JobConfig)}
+    values = {} if config is None else values_of_file(config, list(known.values()))
+    for key, value in options.items():
+        if key not in known:
+            raise UsageError(f"options: key {key!r} does not exist; {nearest(str(key), known)}")
+        values[key] = known[key].converted(value, key)
+    return values

@@ -1,0 +1,98 @@
+"""The page at the end of a run: loss, speed and memory, and what was planned beside what came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from accordion.describe import Report
+from accordion.pages.machine import describe as machine
+from accordion.pages.page import Chart, Page, Table
+from accordion.train.auto_plan import Expected
+from accordion.train.config import JobConfig, flat
+from accordion.train.screen import human, lasting
+
+NAME = "report"
+MOST_POINTS = 1000  # of a curve; of more, every n-th is drawn
+SPEEDS = ("tokens_per_s", "samples_per_s")
+
+
+def page_of(
+    config: JobConfig,
+    lines: Sequence[dict[str, Any]],
+    validations: Sequence[tuple[int, float]],
+    device: str,
+    ended: str,
+    units: Report,
+    expected: Expected | None,
+) -> Page:
+    """`lines`: of metrics.jsonl. `validations`: step and loss. `ended`: why the run ended."""
+    thinned = lines[:: max(1, len(lines) // MOST_POINTS)]
+
+    def curve(key: str, scale: float = 1.0) -> dict[str, float]:
+        return {str(line["step"]): line[key] * scale for line in thinned if line.get(key) is not None}
+
+    loss = {"training": curve("loss")}
+    if validations:
+        loss["validation"] = {str(step): value for step, value in validations}
+    speed = next((key for key in SPEEDS if any(key in line for line in lines)), SPEEDS[0])
+    charts = [
+        Chart(title="loss", unit="", kind="curves", series=loss),
+        Chart(title="speed", unit=speed.replace("_per_s", "/s"), kind="curves", series={"all ranks": curve(speed)}),
+        Chart(
+            title="memory", unit="GiB", kind="curves", series={"largest peak of a rank": curve("peak_bytes", 2**-30)}
+        ),
+        Chart(title="gradient norm", unit="", kind="curves", series={"before clipping": curve("grad_norm")}),
+    ]
+    settings = Table(title="settings", columns=["key", "value"], rows=[[k, str(v)] for k, v in flat(config).items()])
+    rows = _beside(config, lines, validations, units, expected)
+    return Page(
+        name=NAME,
+        title=f"{ended}: {lines[-1]['step'] if lines else 0} of {config.train.steps} steps",
+        notes=[],
+        tables=[Table(title="planned and found", columns=["", "planned", "found"], rows=rows), settings],
+        charts=charts,
+        data={"machine": machine(device)},
+    )
+
+
+def _beside(
+    config: JobConfig,
+    lines: Sequence[dict[str, Any]],
+    validations: Sequence[tuple[int, float]],
+    units: Report,
+    expected: Expected | None,
+) -> list[list[str]]:
+    """The first step makes optimizer state, and is left out of the median."""
+    peak = max((line["peak_bytes"] for line in lines), default=0)
+    seconds = [line["step_s"] for line in lines[1:] or lines]
+    kept = sum(unit.parameter_bytes + unit.gradient_bytes + unit.optimizer_bytes for unit in units.units)
+    rows = [
+        ["steps", str(config.train.steps), str(lines[-1]["step"] if lines else 0)],
+        ["time of all steps", f"{config.train.hours:g} h at most" if config.train.hours else "", lasting(sum(seconds))],
+        ["steps left out (NaN, inf)", "0", str(sum(bool(line.get("skipped")) for line in lines))],
+        ["memory of a rank", f"{human(kept)} for shards, states and gradients", f"{human(peak)} at the peak"],
+    ]
+    if seconds:
+        planned = "" if expected is None else "{:.2g} to {:.2g} s".format(*expected.step_s)
+        rows.append(["a step", planned, f"{median(seconds):.3g} s (median)"])
+    if expected is not None:
+        rows.append(["peak of a rank, `--plan auto`", human(expected.peak_bytes), human(peak)])
+    if validations:
+        step, best = min(validations, key=lambda pair: pair[1])
+        rows.append(["lowest validation loss", "", f"{best:.4f} after {step} steps"])
+    return rows
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What `metrics.jsonl` holds, whole lines alone."""
+    found = []
+    for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found

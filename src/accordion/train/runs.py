@@ -1,0 +1,192 @@
+"""`accordion runs`: the runs of a folder with their state, step, losses, checkpoints and time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from accordion.checkpoint.prune import fault_of
+from accordion.checkpoint.storage.folders import folder_at
+from accordion.errors import UsageError
+from accordion.options import place, read
+from accordion.train.checkpoints import BEST, NAME
+from accordion.train.owner import holder_of, lives_by_signs
+from accordion.train.run_state import RUNNING, state_of
+from accordion.train.screen import PLAIN_WIDTH, lasting
+
+METRICS = "metrics.jsonl"
+KILLED, UNKNOWN = "killed", "unknown"
+DEPTH = 3  # folders below the one that is named in which runs are looked for
+TAIL_BYTES = 4096  # of metrics.jsonl: its last line and more
+ABOUT = (
+    "List the runs below a folder: running, finished, stopped, preempted, failed or killed, and what they have reached."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsOptions:
+    """What is listed.
+
+    Args:
+        folder: where runs are
+        json: print an object for each run
+    """
+
+    folder: str = place(default="runs")
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRun:
+    """A run as its folder tells. `seconds`: how long its last start has run; `checkpoints`: names, the oldest first."""
+
+    folder: str
+    state: str
+    why: str
+    step: int
+    steps: int | None
+    loss: float | None
+    checkpoints: tuple[str, ...]
+    since: float | None
+    seconds: float | None
+
+
+def run(words: Sequence[str]) -> int:
+    """The subcommand. Returns the exit code."""
+    options = read(RunsOptions, words, "accordion runs", ABOUT)
+    if options is None:
+        return 0
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise UsageError(
+            f"{options.folder!r} is no folder; name the one that runs are in, `runs` unless run.dir said another."
+        )
+    found = runs_in(folder)
+    if options.json:
+        for one in found:
+            print(json.dumps(asdict(one)))
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    if not found:
+        console.print(f"no run in {folder}", markup=False)
+        return 0
+    console.print(_table(found))
+    for one in found:
+        if one.why:
+            console.print(f"{one.folder}: {one.state}: {one.why}", markup=False)
+    return 0
+
+
+def runs_in(folder: Path) -> list[FoundRun]:
+    """Those in `folder` and below it, the one that began last at the end."""
+    places = [folder] if _is_run(folder) else []
+    level = [folder]
+    for _ in range(DEPTH):
+        level = [p for one in level if not _is_run(one) for p in _folders(one)]
+        places += [p for p in level if _is_run(p)]
+    return sorted((_found(p) for p in places), key=lambda one: (one.since or 0.0, one.folder))
+
+
+def _is_run(folder: Path) -> bool:
+    return state_of(folder) is not None or (folder / METRICS).is_file()
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:  # one that is not ours to read has no runs of ours
+        return []
+
+
+def _found(folder: Path) -> FoundRun:
+    said, last = state_of(folder), last_line(folder / METRICS)
+    state, why, until = UNKNOWN, "", None
+    if said is not None:
+        state, why, until = said.state, said.why, said.until
+    if state == RUNNING:
+        if holder_of(folder) is None and not lives_by_signs(folder):
+            state, why = KILLED, "it ended without a word"
+            until = _written_at(folder / METRICS)
+        else:
+            until = time.time()
+    seconds = None if said is None or until is None else max(0.0, until - said.since)
+    return FoundRun(
+        folder=str(folder),
+        state=state,
+        why=why,
+        step=last.get("step", 0) if isinstance(last.get("step"), int) else 0,
+        steps=None if said is None else said.steps,
+        loss=last.get("loss") if isinstance(last.get("loss"), float) else None,
+        checkpoints=_checkpoints(Path(said.checkpoint_dir) if said is not None else folder / "checkpoints"),
+        since=None if said is None else said.since,
+        seconds=seconds,
+    )
+
+
+def _checkpoints(folder: Path) -> tuple[str, ...]:
+    """Complete ones alone."""
+    names = [p.name for p in _folders(folder) if NAME.fullmatch(p.name) or p.name == BEST] if folder.is_dir() else []
+    good = []
+    for name in sorted(names, key=lambda name: (name != BEST, name)):
+        try:
+            if fault_of(folder_at(folder / name)) is None:
+                good.append(name)
+        except OSError:
+            continue
+    return tuple(good)
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The last whole line of a run's metrics; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _written_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _table(found: Sequence[FoundRun]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "loss", "checkpoints", "began", "for"):
+        table.add_column(name, justify="right")
+    for one in found:
+        kept = [name for name in one.checkpoints if name != BEST]
+        newest = f"{len(kept)}, to {int(kept[-1].rpartition('-')[2])}" if kept else "0"
+        table.add_row(
+            one.folder,
+            one.state,
+            f"{one.step}/{one.steps}" if one.steps is not None else str(one.step),
+            "" if one.loss is None else f"{one.loss:.4f}",
+            newest + (" + best" if BEST in one.checkpoints else ""),
+            "" if one.since is None else time.strftime("%m-%d %H:%M", time.localtime(one.since)),
+            "" if one.seconds is None else lasting(one.seconds),
+        )
+    return table

@@ -1,0 +1,140 @@
+"""Runs that end early: signals to any rank or to the launcher, time limits, early stopping; and going on exactly from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accordion import cli
+from accordion.checkpoint import latest
+from accordion.train import launch
+from tests.e2e.jobs import lines_of, until
+from tests.support import forked, own_tasks
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+SLOW = f"{own_tasks.__file__}:Slow"
+FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch", "2", "--run.report", "false"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("ending")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", forked.start)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(folder)
+        yield folder
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
+
+
+def started(run_dir: Path, log: Path, *flags: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    words = [*through, "-m", "accordion", "train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags]
+    with log.open("w") as file:
+        return subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, text=True)
+
+
+def whole(place: Path, *flags: str) -> list[float]:
+    """What a run of 12 steps that nothing disturbs finds."""
+    run_dir = place / "whole"
+    if not run_dir.exists():
+        assert (
+            cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12", *flags]) == 0
+        )
+    return losses(run_dir)
+
+
+@pytest.mark.parametrize("who", ["launcher", "rank"])
+def test_a_signal_saves_and_ends_with_a_code_of_its_own(place: Path, who: str) -> None:
+    """SIGTERM to the launcher, or SIGUSR1 to one rank; once and again while it saves. Then the run goes on bit for bit."""
+    run_dir, log = place / who, place / f"{who}.log"
+    job = started(run_dir, log, "--train.steps", "12", "--task.slow", "0.3", "--checkpoint.every", "2")
+    until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
+    if who == "launcher":
+        os.kill(job.pid, signal.SIGTERM)
+        os.kill(job.pid, signal.SIGUSR1)
+    else:
+        rank = children(job.pid)[-1]
+        os.kill(rank, signal.SIGUSR1)
+    assert job.wait(120) == 75, log.read_text()
+    said = log.read_text()
+    done = len(lines_of(run_dir))
+    assert 3 <= done < 12
+    assert f"stopped after {done} of 12 steps: preempted" in said
+    assert "the same command goes on from there" in said
+    assert "Traceback" not in said
+    assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / f"step-{done:06d}")
+    assert cli.main(["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), "--train.steps", "12"]) == 0
+    assert losses(run_dir) == whole(place)
+
+
+EARLY = ["--train.steps", "12", "--train.eval_every", "3", "--train.keep_best", "--checkpoint.every", "3"]
+PATIENT = ["--train.patience", "2", "--train.min_delta", "100"]
+
+
+def test_early_stopping_and_the_best_are_the_same_after_a_resume(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No validation is lower by 100: the third one ends the run, also where it goes on from a checkpoint."""
+    words = ["train", "--task", SLOW, *FLAGS, *EARLY, *PATIENT]
+    assert cli.main([*words, "--run.dir", "early"]) == 0
+    assert "stopped after 9 of 12 steps: no lower validation loss in 2 validations" in capfd.readouterr().out
+    at = "early/checkpoints/step-000006"
+    assert cli.main([*words, "--run.dir", "again", "--checkpoint.resume", at]) == 0
+    assert losses(Path("again")) == losses(Path("early"))[6:]
+    assert losses(Path("early")) == whole(place)[:9]
+    capfd.readouterr()
+    assert cli.main([*words[:-4], "--run.dir", "early", "--checkpoint.resume", "best"]) == 0
+    assert f"resumed from early/checkpoints/best: {9} of 12 steps are done" in capfd.readouterr().out
+    assert losses(Path("early")) == whole(place)
+
+
+def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--task", SLOW, *FLAGS, "--train.steps", "12", "--run.dir", "timed"]
+    assert cli.main([*words, "--train.hours", "0.0001"]) == 0
+    assert "stopped after 1 of 12 steps: train.hours 0.0001 are over" in capfd.readouterr().out
+    assert json.loads(Path("timed/state.json").read_text())["state"] == "stopped"
+    assert cli.main(words) == 0
+    assert losses(Path("timed")) == whole(place)
+
+
+FIT = """
+import accordion as acc
+from tests.support.own_tasks import Slow
+if __name__ == "__main__":
+    found = acc.fit(Slow(), config="fit.yaml", options={"train.steps": 12})
+    print(found.state, found.step, found.checkpoint)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
+    (place / "fit.py").write_text(FIT)
+    size = f"train: {{micro_batch: {4 // ranks}}}\nlaunch: {{device: cpu}}\nrun: {{dir: fit-{ranks}}}\n"
+    (place / "fit.yaml").write_text(size)
+    through = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, *through, "fit.py"], capture_output=True, text=True, check=False, env=environ, cwd=place
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in done.stdout
+    found = losses(place / f"fit-{ranks}")
+    assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
+    assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()

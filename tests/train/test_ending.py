@@ -1,0 +1,173 @@
+"""What ends a run early, and what is said of runs: decided in one process, without ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accordion import cli
+from accordion.train.config import Config, LogConfig
+from accordion.train.ending import GOES_ON, IS_PREEMPTED, TIME_IS_OVER, Best, Ending, Signals
+from accordion.train.metrics import MetricsLog, StepMetrics
+from accordion.train.owner import Claim
+from accordion.train.run_state import StateFile
+from accordion.train.runs import runs_in
+from accordion.train.trackers import trackers_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before() -> None:
+    now = [1000.0]
+    with Signals() as signals:
+        ending = Ending(signals, hours=1, began_s=1000, state_bytes=20_000_000_000, clock=lambda: now[0])
+        now[0] += 3600 - 401
+        assert ending.wish() == GOES_ON
+        now[0] += 2
+        assert ending.wish() == TIME_IS_OVER  # the first save may take 200 s, twice
+        ending.save_took(10)
+        ending.took("step", 5)
+        ending.took("step", 2)
+        assert ending.wish() == GOES_ON
+        now[0] += 370
+        assert ending.wish() == TIME_IS_OVER
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ending.wish() == IS_PREEMPTED
+        ending.heard(TIME_IS_OVER)
+        ending.heard(GOES_ON)
+        assert ending.decided == TIME_IS_OVER
+        signals.came = False  # so that this process gets its own handlers back
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -> None:
+    best = Best(patience=2, min_delta=0.1)
+    assert best.look(1, 3.0)
+    assert best.look(2, 2.95)  # the lowest, and no clear gain
+    other = Best(patience=2, min_delta=0.1)
+    other.load(json.loads(json.dumps(best.state())))
+    assert not other.look(3, math.nan)
+    assert other.is_over
+    assert (other.loss, other.step) == (2.95, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--train.patience", "2"], "train.patience compares validations"),
+        (["--train.keep_best"], "give train.eval_every too"),
+        (["--train.min_delta", "0.1"], "which is for train.patience"),
+        (["--train.hours", "-1"], "train.hours is -1.0; it must be between 0"),
+        (["--train.hours", "nan"], "train.hours is nan; it takes a number"),
+        (["--train.sample_every", "x"], "takes a whole number"),
+        (["--log.wandb_mode", "offline"], "log.wandb_mode is given without log.wandb"),
+        (["--log.mlflow_uri", "file:x"], "log.mlflow_uri is given without log.mlflow"),
+        (["--log.wandb", ""], "log.wandb is empty"),
+        (["--checkpoint.resume", "best"], "there is no 'r/checkpoints/best'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--run.dir", "r", "--launch.device", "cpu", *flags]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def step(number: int) -> StepMetrics:
+    return StepMetrics(step=number, loss=2.5, grad_norm=1.0, lr=1e-3, tokens_per_s=9.0, peak_bytes=7, skipped=False)
+
+
+def test_runs_are_told_with_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def state(name: str) -> StateFile:
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        return StateFile(tmp_path / name, 10, str(tmp_path / name / "checkpoints"), leads=True)
+
+    state("killed")
+    state("done").ended("finished")
+    state("asked").ended("preempted")
+    with pytest.raises(ValueError, match="a\nb"), state("failed"):
+        raise ValueError("a\nb")
+    with pytest.raises(RuntimeError), StateFile(tmp_path / "failed", 10, "c", leads=False):
+        raise RuntimeError("an echo of it")
+    state("lives")
+    with MetricsLog(tmp_path / "lives", 0, print) as log:
+        log.step(step(4))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "state.json").write_text('{"state": 3}')
+    claim = Claim({"run.dir": tmp_path / "lives"}, None, 1, print)
+    found = {Path(one.folder).name: one for one in runs_in(tmp_path)}
+    claim.release()
+    states = {"killed": "killed", "done": "finished", "asked": "preempted", "failed": "failed", "lives": "running"}
+    assert {name: one.state for name, one in found.items()} == states
+    assert found["failed"].why == "ValueError: a b"
+    assert (found["lives"].step, found["lives"].steps, found["lives"].loss) == (4, 10, 2.5)
+    capsys.readouterr()
+    assert cli.main(["runs", str(tmp_path), "--json"]) == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 5
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert "4/10" in capsys.readouterr().out
+    assert cli.main(["runs", str(tmp_path / "none")]) == 2
+
+
+def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package that notes what it is asked."""
+    calls: list[Any] = []
+
+    class Run:
+        id = "abc"
+
+        def define_metric(self, *args: Any, **words: Any) -> None:
+            calls.append(("define", args, words))
+
+        def log(self, values: dict[str, float]) -> None:
+            calls.append(("log", values["step"], values.get("loss", values.get("validation_loss"))))
+            if values["step"] == 3:
+                raise OSError("the service is gone")
+
+        def finish(self, exit_code: int) -> None:
+            calls.append(("finish", exit_code))
+
+    module = types.ModuleType("wandb")
+    module.init = lambda **words: calls.append(("init", words["project"], words["id"], words["resume"])) or Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config, said = Config(log=LogConfig(wandb="mine", tensorboard=False)), list[str]()
+    for goes_on in (False, True):
+        trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=said.append)
+        with MetricsLog(tmp_path, 0, said.append, trackers, tensorboard=False) as log:
+            log.step(step(1))
+            log.validation(1, 2.0)
+            if goes_on:
+                log.step(step(3))
+                log.step(step(4))
+    assert [c for c in calls if c[0] == "init"] == [("init", "mine", None, None), ("init", "mine", "abc", "allow")]
+    assert [c[1:] for c in calls if c[0] == "log"] == [(1, 2.5), (1, 2.0), (1, 2.5), (1, 2.0), (3, 2.5)]
+    assert [c for c in calls if c[0] == "finish"] == [("finish", 0)]
+    assert said == ["no longer recorded in wandb: the service is gone; training goes on"]
+    assert not list(tmp_path.glob("events*"))
+
+
+def test_mlflow_keeps_one_run_over_starts(tmp_path: Path) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    uri = f"sqlite:///{tmp_path}/ml.db"
+    config = Config(log=LogConfig(mlflow="mine", mlflow_uri=uri))
+    for number, goes_on in ((1, False), (2, True)):
+        trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)
+        with MetricsLog(tmp_path, number - 1, print, trackers) as log:
+            log.step(step(number))
+    client = tracking.MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
+    assert [metric.step for metric in client.get_metric_history(runs[0].info.run_id, "loss")] == [1, 2]
