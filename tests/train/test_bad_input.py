@@ -277,7 +277,7 @@ CASES = {
     "checkpoint of another tokenizer": (checkpoint("llama-tiny"), "another tokenizer"),
     "checkpoint beyond the end": (checkpoint("llama-tiny", step=200), "beyond train.steps 100"),
     "checkpoints in the way": (resumed("none", checkpoint("llama-tiny")), "holds checkpoints"),
-    "no such checkpoint": (resumed("step-000009"), "neither 'auto' nor 'none' nor a folder"),
+    "no such checkpoint": (resumed("step-000009"), "neither 'auto', 'none' nor 'best' nor a folder"),
     "folder of checkpoints": (resumed("ckpts", checkpoint("llama-tiny")), "is a folder of checkpoints"),
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
     "checkpoint of another program": (foreign, "not one of `accordion train`"),
