@@ -74,3 +74,28 @@ def test_the_glossary_is_short_and_each_of_its_words_is_used() -> None:
     assert 10 < len(terms()) <= 25
     assert [term for term in terms() if not re.search(rf"\b{term.replace('-', '.')}s?\b", texts)] == []
     assert not set(terms()) & set(PRIVATE)
+
+
+PROSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PROSE += [path for folder in ("docs", "src", "tests", "examples") for path in ROOT.glob(f"{folder}/**/*.md")]
+WIDTH = 110
+
+
+def prose_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a page, without tables and what stands between fences."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.lstrip().startswith("|"):
+            yield number, line
+
+
+def test_prose_is_narrow_enough_to_read() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in PROSE
+        for number, line in prose_lines(path.read_text())
+        if len(line) > WIDTH
+    ]
+    assert not wide

@@ -409,9 +409,10 @@ def table(found: Sequence[Found]) -> str:
     lines = [
         "# Ways to part",
         "",
-        "What becomes of a job in which one rank does something else than the others: each row is a script of two to four gloo",
-        "ranks, without a launcher, in which one of them parts from the rest once. The seconds are from that moment until every",
-        f"rank has ended; the process group's time-out is {TIMEOUT_S:g} s. What is printed is the first sentence of the others.",
+        "What becomes of a job in which one rank does something else than the others: each row is a script of two to",
+        "four gloo ranks, without a launcher, in which one of them parts from the rest once. The seconds are from that",
+        f"moment until every rank has ended; the process group's time-out is {TIMEOUT_S:g} s. What is printed is the first",
+        "sentence of the others.",
         "`python -m tests.support.ways_to_part > docs/ways-to-part.md` runs them and writes this page.",
         "",
         f"{len(found)} ways: {true} are told truly, {silent} are silent, {late} take longer than the time-out plus "
