@@ -420,7 +420,9 @@ def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, Figures
     The norm is summed too, though it is the same on all ranks: so they decide alike whatever one of them has.
     """
     sums = torch.stack([loss, norm])
-    most = torch.tensor([peak_bytes(run.device), run.ending.wish()], dtype=torch.int64, device=run.device)
+    told = (peak_bytes(run.device), run.ending.wish())
+    # Filled on the device: a copy of a host's list would wait for it.
+    most = torch.stack([torch.full((), number, dtype=torch.int64, device=run.device) for number in told])
     dist.all_reduce(sums)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     scale = run.scaler.scale(torch.ones((), device=run.device))
