@@ -68,7 +68,7 @@ FEATURES: dict[str, list[Feature]] = {
         works(
             "resume",
             "test_trainer::test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks",
-            "bit for bit; also on another number of ranks",
+            "bit for bit; on another number of ranks the same losses to 1e-5",
         ),
         works(
             "a save that is cut short",
@@ -99,7 +99,7 @@ FEATURES: dict[str, list[Feature]] = {
     ],
     "TRL: `class SFT(ShardedTrainer, trl.SFTTrainer)`": [
         works(
-            "SFT, DPO, reward; whole models and LoRA",
+            "SFT, DPO, reward; whole models and LoRA each",
             "test_trl::test_trl_trains_as_under_ddp",
             "DPO's reference is sharded too",
         ),
@@ -121,6 +121,11 @@ FEATURES: dict[str, list[Feature]] = {
         works("several models and optimizers", "test_accelerate::test_several_models_and_optimizers"),
         works(
             "`save_state`, `load_state`, `save_model`", SAVED_STATE, "on any number of ranks; a torn state is refused"
+        ),
+        works(
+            "resume",
+            "test_accelerate::test_it_resumes_after_six_steps_on_one_two_and_three_ranks",
+            "losses of the run that was not stopped to 1e-5, on any number of ranks",
         ),
         refused("`trigger_sync_in_backward`, `join_uneven_inputs`", NOT_HERE, "ranks make each step together"),
         refused("`dynamo_backend`", NOT_HERE, "compile blocks"),
@@ -214,7 +219,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
     ],
     "PEFT": [
-        works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT),
+        works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT, "parameters, gradients and states are 1/ranks, by whole rows"),
         works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
         works("several adapters, `set_adapter`, `disable_adapter`", "test_peft::test_several_adapters"),
         works(
