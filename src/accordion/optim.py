@@ -197,7 +197,11 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if isinstance(given, WHOLE):
         raise UsageError(
             f"{name} looks at more than one element at a time, and a rank holds some rows of each parameter only; "
-            + ("take AdamW." if name == "Adafactor" else "leave out wrap_optimizer: torch steps LBFGS and Muon on DTensors.")
+            + (
+                "take AdamW."
+                if name == "Adafactor"
+                else "leave out wrap_optimizer: torch steps LBFGS and Muon on DTensors."
+            )
         )
     if not (elementwise or isinstance(given, ELEMENTWISE)):
         raise UsageError(
