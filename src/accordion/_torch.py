@@ -208,8 +208,8 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
     careful = torch.compiler.disable(function)
 
-    def called(*args: Any) -> Any:
-        return function(*args) if get_eval_frame_callback() is None else careful(*args)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if get_eval_frame_callback() is None else careful(*args, **kwargs)
 
     skip_code(called.__code__)
     vars(called).update(vars(careful))  # by which Dynamo knows what it must not trace

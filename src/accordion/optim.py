@@ -178,7 +178,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     Its interface, param_groups and state stay as they were, with DTensors in them. Without it a step is right, and slower.
     Only where what becomes of an element depends on that element alone: so it is for most of torch.optim, and for others
     where `elementwise` promises it. Of an optimizer around another (accelerate's) the one inside is wrapped. Raises
-    `UsageError` for the rest, and where the optimizer was made before `shard`.
+    `UsageError` for the rest, and where the optimizer was made before `shard`. Inside of `torch.compile` it runs uncompiled.
 
     Its `state_dict` holds the rows of this rank; `load_state_dict` is called by all ranks together, and refuses on all of them
     what another rank wrote. It can be copied and not be pickled.
@@ -196,8 +196,12 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     name = type(given).__name__
     if isinstance(given, WHOLE):
         raise UsageError(
-            f"{name} looks at more than one element at a time, and a rank holds some rows of each parameter only; leave out "
-            "wrap_optimizer: torch steps LBFGS and Muon on DTensors (not Adafactor, 2.13)."
+            f"{name} looks at more than one element at a time, and a rank holds some rows of each parameter only; "
+            + (
+                "take AdamW."
+                if name == "Adafactor"
+                else "leave out wrap_optimizer: torch steps LBFGS and Muon on DTensors."
+            )
         )
     if not (elementwise or isinstance(given, ELEMENTWISE)):
         raise UsageError(
@@ -215,9 +219,9 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
     kind = type(optimizer)
-    optimizer.__class__ = type(
-        kind.__name__, (LocalStep, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    )
+    # What is called inside of a compiled function runs as it is: dynamo cannot trace the change to local tensors and back.
+    its = {"__module__": kind.__module__, "__doc__": kind.__doc__, "step": _torch.unseen_by_dynamo(LocalStep.step)}
+    optimizer.__class__ = type(kind.__name__, (LocalStep, kind), its)
     if counted:
         _torch.count_steps(optimizer)
     prepare(optimizer, kind)

@@ -43,6 +43,7 @@ LIT_RESUME = "test_lightning::test_it_resumes_after_six_steps_on_one_two_and_thr
 LIT_REFUSED = "test_lightning::test_what_cannot_be_meant_is_refused"
 LIT_MANUAL = "test_lightning::test_manual_optimisation_with_several_optimizers"
 FABRIC = "test_lightning::test_fabric_trains_as_under_ddp"
+LOOPS = "test_plain_loops::test_a_loop_of_ones_own_learns_as_unsharded"
 LOW = "test_trainer::test_low_precision_gathers_in_it_and_fp16_has_its_scaler"
 
 BY_TRAINER = "test_fsdp2_configs::test_the_trainer"
@@ -68,7 +69,7 @@ FEATURES: dict[str, list[Feature]] = {
         works(
             "resume",
             "test_trainer::test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks",
-            "bit for bit; also on another number of ranks",
+            "bit for bit; on another number of ranks the same losses to 1e-5",
         ),
         works(
             "a save that is cut short",
@@ -99,7 +100,7 @@ FEATURES: dict[str, list[Feature]] = {
     ],
     "TRL: `class SFT(ShardedTrainer, trl.SFTTrainer)`": [
         works(
-            "SFT, DPO, reward; whole models and LoRA",
+            "SFT, DPO, reward; whole models and LoRA each",
             "test_trl::test_trl_trains_as_under_ddp",
             "DPO's reference is sharded too",
         ),
@@ -121,6 +122,11 @@ FEATURES: dict[str, list[Feature]] = {
         works("several models and optimizers", "test_accelerate::test_several_models_and_optimizers"),
         works(
             "`save_state`, `load_state`, `save_model`", SAVED_STATE, "on any number of ranks; a torn state is refused"
+        ),
+        works(
+            "resume",
+            "test_accelerate::test_it_resumes_after_six_steps_on_one_two_and_three_ranks",
+            "losses of the run that was not stopped to 1e-5, on any number of ranks",
         ),
         refused("`trigger_sync_in_backward`, `join_uneven_inputs`", NOT_HERE, "ranks make each step together"),
         refused("`dynamo_backend`", NOT_HERE, "compile blocks"),
@@ -168,6 +174,10 @@ FEATURES: dict[str, list[Feature]] = {
             "test_lightning::test_the_older_package_trains_too",
             "`accordion.integrations.pytorch_lightning`",
         ),
+        not_applicable(
+            "`load_from_checkpoint` of a sharded folder",
+            'Lightning reads one file there; give the folder as `ckpt_path`, or save with `state_dict_type="full"`',
+        ),
         refused(
             "`find_unused_parameters`, `ddp_comm_hook` and other options of DDP", LIT_REFUSED, "nothing is wrapped"
         ),
@@ -204,6 +214,13 @@ FEATURES: dict[str, list[Feature]] = {
     ],
     "Libraries of models, in a loop of one's own": [
         works(
+            "GANs, loops of reinforcement learning", LOOPS, "`shard` of each model; losses of the unsharded run to 1e-4"
+        ),
+        works(
+            "Fabric with its own `ModelParallelStrategy`, whose function calls `shard`",
+            "test_plain_loops::test_fabrics_own_strategy_takes_a_plain_shard",
+        ),
+        works(
             "diffusers: UNets, transformers, `EMAModel`, `accordion.save_pretrained`",
             "test_model_libraries::test_diffusers",
             "losses of DDP to 1e-5; averages are sharded; of DiT the first block's `norm1.emb` is a unit of its own",
@@ -214,7 +231,11 @@ FEATURES: dict[str, list[Feature]] = {
         ),
     ],
     "PEFT": [
-        works("LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`", PEFT),
+        works(
+            "LoRA, DoRA, rsLoRA, IA3, VeRA, `modules_to_save`",
+            PEFT,
+            "parameters, gradients and states are 1/ranks, by whole rows",
+        ),
         works("prompt and prefix tuning", PEFT, "`save_pretrained` gathers the whole model for them"),
         works("several adapters, `set_adapter`, `disable_adapter`", "test_peft::test_several_adapters"),
         works(

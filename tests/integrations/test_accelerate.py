@@ -186,25 +186,48 @@ class Counter:
         self.value = state["value"]
 
 
-def prepared(**changes: Any) -> Any:
+def prepared(slower: float = 0.1, **changes: Any) -> Any:
     one = accelerator(True, gradient_accumulation_steps=1, step_scheduler_with_optimizer=False, **changes)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, slower)
     counter = Counter()
     one.register_for_checkpointing(counter)
     return one, *one.prepare(model, optimizer, schedule), counter
 
 
-def step(one: Any, model: Any, optimizer: Any, schedule: Any, seed: int) -> None:
+def step(one: Any, model: Any, optimizer: Any, schedule: Any, seed: int) -> float:
+    """The mean loss over all ranks."""
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
     mine = x.chunk(torch.distributed.get_world_size())[
         torch.distributed.get_rank()
     ]  # of one batch on any number of ranks
-    one.backward(model(mine).pow(2).mean())
+    loss = model(mine).pow(2).mean()
+    one.backward(loss)
     optimizer.step()
     schedule.step()
     optimizer.zero_grad()
+    return float(one.gather(loss.detach()).mean())
+
+
+def goes_on(mesh: Any, folder: Path, resume: bool) -> list[float]:
+    """Losses of twelve steps, saved after six; `resume`: of the last six, in a job that loads what was saved."""
+    with library_job():
+        one, *parts, _ = prepared(slower=0.9)
+        if resume:
+            one.load_state(str(folder / "after-6"))
+            return [step(one, *parts, seed) for seed in range(6, 12)]
+        losses = [step(one, *parts, seed) for seed in range(6)]
+        one.save_state(str(folder / "after-6"))
+        return losses + [step(one, *parts, seed) for seed in range(6, 12)]
+
+
+def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path):
+    expected = ranks(2).run(2, goes_on, tmp_path, False)[0]
+    assert expected[-1] < 0.9 * expected[6] < 0.9 * expected[0]
+    for count in (1, 2, 3):
+        found = ranks(count).run(count, goes_on, tmp_path, True)
+        assert all(losses == pytest.approx(expected[6:], rel=1e-5) for losses in found)
 
 
 def saves(mesh: Any, folder: Path) -> dict[str, torch.Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from tests.integrations.jobs import VOCABULARY, full, library_job, llama, needs
@@ -46,17 +47,36 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def learn(model: Any, ranks: list[int], steps: int = 3) -> list[float]:
-    """The mean loss over `ranks` of each step, all of whose batches this process sees or one of them."""
+def held(tensors: Iterable[Tensor]) -> int:
+    """Elements on this rank, in floating point: an optimizer's counts of steps are left out."""
+    locals = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() for t in locals if t.is_floating_point() and t.dim() > 0)
+
+
+def most(params: Iterable[Tensor]) -> int:
+    """Elements of half of the rows of each, rounded up: a parameter of one row lies on one of two ranks."""
+    return sum(-(-p.shape[0] // 2) * p[0].numel() for p in params)
+
+
+def learn(model: Any, ranks: list[int], steps: int = 3, sizes: dict[str, int] | None = None) -> list[float]:
+    """The mean loss over `ranks` of each step, all of whose batches this process sees or one of them.
+
+    `sizes`: takes the elements that this rank holds of parameters, of gradients and of an optimizer's states.
+    """
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = []
     for step in range(steps):
         loss = sum(model(input_ids=(x := batch(rank, step)), labels=x).loss for rank in ranks) / len(ranks)
         loss.backward()
+        if sizes is not None:
+            sizes["gradients"] = held(p.grad for p in model.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+    if sizes is not None:
+        sizes["parameters"] = held(model.parameters())
+        sizes["states"] = held(t for state in optimizer.state.values() for t in state.values())
     return losses
 
 
@@ -66,12 +86,21 @@ def trains_and_is_saved(mesh: Any, name: str, folder: Path) -> None:
     rank = mesh.get_local_rank()
     with library_job():
         plain = tuned(name)
-        expected = learn(plain, [0, 1])
+        whole: dict[str, int] = {}
+        mine: dict[str, int] = {}
+        expected = learn(plain, [0, 1], sizes=whole)
         model = acc.shard(tuned(name), mesh)
-        found = torch.tensor(learn(model, [rank]))
+        found = torch.tensor(learn(model, [rank], sizes=mine))
         torch.distributed.all_reduce(found)
         assert (found / 2).tolist() == pytest.approx(expected, rel=1e-4)
         torch.testing.assert_close(full(model), full(plain), rtol=1e-3, atol=1e-4)
+        shared = torch.tensor([mine[key] for key in whole])
+        torch.distributed.all_reduce(shared)
+        assert shared.tolist() == list(whole.values()), "all ranks together hold each element once"
+        params = list(plain.parameters())
+        learned = most(p for p in params if p.requires_grad)
+        assert mine["parameters"] <= most(params) and mine["gradients"] <= learned
+        assert mine["states"] <= 2 * learned
 
         acc.save_pretrained(model, folder / "adapter")
         assert not list(folder.glob(".full-*"))

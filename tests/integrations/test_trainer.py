@@ -225,13 +225,13 @@ def test_it_predicts_with_generate_token_for_token(ranks, tmp_path):
 
 # -- it saves and resumes
 
-SAVING = {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 1}
+SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 1}
 
 
 def resumable(folder: Path, global_batch: int = 12, extra: Any = None, **changes: Any) -> Any:
     """Whatever the number of ranks, a step sees the same sentences."""
     per_rank = global_batch // torch.distributed.get_world_size()
-    more = {"train_dataset": sentences(72), **(extra or {})}
+    more = {"train_dataset": sentences(96), **(extra or {})}
     return trainer(True, folder, extra=more, per_device_train_batch_size=per_rank, **{**SAVING, **changes})
 
 
@@ -244,26 +244,26 @@ def saves(mesh: Any, folder: Path) -> list[list[float]]:
         again = LlamaForCausalLM.from_pretrained(folder / "final").state_dict()
         for name, tensor in full(done.model).items():
             torch.testing.assert_close(again[name], tensor, rtol=0, atol=0)
-        assert (folder / "checkpoint-8" / "sharded" / "manifest.json").exists()
-        assert (folder / "checkpoint-8" / "config.json").exists()
+        assert (folder / "checkpoint-6" / "sharded" / "manifest.json").exists()
+        assert (folder / "checkpoint-6" / "config.json").exists()
         assert not list(folder.glob(".full-*"))
         return history(done)
 
 
 def resumes(mesh: Any, folder: Path, expected: list[list[float]], rel: float) -> None:
     with library_job():
-        done = train(resumable(folder), str(folder / "checkpoint-8"))
+        done = train(resumable(folder), str(folder / "checkpoint-6"))
         assert done.state.global_step == STEPS
         for found, wanted in zip(history(done), expected, strict=True):
-            assert found[:8] == wanted[:8]
-            assert found[8:] == (pytest.approx(wanted[8:], rel=rel) if rel else wanted[8:])
+            assert found[:6] == wanted[:6]
+            assert found[6:] == (pytest.approx(wanted[6:], rel=rel) if rel else wanted[6:])
 
 
 def test_it_resumes_in_an_epoch_exactly_and_on_other_numbers_of_ranks(ranks, tmp_path):
     expected = ranks(2).run(2, saves, tmp_path)[0]
     ranks(2).run(2, resumes, tmp_path, expected, 0.0)
-    ranks(1).run(1, resumes, tmp_path, expected, 1e-4)
-    ranks(3).run(3, resumes, tmp_path, expected, 1e-4)
+    ranks(1).run(1, resumes, tmp_path, expected, 1e-5)
+    ranks(3).run(3, resumes, tmp_path, expected, 1e-5)
 
 
 def best(mesh: Any, folder: Path, only_model: bool) -> None:

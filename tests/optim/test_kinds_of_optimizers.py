@@ -124,7 +124,8 @@ def refused(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
         params = [p for p in model.parameters() if p.dim() == 2]
-        with pytest.raises(acc.UsageError, match=f"^{kind.__name__} looks at more than one element.*leave out"):
+        way = "take AdamW" if kind is torch.optim.Adafactor else "leave out wrap_optimizer"
+        with pytest.raises(acc.UsageError, match=f"^{kind.__name__} looks at more than one element.*{way}"):
             acc.wrap_optimizer(kind(params))
 
     class Lion(torch.optim.Optimizer):
@@ -183,3 +184,33 @@ def whole_tensors(mesh) -> None:
 
 def test_optimizers_that_look_at_whole_tensors_step_unwrapped(world):
     world.run(2, whole_tensors)
+
+
+def adafactor(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    one_loss(model).backward()
+    with pytest.raises(RuntimeError) as caught:
+        torch.optim.Adafactor(model.parameters()).step()
+    assert [note for note in caught.value.__notes__ if "Adafactor keeps means over the rows and columns" in note]
+
+
+def test_a_step_of_adafactor_that_is_not_wrapped_says_what_to_take(world):
+    world.run(2, adafactor)
+
+
+def compiled(mesh) -> None:
+    found = []
+    for compile in (False, True):
+        model = acc.shard(models.plain(), mesh=mesh)
+        optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
+        step = torch.compile(optimizer.step, backend="eager") if compile else optimizer.step
+        for seed in range(2):
+            one_loss(model, seed).backward()
+            step()
+            optimizer.zero_grad()
+        found.append(params_of(model))
+    assert_equal(*found)
+
+
+def test_a_wrapped_step_runs_uncompiled_where_it_is_compiled(world):
+    world.run(2, compiled)

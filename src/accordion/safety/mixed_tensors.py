@@ -21,6 +21,10 @@ from accordion.engine.engine import Engine
 
 PLACE = "_accordion_place"  # the attribute by which a sharded parameter tells its name and its unit's
 MIXED = "got mixed torch.Tensor and DTensor"
+NO_ADAFACTOR = (
+    "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each sharded parameter "
+    "only; take AdamW, whose states are sharded too."
+)
 MOST_NODES = 1000  # of autograd's graph, that are looked at to find the parameter from which a tensor was computed
 
 # By what they are for: layers, products, arithmetic, losses, putting together and taking out. In inference mode torch asks for
@@ -33,7 +37,7 @@ convolution _convolution native_batch_norm _native_batch_norm_legit _native_batc
 _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm _prelu_kernel mkldnn_rnn_layer
 mm bmm addmm addbmm baddbmm addmv mv dot matmul
 add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor pow.Tensor_Tensor maximum minimum addcmul addcdiv
-lerp.Scalar lerp.Tensor lerp_.Scalar lerp_.Tensor addcmul_ addcdiv_
+lerp.Scalar lerp.Tensor lerp_.Scalar lerp_.Tensor addcmul_ addcdiv_ add_.Tensor pow_.Scalar
 mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits nll_loss_forward
 eq.Tensor ne.Tensor lt.Tensor gt.Tensor le.Tensor ge.Tensor
 cat stack where.self index.Tensor index_select gather masked_fill.Tensor index_put
@@ -60,13 +64,25 @@ def answer(known: Callable[..., Any] | None, operator: Any, args: tuple[Any, ...
     try:
         return (known or _torch.unanswered)(operator, args, kwargs)
     except RuntimeError as error:
-        if MIXED in str(error):
+        if _in_a_step_of_adafactor(sys._getframe(1)):
+            error.add_note(NO_ADAFACTOR)
+        elif MIXED in str(error):
             met = list(_dtensors_of((*args, *kwargs.values())))
             place = next(filter(None, map(_place_of, met)), None)
             words = _words_of(*place) if place else _words_by_memory_or_shape(met, sys._getframe(1))
             if words:
                 error.add_note(_note(words))
         raise
+
+
+def _in_a_step_of_adafactor(frame: FrameType | None) -> bool:
+    """Of torch's or of transformers', which cannot be asked for without an import."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer) and "Adafactor" in {kind.__name__ for kind in type(owner).__mro__}:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _words_of(name: str, unit: str) -> str:

@@ -1,0 +1,138 @@
+"""Loops that no integration of ours is in: `shard` alone, and they learn as the unsharded run over the batches of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from tests.integrations.jobs import needs, torchrun_job
+
+pytestmark = pytest.mark.cpu("batches are drawn and compared there")
+STEPS, WIDTH, ACTIONS = 4, 8, 3
+Prepare = Callable[[nn.Module], nn.Module]
+
+
+def net(seed: int, out: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh()), nn.Linear(16, out))
+
+
+def drawn(rank: int, step: int) -> Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def descend(optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> float:
+    """A step down the mean of the losses of the batches that this process has; returns the mean."""
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def gan(prepare: Prepare, ranks: list[int]) -> list[float]:
+    """Both play against each other; the discriminator takes gradients of the generator's loss that nobody uses."""
+    generator, critic = prepare(net(0, WIDTH)), prepare(net(1, 1))
+    first, second = optimizer_of(generator), optimizer_of(critic)
+    found = []
+    for step in range(STEPS):
+        noise, real = ([drawn(rank, 2 * step + kind) for rank in ranks] for kind in (0, 1))
+        judged = [(critic(x), critic(generator(z).detach())) for x, z in zip(real, noise, strict=True)]
+        found.append(descend(second, [F.softplus(-good).mean() + F.softplus(bad).mean() for good, bad in judged]))
+        found.append(descend(first, [F.softplus(-critic(generator(z))).mean() for z in noise]))
+        second.zero_grad()
+    return found
+
+
+def rl(prepare: Prepare, ranks: list[int]) -> list[float]:
+    """Actions are sampled without gradients; two passes over them with PPO's clipped ratios, and a model of values."""
+    policy, value = prepare(net(0, ACTIONS)), prepare(net(1, 1))
+    first, second = optimizer_of(policy), optimizer_of(value)
+    found = []
+    for step in range(STEPS):
+        played = []
+        for rank in ranks:
+            seen = drawn(rank, step)
+            with torch.no_grad():
+                chances = policy(seen).softmax(-1)
+                actions = chances.multinomial(1, generator=torch.Generator().manual_seed(step + 50 * rank))
+                rewards = seen.gather(1, actions)
+                played.append((seen, actions, chances.gather(1, actions), rewards, rewards - value(seen)))
+        for _ in range(2):
+            losses = []
+            for seen, actions, before, _, gain in played:
+                ratio = policy(seen).softmax(-1).gather(1, actions) / before
+                losses.append(-torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean())
+            found.append(descend(first, losses))
+        found.append(descend(second, [F.mse_loss(value(seen), rewards) for seen, _, _, rewards, _ in played]))
+    return found
+
+
+LOOPS = {"GAN": gan, "RL": rl}
+
+
+def alike(found: list[float], expected: list[float]) -> None:
+    """Losses of this rank's batches, of which the mean over ranks is that of the unsharded run."""
+    mean = torch.tensor(found)
+    dist.all_reduce(mean)
+    assert (mean / dist.get_world_size()).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert len({round(loss, 3) for loss in expected}) > 1, "it learned something"
+
+
+def loops(mesh: Any, name: str) -> None:
+    rank = mesh.get_local_rank()
+    alike(LOOPS[name](lambda model: acc.shard(model, mesh), [rank]), LOOPS[name](lambda model: model, [0, 1]))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_ones_own_learns_as_unsharded(ranks, name):
+    ranks(2).run(2, loops, name)
+
+
+def regress(model: nn.Module, optimizer: Any, ranks: list[int], backward: Callable[[Tensor], None]) -> list[float]:
+    found = []
+    for step in range(STEPS):
+        losses = [F.mse_loss(model(x := drawn(rank, step)), x.flip(1)) for rank in ranks]
+        loss = torch.stack(losses).mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def fabric(mesh: Any) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    plain = net(0, WIDTH)
+    expected = regress(plain, optimizer_of(plain), [0, 1], lambda loss: loss.backward())
+    with torchrun_job():
+        strategy = ModelParallelStrategy(
+            lambda model, meshes: acc.shard(model, meshes["data_parallel"]),
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+        )
+        one = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        one.launch()
+        model = one.setup_module(net(0, WIDTH))
+        optimizer = one.setup_optimizers(optimizer_of(model))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        alike(regress(model, optimizer, [dist.get_rank()], one.backward), expected)
+
+
+@needs("lightning")
+def test_fabrics_own_strategy_takes_a_plain_shard(ranks):
+    ranks(2).run(2, fabric)
