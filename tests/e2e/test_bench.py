@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 import accordion
 from accordion import cli
 from accordion.bench import command, host, own_task, trainer
-from accordion.bench.compare import compare
 from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
@@ -131,7 +129,7 @@ def crooked(seat: Seat, contender: str, setting: Setting) -> Any:
 
 
 def test_contenders_that_train_something_else_are_named_and_nothing_is_compared(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(command, "compare", partial(compare, make=crooked))
+    monkeypatch.setattr(command, "start", crooked)
     words = ["--against", "ddp,plain,accordion:no_shard", "--nproc", "1", "--model", "gpt-tiny", "--dir", str(tmp_path)]
     assert cli.main(["bench", *words]) == 1
     said = capsys.readouterr()

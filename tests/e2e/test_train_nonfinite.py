@@ -57,7 +57,7 @@ class Fault:
 
     def __init__(self, where: str, steps: list[int]) -> None:
         self.where, self.steps, self.now = where, steps, 0
-        self.real_take, self.real_model, self.real_losses = loop.Steps.take, text.causal_model, text.token_losses
+        self.real_take, self.real_model, self.real_losses = loop.Steps.take, text.trained_model, text.token_losses
 
     def take(self, steps: loop.Steps, step: int) -> None:
         self.now = step
@@ -95,7 +95,7 @@ def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
     scaler = torch.amp.GradScaler
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Steps, "take", lambda steps, step: fault.take(steps, step))
-        patch.setattr(text, "causal_model", fault.model)
+        patch.setattr(text, "trained_model", fault.model)
         patch.setattr(text, "token_losses", fault.losses)
         patch.setattr(loop, "_finish", lambda *_: None)
         patch.setattr(loop, "Screen", Heard)
