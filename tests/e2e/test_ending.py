@@ -107,8 +107,8 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
 
 def test_a_time_limit_ends_a_run_that_then_goes_on(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--task", SLOW, *FLAGS, "--train.steps", "12", "--run.dir", "timed"]
-    assert cli.main([*words, "--train.hours", "0.0001"]) == 0
-    assert "stopped after 1 of 12 steps: train.hours 0.0001 are over" in capfd.readouterr().out
+    assert cli.main([*words, "--train.hours", "0.000001"]) == 0
+    assert "stopped after 1 of 12 steps: train.hours 1e-06 are over" in capfd.readouterr().out
     assert json.loads(Path("timed/state.json").read_text())["state"] == "stopped"
     assert cli.main(words) == 0
     assert losses(Path("timed")) == whole(place)

@@ -159,9 +159,11 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     assert not list(tmp_path.glob("events*"))
 
 
-def test_mlflow_keeps_one_run_over_starts(tmp_path: Path) -> None:
+def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files, which the small package takes too."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking = pytest.importorskip("mlflow.tracking")
-    uri = f"sqlite:///{tmp_path}/ml.db"
+    uri = f"file:{tmp_path}/ml"
     config = Config(log=LogConfig(mlflow="mine", mlflow_uri=uri))
     for number, goes_on in ((1, False), (2, True)):
         trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)

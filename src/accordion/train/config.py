@@ -261,7 +261,7 @@ class LogConfig:
         wandb: project of Weights & Biases; without it: not there
         wandb_mode: `offline` writes into the run folder, for `wandb sync` later
         mlflow: experiment of MLflow; without it: not there
-        mlflow_uri: where MLflow keeps it: a server or `sqlite:///file.db`; without it: where MLflow's own settings say
+        mlflow_uri: where MLflow keeps it: a server, or what else MLflow takes; without it: where MLflow's own settings say
     """
 
     tensorboard: bool = True

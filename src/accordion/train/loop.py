@@ -126,12 +126,18 @@ def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
     except ImportError:
         screen.note("no report.html: it is drawn with plotly; pip install 'accordion[plan]'")
         return
-    found = page_of(
-        run.config, lines_of(folder), log.validations, run.device.type, why, describe(run.model), run.prepared.expected
-    )
     try:
+        found = page_of(
+            run.config,
+            lines_of(folder),
+            log.validations,
+            run.device.type,
+            why,
+            describe(run.model),
+            run.prepared.expected,
+        )
         write_whole(folder / f"{found.name}.html", as_html(found))
-    except OSError as error:
+    except OSError as error:  # the folder is gone, or the disk is full
         screen.note(f"no report.html: {error.strerror or error}")
         return
     screen.note(f"report: {folder / found.name}.html")

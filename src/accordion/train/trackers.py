@@ -35,14 +35,11 @@ def trackers_of(
     config: JobConfig, run_dir: Path, *, goes_on: bool, say: Callable[[str], None]
 ) -> dict[str, FigureSink]:
     """Those that `config.log` names, opened. One that cannot be opened is told of and left out."""
-    makers: dict[str, tuple[str | None, type[_Wandb] | type[_Mlflow]]] = {
-        "wandb": (config.log.wandb, _Wandb),
-        "mlflow": (config.log.mlflow, _Mlflow),
-    }
+    kinds: dict[str, type[_Wandb] | type[_Mlflow]] = {"wandb": _Wandb, "mlflow": _Mlflow}
     before, found = _ids(run_dir) if goes_on else {}, dict[str, FigureSink]()
     ids = dict(before)
-    for name, (where, kind) in makers.items():
-        if where is None:
+    for name, kind in kinds.items():
+        if getattr(config.log, name) is None:
             continue
         try:
             made = kind(config, run_dir, before.get(name))
