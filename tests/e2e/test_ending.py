@@ -14,6 +14,8 @@ import pytest
 
 from accordion import cli
 from accordion.checkpoint import latest
+from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.train import launch
 from tests.e2e.jobs import lines_of, until
 from tests.support import forked, own_tasks
@@ -138,3 +140,35 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     found = losses(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
     assert "planned and found" in (place / f"fit-{ranks}" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_in_a_validation_or_before_one_changes_nothing_of_it(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One in a validation ends the step behind it. One in a step with a validation behind it leaves that for the next start."""
+    run_dir, log = place / "owing", place / "owing.log"
+    often = ["--train.steps", "12", "--train.eval_every", "2"]
+    job = started(run_dir, log, *often, "--task.slow_validation", "1", "--task.slow", "0.5")
+    until(lambda: len(lines_of(run_dir)) == 2, "two steps", log)  # the validation takes two seconds
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait(120) == 75, log.read_text()
+    assert "validation loss" in log.read_text()
+    assert len(lines_of(run_dir)) == 3
+    job = started(run_dir, log, *often, "--task.slow", "2")  # the fourth step
+    until(lambda: "an epoch is" in log.read_text(), "the start", log)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait(120) == 75, log.read_text()
+    assert "validation loss" not in log.read_text()
+    words = ["train", "--task", SLOW, *FLAGS, *often]
+    assert cli.main([*words, "--run.dir", str(run_dir)]) == 0
+    said = capfd.readouterr().out
+    assert "validation loss" in said.partition("after 4 steps")[0]
+    assert losses(run_dir) == whole(place)
+    assert cli.main([*words, "--run.dir", "owing-nothing"]) == 0
+    one, other = (
+        read_manifest(checkpoint_at(at / "checkpoints" / "step-000012")).extra
+        for at in (run_dir, Path("owing-nothing"))
+    )
+    assert one["best"] == other["best"]
+    assert one["best"]["step"]
