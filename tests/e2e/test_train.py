@@ -95,7 +95,7 @@ def test_one_rank_sees_the_batches_and_losses_of_the_main_job(main_job: tuple[Me
 def whole(place: Path) -> tuple[Metrics, str]:
     """A small run of 12 steps as a person starts it, and what it printed."""
     flags = ["--train.steps", "12", "--checkpoint.every", "3", "--checkpoint.keep", "3", "--train.eval_every", "5"]
-    words = ["train", *TINY, *flags, "--run.dir", "whole"]
+    words = ["train", *TINY, *flags, "--train.sample_every", "7", "--run.dir", "whole"]
     shown = subprocess.run(
         [sys.executable, "-m", "accordion", *words],
         stdin=subprocess.DEVNULL,
@@ -124,7 +124,8 @@ def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]
     ):
         assert words in shown
     assert f"checkpoint: {Path('whole', 'checkpoints', 'step-000012')}" in shown
-    assert "sample:" in shown
+    assert "after 7 steps:\nsample:" in shown  # and no step that follows is another for it, as the tests below compare
+    assert shown.count("sample:") == 2
 
 
 def test_one_rank_sees_the_same_batches_and_losses(whole: tuple[Metrics, str], place: Path) -> None:
