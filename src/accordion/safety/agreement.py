@@ -116,10 +116,8 @@ class OrderAgreement(Observer):
         self._root += 1
         self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
         self.standing.clear()
-        failed, self._in_backward = (
-            self._in_backward,
-            False,
-        )  # an error has ended the backward, maybe of this rank alone
+        # If one had begun and not ended: an error has ended it, maybe of this rank alone.
+        failed, self._in_backward = self._in_backward, False
         if not self._expected.begin(FORWARD, how) or self._at_once or failed:
             gradients = "with gradients" if differentiable else "without gradients"
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
