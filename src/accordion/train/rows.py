@@ -11,7 +11,7 @@ from typing import Any
 from accordion.config import nearest
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
-from accordion.train.sources import DATASET_MARKS, Split, find, held_out_of, split_by_key
+from accordion.train.sources import DATASET_MARKS, Split, find, parts_of, split_by_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,19 +114,8 @@ def _parquet(path: Path, key: str, fields: Sequence[str]) -> Iterator[DataRow]:
 
 
 def _datasets(path: Path, key: str, fields: Sequence[str]) -> Iterator[DataRow]:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except (
-        Exception
-    ) as error:  # the library raises its readers' own errors; all of them mean that the folder is unusable
-        raise UsageError(f"data.path {str(path)!r} is no saved datasets folder: {error}") from None
-    parts = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
-    held_out = held_out_of(parts)
+    parts, held_out = parts_of(path)
     for name, part in parts.items():
-        if held_out is not None and name not in ("train", held_out):
-            continue
         _check_fields(f"data.path {str(path)!r}", fields, list(part.features), "column")
         for number, values in enumerate(part.select_columns(list(fields))):
             split: Split = "train" if name == "train" else "validation"

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from zlib import crc32
 
 from accordion.config import nearest
@@ -247,20 +247,27 @@ def held_out_of(parts: Mapping[str, object]) -> str | None:
     return next((name for name in ("validation", "valid", "dev", "test") if name in parts and "train" in parts), None)
 
 
-def _datasets(path: Path, key: str, text_field: str) -> Iterator[Piece]:
+def parts_of(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The parts of a folder that `datasets` saved, by name, and which of them is held out; what is neither is left out.
+
+    Raises `UsageError`.
+    """
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except (
-        Exception
-    ) as error:  # the library raises its readers' own errors; all of them mean that the folder is unusable
+    except Exception as error:  # its readers' own errors; all of them mean that the folder is unusable
         raise UsageError(f"data.path {str(path)!r} is no saved datasets folder: {error}") from None
     parts = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"": loaded}
     held_out = held_out_of(parts)
+    if held_out is not None:
+        parts = {name: part for name, part in parts.items() if name in ("train", held_out)}
+    return parts, held_out
+
+
+def _datasets(path: Path, key: str, text_field: str) -> Iterator[Piece]:
+    parts, held_out = parts_of(path)
     for name, part in parts.items():
-        if held_out is not None and name not in ("train", held_out):
-            continue
         split: Split | None = None if held_out is None else "train" if name == "train" else "validation"
         _check_column(
             f"data.path {str(path)!r}", text_field, {k: str(getattr(v, "dtype", v)) for k, v in part.features.items()}
