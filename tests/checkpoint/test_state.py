@@ -162,10 +162,11 @@ def test_the_newest_good_ones_are_kept(tmp_path):
     for name in ("step-11", "step-12"):  # torn ones do not count as kept, and are not touched
         save(tmp_path / name, model)
         os.truncate(tmp_path / name / "rank-00000.safetensors", 9)
-    assert prune(tmp_path, 3, dry=True) == [str(tmp_path / "best"), str(tmp_path / "step-1")]
+    assert prune(tmp_path, 3, dry=True) == [str(tmp_path / "step-1")]  # "best" is of no series: neither counted nor removed
     save(tmp_path / "step-20", model, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["best", "step-10", "step-11", "step-12", "step-20"]
-    assert prune(tmp_path, 1) == [str(tmp_path / "best"), str(tmp_path / "step-10")]
+    assert prune(tmp_path, 1) == [str(tmp_path / "step-10")]
+    assert (tmp_path / "best").is_dir()
     assert latest(tmp_path) == str(tmp_path / "step-20")
     for keep in (0, -1):
         with pytest.raises(UsageError, match="takes 1 or more"):
