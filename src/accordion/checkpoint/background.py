@@ -25,7 +25,6 @@ from accordion.safety.party_line import PartyLine, lines_of_job
 log = logging.getLogger("accordion")
 
 T = TypeVar("T")
-MARGIN_S = 2.0  # beyond the time-out of the job's process group
 GRACE_S = 60.0  # for the others where this program has come to its end
 POLL_S = 0.005
 SAVER = "_accordion_saver"  # attribute of a model
@@ -228,7 +227,7 @@ class StoreAgreement:
                 ended = now
             if (lost := self._peers and self._peers.lost()) and not self._asked(ready):
                 self._give_up(lost)
-            if now > begun + self._timeout_s + MARGIN_S or (ended is not None and now > ended + GRACE_S):
+            if now > begun + self._timeout_s or (ended is not None and now > ended + GRACE_S):
                 others = "one may have ended" if self._line is None else self._line.told_of(self._team.ranks)
                 self._give_up(f"other ranks did not come to the end of the save within {now - begun:.0f} s: {others}")
             time.sleep(pause_s)

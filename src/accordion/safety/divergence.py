@@ -27,9 +27,9 @@ from accordion.safety.party_line import PartyLine, echo_s, in_hand, is_out_of_ti
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
-MARGIN_S = (
-    2.0  # beyond the time-out of the job's process group, if that is shorter: in a collective ranks wait no longer
-)
+# Beyond the time-out of the job's process group, if that is shorter: in a collective ranks wait no longer. What follows, the
+# question to the others and the program's end, has to fit into the five seconds that are promised, too.
+MARGIN_S = 1.0
 PATIENCE_S = 4.0  # a wait beyond it is told to the others
 POLL_S = 1.0
 HEARD_S = 2.0  # in which ranks that part have said where they are

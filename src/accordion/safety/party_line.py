@@ -108,7 +108,8 @@ def told(error: BaseException, phase: str = "") -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"was interrupted (Ctrl-C or SIGINT){when}"
     if is_echo(error) and not isinstance(error, DivergenceError):
-        return f"waited for others in vain {place or 'in a collective'}{when}"
+        # An error whose handler waits (a barrier in `finally`) is what the others are to be told of: the wait is its echo.
+        return f"waited for others in vain {place or 'in a collective'}{when}{in_hand(error.__context__)}"
     return f"failed{when}: {_named(error, place)}"
 
 

@@ -18,7 +18,7 @@ from accordion.errors import DivergenceError
 
 log = logging.getLogger("accordion")
 PATIENCE_S = 10.0  # a wait beyond it is logged
-MARGIN_S = 2.0  # beyond the time-out of the job's process group
+MARGIN_S = 1.0  # beyond the time-out of the job's process group
 LOOK_S = 1.0  # after it a rank looks for whom it waits; later for more than ten ranks, whose looks the store must bear
 POLL_S = 0.02
 PREFIX = "accordion/meshes"
