@@ -56,18 +56,22 @@ def sharded(mesh: DeviceMesh) -> nn.Parameter:
 # -- autograd
 
 
-@checks("current_graph_task", "will_execute", "walks_everything", "queue_callback", "on_gradient", "node_of")
+@checks(
+    *("current_graph_task", "NO_BACKWARD", "is_in_backward", "will_execute", "walks_everything", "queue_callback"),
+    *("on_gradient", "node_of"),
+)
 def _() -> None:
     leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     said: list[Any] = []
     x = leaf * other
-    assert _torch.current_graph_task() == -1
+    assert _torch.current_graph_task() == _torch.NO_BACKWARD
+    assert not _torch.is_in_backward()
     assert _torch.node_of(x) is x.grad_fn
     assert _torch.node_of(leaf) is not None
 
     def note(grad: Tensor) -> None:
         reached = _torch.will_execute(torch.autograd.graph.get_gradient_edge(other).node)
-        said.append((_torch.current_graph_task() >= 0, reached, _torch.walks_everything(other)))
+        said.append((_torch.is_in_backward(), reached, _torch.walks_everything(other)))
         _torch.queue_callback(lambda: said.append("end"))
 
     _torch.on_gradient(x, note)

@@ -33,7 +33,16 @@ TENSOR_MAKERS, SUBCLASS_MAKERS = "torch._utils", "torch._tensor"
 """Modules of the functions by which pickles of `torch.save` name tensors; read as words, never called (all versions)."""
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""Id of the backward that runs on this thread, -1 outside of one. No public name."""
+"""Id of the backward that runs on this thread, `NO_BACKWARD` outside of one. No public name."""
+
+NO_BACKWARD = -1
+"""What `current_graph_task` gives outside of a backward."""
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward on this thread."""
+    return current_graph_task() != NO_BACKWARD
+
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the running backward will reach a node. torch's own multi-grad hooks use it; no public name."""
@@ -268,7 +277,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if torch.is_anomaly_check_nan_enabled() and current_graph_task() != -1:
+    if torch.is_anomaly_check_nan_enabled() and is_in_backward():
         return operator(local_of(args[0]))  # type: ignore[no-any-return]
     return torch.ops.aten.any.default(args[0])  # type: ignore[no-any-return]
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from accordion import _torch
 from accordion.engine.communicator import Communicator
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param
 from accordion.engine.hooks import engine_of
+from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
 from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare

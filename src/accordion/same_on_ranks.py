@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
-from accordion.engine.group import ShardingContext
+from accordion.engine.context import ShardingContext
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
 from accordion.units import Owned

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
+from accordion.engine.context import gathered, own_rows
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, gathered, own_part, own_rows
 from accordion.engine.hooks import attached_to, engine_of
+from accordion.engine.params import Param, own_part
 from accordion.errors import DivergenceError, UsageError
 from accordion.offload.step.deferred_step import owners_of
 from accordion.offload.step.step_in_backward import refuse_in_backward

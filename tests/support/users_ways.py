@@ -372,6 +372,13 @@ def saves_elsewhere(script: Script) -> None:
     acc.save(f"{script.folder}/{'best' if script.here else 'step'}", script.model, script.optimizer)
 
 
+def saves_with_own_rate(script: Script) -> None:
+    if script.here:
+        for group in script.optimizer.param_groups:
+            group["lr"] /= 2
+    acc.save(f"{script.folder}/step", script.model, script.optimizer)
+
+
 def loads_elsewhere(script: Script) -> None:
     acc.load(f"{script.folder}/{'two' if script.here else 'one'}", script.model, script.optimizer)
 
@@ -554,6 +561,15 @@ def users() -> Iterator[Way]:
         "best",
         all_do={"loader": saves_elsewhere},
         who="rank 1|this rank saves",
+        all_say=True,
+    )
+    yield way(
+        "saves with a learning rate of its own, before a step with it",
+        "loader",
+        nothing,
+        "lr",
+        all_do={"loader": saves_with_own_rate},
+        who="rank 1|this rank",
         all_say=True,
     )
     yield way(

@@ -55,7 +55,7 @@ class Call:
         self.reduce_node: ReduceNode | None = None
         self.number = 0  # in autograd's sequence, of the AwaitReduce
         self.writes = unit.writes()
-        self.root = engine.root_call if _torch.current_graph_task() == -1 else IN_BACKWARD
+        self.root = IN_BACKWARD if _torch.is_in_backward() else engine.root_call
         self.kept: KeptLease | None = None
         self.reached: Tensor | None = None  # an output of its Gather, until its forward has ended
         self.version: int | None = None  # of the parameters that the forward saw

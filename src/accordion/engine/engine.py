@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
-from accordion.engine.group import ShardingContext
+from accordion.engine.context import ShardingContext
 from accordion.engine.late_gradients import DelayedWrites, UndecidedGradients
 from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
@@ -75,7 +75,7 @@ class Engine:
         self.root_call = 0  # the number of the outermost call
         self.kept: list[KeptLease] = []
         self.pre_backward_nodes: list[Tensor] = []  # of the calls of the outermost call under way
-        self._nodes_of = -1  # the backward in which that call runs
+        self._nodes_of = _torch.NO_BACKWARD  # the backward in which that call runs
         # Backwards.
         self.reduces_under_way: list[list[PendingReduce]] = []  # those of one call of a unit together
         self.delayed_writes = DelayedWrites()
@@ -120,7 +120,7 @@ class Engine:
         if self.depth:
             return
         self.pre_backward_nodes, self._nodes_of = [], _torch.current_graph_task()
-        if self._nodes_of != -1:
+        if self._nodes_of != _torch.NO_BACKWARD:
             return
         self.root_call += 1
         self.context.waiter.check()
@@ -152,7 +152,7 @@ class Engine:
         if self.depth:
             return
         self.pre_backward_nodes = []
-        if _torch.current_graph_task() != -1:
+        if _torch.is_in_backward():
             return
         self.order.end(FORWARD)
         self.let_go()

@@ -2,151 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator, carried, gathered_rows
+from accordion.engine.communicator import Communicator, carried
+from accordion.engine.context import ShardingContext
 from accordion.engine.gather import Axis, AxisGather, FullBuffer, FullMemory
 from accordion.engine.gloo import SendingGather
 from accordion.engine.late_gradients import runs
 from accordion.engine.layout import KIB, Cut, Message, aligned, full_offsets, message
+from accordion.engine.params import Param
 from accordion.engine.reduce import ReducePlan
-from accordion.engine.shards import FlatShards, ShardBuffer, ShardBufferMaker
-from accordion.engine.streams import SideStream, Steps, Transfer, Waiter
+from accordion.engine.shards import NO_VERSION, FlatShards, ShardBuffer
+from accordion.engine.streams import Steps, Transfer
 
 KEPT_FLAG_BYTES = 16 * KIB
 NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingContext:
-    """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
-
-    `cut_twice`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: a secondary shard.
-    `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by. `where`: for messages, which
-    ranks these are, if they are not all of the model's.
-    """
-
-    shard: Axis
-    replicate: Axis
-    cut_twice: bool
-    keeps_full: bool
-    keep_until_backward: bool
-    scale: float
-    gather_stream: SideStream
-    reduce_stream: SideStream
-    replicate_stream: SideStream  # what goes on over `replicate`, in a hybrid
-    fetch_stream: SideStream  # from shard buffers elsewhere to the device
-    waiter: Waiter
-    device: torch.device
-    shard_buffers: ShardBufferMaker
-    where: str = ""
-
-    @property
-    def num_ranks(self) -> int:
-        return self.shard.num_ranks * self.replicate.num_ranks
-
-    def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """How a tensor is cut, the outermost cut first: over `shard`, then, for a secondary shard, over `replicate`.
-
-        Where rows do not divide evenly this is not what torch's strided placement does; its redistribution is never used.
-        """
-        first = (self.shard, c)
-        if not self.cut_twice:
-            return [first]
-        return [first, (self.replicate, Cut(c.local_shape(self.shard.rank), c.dim, self.replicate.num_ranks))]
-
-    @property
-    def cut_communicators(self) -> list[Communicator]:
-        """The communicators over whose ranks a sharded tensor has its rows."""
-        return [
-            a.gather for a in ((self.shard, self.replicate) if self.cut_twice else (self.shard,)) if a.num_ranks > 1
-        ]
-
-
-class ParamView(Protocol):
-    """What modules see around a full tensor that is itself this rank's part of a larger one: other parallelism.
-
-    `communicators`: over whose ranks it is cut beyond the engine's. `is_first`: this rank is the first on each of them.
-    """
-
-    @property
-    def communicators(self) -> Sequence[Communicator]: ...
-
-    @property
-    def is_first(self) -> bool: ...
-
-    def __call__(self, full: Tensor) -> Tensor:
-        """What stands for a full tensor in a module, with a gradient that is the full tensor's."""
-
-    def seen(self, full: Tensor) -> Tensor:
-        """The same without a gradient."""
-
-    def whole(self, full: Tensor) -> Tensor:
-        """The tensor of the model without any parallelism. A collective."""
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of such a tensor, a view."""
-
-
-@dataclass(slots=True)
-class Param:
-    """One tensor of the model: its sharded parameter and every place where a module reads it.
-
-    `grad_dtype`: of its sharded gradient; None takes that of the sum as it is. `grad_like`: a DTensor placed as that lies.
-    `extension`: makes of a gathered tensor what stands for it in modules, a tensor subclass. `around`: the DTensor of other
-    parallelism around that. `context`: over which ranks it lies, that of its group.
-    """
-
-    name: str
-    places: list[tuple[weakref.ref[nn.Module], str]]
-    cut: Cut
-    dtype: torch.dtype  # of the shard
-    requires_grad: bool
-    grad_dtype: torch.dtype | None
-    extension: Callable[[Tensor], Tensor] | None = None
-    around: ParamView | None = None
-    sharded: nn.Parameter = field(init=False)
-    grad_like: Tensor = field(init=False, repr=False)
-    context: ShardingContext = field(init=False, repr=False)
-
-
-def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """This rank's part of a full tensor, a view."""
-    for axis, level in context.levels(c):
-        if level.dim is not None:
-            start = min(axis.rank * level.chunk, level.rows)
-            full = full.narrow(level.dim, start, level.rows_of(axis.rank))
-    return full
-
-
-def own_part(whole: Tensor, param: Param) -> Tensor:
-    """This rank's rows of a parameter of the model without any parallelism, a view."""
-    mine = whole if param.around is None else param.around.part_of(whole)
-    return own_rows(mine, param.cut, param.context)
-
-
-def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """The full tensor of which every rank holds `local`, in memory of its own; waits, and is not for the hot path."""
-    local = local.detach().to(context.device)
-    for axis, level in reversed(context.levels(c)):
-        if level.dim is None or axis.num_ranks == 1:
-            continue
-        shape = list(level.shape)
-        shape[level.dim] = level.chunk
-        padded = local.new_zeros(shape)
-        padded.narrow(level.dim, 0, local.shape[level.dim]).copy_(local)
-        rows = gathered_rows(padded.view(-1), axis.gather) if padded.numel() else padded.new_empty(axis.num_ranks, 0)
-        chunks = rows.view(axis.num_ranks, *shape).movedim(0, level.dim).flatten(level.dim, level.dim + 1)
-        local = chunks.narrow(level.dim, 0, level.rows)
-    return local.clone(memory_format=torch.contiguous_format)
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
@@ -173,7 +49,7 @@ class SecondaryShard(ShardBuffer):
         self.full_buffer = FullBuffer(inner.cuts, offsets, flat, rank, cut_dim_first=True, poison=poison)
         self.padded = [flat.data[o : o + c.shard_numel] for o, c in zip(offsets, msg.cuts, strict=True)]
         self.pack_row = None
-        self.filled = -1
+        self.filled = NO_VERSION
 
 
 class GroupPlan(NamedTuple):
@@ -220,7 +96,7 @@ class Group(ABC):
         self.grad_dtypes = [p.grad_dtype or self.reduce_dtype for p in self.params]
         self.sums_are_grads = all(dtype is self.reduce_dtype for dtype in self.grad_dtypes)  # in dtype
         self.rescale(context.scale)
-        self.filled = -1
+        self.filled = NO_VERSION
 
     def rescale(self, scale: float) -> None:
         """What sums of gradients over all ranks are multiplied by."""
@@ -270,7 +146,7 @@ class Group(ABC):
 
     def mark_stale(self) -> None:
         """A step may follow: torch's fused optimizers do not count as writes (2.13), so a reduced gradient does."""
-        self.filled = -1
+        self.filled = NO_VERSION
         self.shard_buffer.mark_stale()
 
     def is_stale(self) -> bool:
@@ -364,7 +240,7 @@ class CutGroup(Group):
     def mark_stale(self) -> None:
         super().mark_stale()
         if self.context.cut_twice:
-            self._inner_shard.filled = -1
+            self._inner_shard.filled = NO_VERSION
 
     def gather(self) -> Transfer | None:
         if self._full is None:

@@ -128,7 +128,7 @@ class Hooks:
         engine.enter()
         # What a read weight will meet is not known yet: a frozen one may meet an input that needs its gradient.
         differentiable = torch.is_grad_enabled() and (by_read or self._is_differentiable(args, kwargs))
-        if _torch.current_graph_task() == -1:
+        if not _torch.is_in_backward():
             for enters in engine.observers.unit_enters:
                 enters(unit, differentiable, by_read)
         else:
@@ -185,7 +185,7 @@ class Hooks:
         unit.keep_until_stale = False
         version = engine.acquire(unit)
         try:
-            outside = _torch.current_graph_task() == -1
+            outside = not _torch.is_in_backward()
             call = Call(engine, unit, by_read, is_dummy)
             if outside:
                 engine.gather_ahead(FORWARD, unit)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.group import Param
+from accordion.engine.params import Param
 
 
 @dataclass(slots=True)

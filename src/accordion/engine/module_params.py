@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.engine.group import Param
+from accordion.engine.params import Param
 from accordion.errors import UsageError
 
 

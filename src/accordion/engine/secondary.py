@@ -9,9 +9,11 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.communicator import carried
+from accordion.engine.context import ShardingContext
 from accordion.engine.gather import FullBuffer
-from accordion.engine.group import CutGroup, GroupPlan, ShardingContext
+from accordion.engine.group import CutGroup, GroupPlan
 from accordion.engine.layout import Cut, aligned, full_offsets
+from accordion.engine.shards import NO_VERSION
 from accordion.engine.streams import Steps, Transfer
 
 
@@ -19,8 +21,8 @@ class LeavingBuffer(FullBuffer):
     """A full buffer that leaves this rank its part of the memory when a forward lets it go.
 
     The parts are equal slices of the memory as it lies, so that one message brings everything back, whatever is in it.
-    `shows`: the version of the shards that the full parameters show, -1 if nothing is known. `part`: what was left, None while
-    nothing is; `left`: its version.
+    `shows`: the version of the shards that the full parameters show, `NO_VERSION` if nothing is known. `part`: what was left,
+    None while nothing is; `left`: its version.
     """
 
     def __init__(
@@ -31,18 +33,18 @@ class LeavingBuffer(FullBuffer):
         self._own = own
         self.leaves = True
         self.part: Tensor | None = None
-        self.shows = self.left = -1
+        self.shows = self.left = NO_VERSION
 
     def close(self) -> None:
         """Outside of a backward that may still come, a part stays; where it stands already, it is not copied again."""
-        comes_back = self.leaves and torch.is_grad_enabled() and _torch.current_graph_task() == -1
-        if comes_back and self.shows not in (-1, self.left):
+        comes_back = self.leaves and torch.is_grad_enabled() and not _torch.is_in_backward()
+        if comes_back and self.shows not in (NO_VERSION, self.left):
             self.part, self.left = self.raw[self._own].clone(), self.shows
         super().close()
 
     def drop(self) -> None:
         """The shards may have changed; who reads the part still holds it."""
-        self.part, self.shows, self.left = None, -1, -1
+        self.part, self.shows, self.left = None, NO_VERSION, NO_VERSION
 
 
 class SecondaryGroup(CutGroup):
@@ -76,12 +78,12 @@ class SecondaryGroup(CutGroup):
 
     def gather(self) -> Transfer | None:
         buffer, now = self._leaving, self.version()
-        buffer.shows = -1
+        buffer.shows = NO_VERSION
         if buffer.part is None or buffer.left != now:
             try:
                 return super().gather()
             except BaseException:
-                self.filled = -1  # `landed` follows all the same
+                self.filled = NO_VERSION  # `landed` follows all the same
                 raise
         self.filled = now
         buffer.open()

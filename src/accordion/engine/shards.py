@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 Allocate = Callable[[int, torch.dtype], Tensor]
 """(numel, dtype) -> a 1-D tensor of zeros."""
 
+NO_VERSION = -1
+"""The version of shards that a buffer shows which shows none, or not surely the newest; true versions begin at 0."""
+
 
 class ShardBuffer:
     """The shards of one group of parameters between uses: what gathers read, optimizers step and gradients come to.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.group import Group, ShardingContext
+from accordion.engine.context import ShardingContext
+from accordion.engine.group import Group
 from accordion.engine.local_sums import LocalSums
 from accordion.engine.module_params import ModuleParams
 from accordion.engine.order import Phase

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.layout import Message, message
-from accordion.engine.shards import Allocate, FlatShards, ShardBuffer, flats_of, local_view, zeros_on
+from accordion.engine.shards import NO_VERSION, Allocate, FlatShards, ShardBuffer, flats_of, local_view, zeros_on
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import page_aligned
 from accordion.offload.gradient_slots import Gradients, Slot
@@ -55,7 +55,7 @@ class OffDeviceShards(ShardBuffer):
             file_ranges = [means.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
             slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
         self.grads = Gradients(slots, means.landing, self.locals, means.store_stream, means.pool)
-        self._shown = -1  # version of the shards in the rows that travel
+        self._shown = NO_VERSION  # version of the shards in the rows that travel
         self._reading: list[Transfer] = []
         self._steps: list[Callable[[], None]] = []  # under way; each returns when it has ended
         self._is_written = False  # the rows that travel are those of a step that has ended
@@ -100,7 +100,7 @@ class OffDeviceShards(ShardBuffer):
         self._reading.clear()
 
     def mark_stale(self) -> None:
-        self._shown, self._is_written = -1, False
+        self._shown, self._is_written = NO_VERSION, False
 
     @abstractmethod
     def write_rows(self) -> None:
@@ -150,7 +150,7 @@ class HostShards(OffDeviceShards):
         self.flats = [*self._travel.flats, *(masters.flats if masters is not None else [])]
         self.tag = self._travel.tag
         self._fetch_stream = means.fetch_stream
-        self._staged = -1  # version of the shards in `_stage`
+        self._staged = NO_VERSION  # version of the shards in `_stage`
         self._furnish(msg, rank, dtypes, means)
 
     def write_rows(self) -> None:
@@ -172,7 +172,7 @@ class HostShards(OffDeviceShards):
 
     def mark_stale(self) -> None:
         super().mark_stale()
-        self._staged = -1
+        self._staged = NO_VERSION
 
 
 def shard_buffer_bytes(msg: Message, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> int:

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accordion import _torch
 from accordion.config import DEVICE, Offload, folder_of
+from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
-from accordion.engine.group import ShardingContext
 from accordion.engine.layout import Message
 from accordion.engine.order import BACKWARD, FORWARD, UnitOrder
 from accordion.engine.shards import ShardBuffer, on_device
@@ -147,7 +147,7 @@ class Tiers:
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
-        phase = FORWARD if _torch.current_graph_task() == -1 else BACKWARD
+        phase = BACKWARD if _torch.is_in_backward() else FORWARD
         following = self._order.after(phase, index)
         if following is None or self._staging_buffer_of(following) is self._staging_buffer_of(index):
             return

@@ -31,7 +31,7 @@ class OneCaller(Observer):
                     "where it would wait for other ranks for ever; call it in its own process, and keep it out of a loader's "
                     "workers."
                 )
-        elif thread != get_ident() and _torch.current_graph_task() == -1:
+        elif thread != get_ident() and not _torch.is_in_backward():
             raise UsageError(
                 "a sharded model was called from two threads at once, and its calls are steps that all ranks take in one order; "
                 "call it from one thread, or hold a lock around each forward and backward."

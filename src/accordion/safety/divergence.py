@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.communicator import Communicator, Pending, common_name
-from accordion.engine.group import ShardingContext
+from accordion.engine.context import ShardingContext
 from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.causes import ADVICE, advice

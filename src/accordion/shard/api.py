@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -27,10 +27,12 @@ from accordion.config import (
     checkpointing_named,
     debug_modes,
 )
+from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, ShardingContext, own_rows
+from accordion.engine.group import GroupPlan
 from accordion.engine.hooks import attached_to
 from accordion.engine.layout import Cut, cut
+from accordion.engine.params import Param
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 from accordion.offload.arena import Arena, ArenaMaker
@@ -165,57 +167,39 @@ def shard_over(
         given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing, secondary)
         given |= settings_of([name for name, _ in chosen], precisions, offloads) | told(over, owned)
         same_structure(owned, chosen, strategy, context, given)
-        own_contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
-        alone = {id(o): (m, own_contexts[m]) for o, m in zip(owned, over, strict=True) if m is not None}
-        value_of = same_values(model, owned, context, sync, {key: c for key, (_, c) in alone.items()})
-        layouts: dict[str, Layout] = {}
-        for o in owned:
-            own_mesh, at = alone.get(id(o), (mesh, context))
-            c = _cut(o, precisions[o.owner], at)
-            layouts[o.names[0]] = layout_of(o.original, c, own_mesh, _placements(c, own_mesh, strategy))
-        cuts = [[(o, layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(chosen))]
+        contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
+        own = {id(o): contexts[m] for o, m in zip(owned, over, strict=True) if m is not None}
+        rows = _Rows(owned, same_values(model, owned, context, sync, own))
+        for o, m in zip(owned, over, strict=True):
+            rows.lay_out(o, precisions[o.owner], m or mesh, own.get(id(o), context), strategy)
+        cuts = [[(o, rows.layout(o).cut) for o in owned if o.owner == i] for i in range(len(chosen))]
         extended = [[pair for pair in mine if is_extended(pair[0].original)] for mine in cuts]
         plain = [[pair for pair in mine if not is_extended(pair[0].original)] for mine in cuts]
         planned = [
-            groups_over(mine, [alone[id(o)][1] if id(o) in alone else None for o, _ in mine], own)
-            for mine, own in zip(plain, precisions, strict=True)
+            groups_over(mine, [own.get(id(o)) for o, _ in mine], each)
+            for mine, each in zip(plain, precisions, strict=True)
         ]
         check_activations(offloads, checkpoint_activations)
         context = with_tiers(context, offloads, planned, offload, make_arena)
-        unfilled: list[nn.Parameter] = []
-
-        def fill(i: int, param: Param, local: Tensor) -> None:
-            o = by_name[param.name]
-            value, layout = value_of(o), layouts[param.name]
-            if value is not None:
-                local.copy_(own_rows(value, param.cut, param.context))
-            param.sharded, param.around = replace(o, local, layout.mesh, layout.placements), layout.around
-            if value is None:
-                unfilled.append(param.sharded)
-
         if secondary is not None:
-            planned = [
-                [g._replace(secondary=secondary_communicator(g.context or context, secondary, make)) for g in groups]
-                for groups in planned
-            ]
-        by_name = {o.names[0]: o for o in owned}
+            planned = [_with_secondary(groups, context, secondary, make) for groups in planned]
         for o, c in [pair for mine in extended for pair in mine]:
-            rows = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
-            o.original = replace_by_subclass(o, rows, mesh, _placements(c, mesh, strategy))
+            part = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
+            o.original = replace_by_subclass(o, part, mesh, _placements(c, mesh, strategy))
         specs = [
             UnitSpec(
                 name=name,
                 modules=[module],
-                precision=own,
+                precision=each,
                 planned=planned[i],
                 extended=extended[i],
                 mesh=rows_mesh(mesh),
-                casts_outputs=i == 0 or own is not precision,
+                casts_outputs=i == 0 or each is not precision,
             )
-            for i, ((name, module), own) in enumerate(zip(chosen, precisions, strict=True))
+            for i, ((name, module), each) in enumerate(zip(chosen, precisions, strict=True))
         ]
-        engine = build_engine(context, strategy, precision, prefetch, specs, owned, fill, debug=modes)
-        engine.unfilled.update(map(id, unfilled))
+        engine = build_engine(context, strategy, precision, prefetch, specs, owned, rows.fill, debug=modes)
+        engine.unfilled.update(map(id, rows.unfilled))
         place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, context, sync)
     deep = [i for i, (_, module) in enumerate(chosen) if i and not is_layer(module)]
     for i in deep[:: checkpointing.every] if checkpointing.every else ():
@@ -239,6 +223,45 @@ def entry_point(module: nn.Module, name: str) -> None:
         )
     check_entry_point(module, name)
     hooks.attach_method(module, name)
+
+
+class _Rows:
+    """Where the rows of each parameter lie, and what they hold; makes of each one its sharded parameter.
+
+    `value_of`: the full value of a parameter, None if it has none yet. `unfilled`: the sharded parameters of those.
+    """
+
+    def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
+        self.unfilled: list[nn.Parameter] = []
+        self._value_of, self._owned = value_of, {o.names[0]: o for o in owned}
+        self._layouts: dict[str, Layout] = {}
+
+    def lay_out(
+        self, o: Owned, precision: Precision, mesh: DeviceMesh, context: ShardingContext, strategy: Strategy
+    ) -> None:
+        """Decide how a parameter is cut over `mesh`, whose communicators are those of `context`."""
+        c = _cut(o, precision, context)
+        self._layouts[o.names[0]] = layout_of(o.original, c, mesh, _placements(c, mesh, strategy))
+
+    def layout(self, o: Owned) -> Layout:
+        return self._layouts[o.names[0]]
+
+    def fill(self, unit: int, param: Param, local: Tensor) -> None:
+        """Fill this rank's rows, and put the parameter that they make in the place of the full one; as `Fill`."""
+        o, layout = self._owned[param.name], self._layouts[param.name]
+        value = self._value_of(o)
+        if value is not None:
+            local.copy_(own_rows(value, param.cut, param.context))
+        param.sharded, param.around = replace(o, local, layout.mesh, layout.placements), layout.around
+        if value is None:
+            self.unfilled.append(param.sharded)
+
+
+def _with_secondary(
+    groups: Sequence[GroupPlan], context: ShardingContext, num_ranks: int, make: CommunicatorMaker
+) -> list[GroupPlan]:
+    """Groups of whose full parameters `num_ranks` ranks keep one copy from a forward to its backward."""
+    return [g._replace(secondary=secondary_communicator(g.context or context, num_ranks, make)) for g in groups]
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:

@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
 from accordion.config import Offload, Precision, Prefetch, Strategy
+from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
-from accordion.engine.group import CutGroup, Group, GroupPlan, Param, ShardingContext, messages
+from accordion.engine.group import CutGroup, Group, GroupPlan, messages
 from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Cut
+from accordion.engine.params import Param
 from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError

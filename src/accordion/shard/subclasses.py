@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from accordion import _torch
 from accordion.config import Place, Precision, Strategy
 from accordion.engine.communicator import carried
-from accordion.engine.group import Group, GroupPlan, Param, ShardingContext
+from accordion.engine.context import ShardingContext
+from accordion.engine.group import Group, GroupPlan
 from accordion.engine.layout import Cut, message
+from accordion.engine.params import Param
 from accordion.engine.shards import ShardBuffer
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.errors import UsageError

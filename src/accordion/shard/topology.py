@@ -22,9 +22,9 @@ from accordion.engine.communicator import (
     gathered_rows,
     own_communicator,
 )
+from accordion.engine.context import ShardingContext
 from accordion.engine.gather import Axis
 from accordion.engine.gloo import GlooCommunicator
-from accordion.engine.group import ShardingContext
 from accordion.engine.shards import on_device
 from accordion.engine.streams import SideStream
 from accordion.errors import UsageError

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from accordion import _torch
 from accordion.engine.communicator import extremes, reduced
+from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, ShardingContext
+from accordion.engine.params import Param
 from accordion.errors import DivergenceError, UsageError
 from accordion.state import sharded_engine
 from accordion.weights.adapters import Resets, added_by, is_adapter

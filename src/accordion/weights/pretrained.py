@@ -21,7 +21,7 @@ from accordion.checkpoint.contents import WRAPPERS, local_data
 from accordion.checkpoint.format import holds
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
 from accordion.engine.engine import Engine
-from accordion.engine.group import own_part
+from accordion.engine.params import own_part
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle, sharded_engine
 from accordion.weights.adapters import added_by_adapters, copied_inside

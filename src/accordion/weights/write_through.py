@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.communicator import reduced
-from accordion.engine.group import Param, ShardingContext, own_part
+from accordion.engine.context import ShardingContext
+from accordion.engine.params import Param, own_part
 from accordion.errors import UsageError
 from accordion.state import sharded_engine
 

@@ -19,8 +19,8 @@ from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters, of_c
 from accordion.compat.fsdp1.nesting import CONTAINERS, Wrapper, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
+from accordion.engine.context import own_rows
 from accordion.engine.engine import Engine
-from accordion.engine.group import own_rows
 from accordion.errors import UsageError
 
 __all__ = ["FullyShardedDataParallel"]

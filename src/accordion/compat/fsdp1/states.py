@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion.engine.context import gathered, own_rows
 from accordion.engine.engine import Engine
-from accordion.engine.group import Param, gathered, own_rows
+from accordion.engine.params import Param
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.divergence import monitor_of
 from accordion.same_on_ranks import same_given

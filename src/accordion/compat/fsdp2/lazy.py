@@ -17,12 +17,14 @@ from accordion import _torch
 from accordion.compat.fsdp2.layouts import Spmd
 from accordion.compat.fsdp2.lease import Lease, UnshardLeases
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
 from accordion.engine.gather import FullBuffer
-from accordion.engine.group import GroupPlan, Param, ShardingContext
+from accordion.engine.group import GroupPlan
 from accordion.engine.hooks import Hooks, attached_to
 from accordion.engine.layout import Cut
 from accordion.engine.order import Phase
+from accordion.engine.params import Param
 from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
@@ -246,7 +248,7 @@ class Tree:
     def dissolve(self) -> None:
         """Take the engine off; shards stay where they are."""
         engine = self.engine
-        if engine.depth or _torch.current_graph_task() != -1:
+        if engine.depth or _torch.is_in_backward():
             raise UsageError(
                 "shards cannot change their dtype, device or memory in a forward or backward; do it between steps."
             )

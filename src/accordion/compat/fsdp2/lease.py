@@ -43,7 +43,7 @@ class Lease:
         assert part is not None, "a lease lives in its part"
         unit = part.ensure()
         engine = part.engine()
-        if self.shown is None and engine.depth == 0 and _torch.current_graph_task() == -1:
+        if self.shown is None and engine.depth == 0 and not _torch.is_in_backward():
             engine.context.waiter.check()
             engine.recover()
             unit.drop_stale()

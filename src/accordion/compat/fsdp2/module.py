@@ -165,7 +165,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part = fsdp_part(self)
         if part.outermost() is not part:
             raise RuntimeError(_not_root("set_manual_backward_finalization", self))
-        if part.finalizes != enabled and _torch.current_graph_task() != -1:
+        if part.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
         part.finalizes = enabled
 
@@ -183,7 +183,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             )
         if part.unit is not None:
             engine = part.engine()
-            if engine.depth or _torch.current_graph_task() != -1:
+            if engine.depth or _torch.is_in_backward():
                 raise RuntimeError(
                     "finalize_backward was called in a forward or backward; call it when these have ended."
                 )

@@ -30,7 +30,7 @@ class InBackward(Observer):
         self._optimizer_copies: dict[int, OptimizerCopy] = {}  # of this backward, by place of the optimizer
         self._waiting: Unit | None = None
         self._is_stepped = False
-        self._task, self._seen = -1, set[int]()  # the backward under way, and the units that came in it
+        self._task, self._seen = _torch.NO_BACKWARD, set[int]()  # the backward under way, and the units that came in it
         self._engine: Callable[[], Engine | None] = lambda: None
 
     def attach(self, engine: Engine) -> None:
