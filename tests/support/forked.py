@@ -14,6 +14,10 @@ import torch.distributed as dist
 from accordion.train import launch
 from tests import pool
 
+# Of runs whose report nobody reads: plotly takes more of the processor for it than a small run does, and a report that fails
+# ends no run.
+NO_REPORT = ["--run.report", "false"]
+
 
 def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
     """Takes the place of `launch.start` where that is not what is tested; the exit code.
