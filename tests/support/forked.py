@@ -14,8 +14,7 @@ import torch.distributed as dist
 from accordion.train import launch
 from tests import pool
 
-# Of runs whose report nobody reads: plotly takes more of the processor for it than a small run does, and a report that fails
-# ends no run.
+# Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
 NO_REPORT = ["--run.report", "false"]
 
 
