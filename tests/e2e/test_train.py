@@ -238,7 +238,11 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
     jobs = []
     for name, flags in runs.items():
         config = translated(
-            read([*TINY, *forked.NO_REPORT, "--train.steps", "6", "--run.dir", f"variants/{len(names)}/{name}", *flags]), (), 2
+            read(
+                [*TINY, *forked.NO_REPORT, "--train.steps", "6", "--run.dir", f"variants/{len(names)}/{name}", *flags]
+            ),
+            (),
+            2,
         )
         jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
