@@ -15,7 +15,7 @@ import pytest
 # Imports take longer than all else: the programs have them in common, and each goes on in a process of its own, which ends
 # as the interpreter ends.
 PROGRAM = """
-import hashlib, json, os, signal, sys, torch, torch.distributed as dist
+import hashlib, json, os, signal, sys, torch, torch._dynamo, torch.distributed as dist, torch.distributed.tensor
 import accordion as acc
 from tests.support import models
 from tests.support.checks import one_loss
