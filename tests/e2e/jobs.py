@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support import forked
+
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
+TINY += forked.NO_REPORT
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:

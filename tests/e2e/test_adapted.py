@@ -40,7 +40,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def train(run_dir: str, *flags: str) -> list[float]:
     words = ["--data.path", "rows.jsonl", "--data.format", "prompt", "--data.seq_len", "32", "--train.micro_batch", "2"]
-    assert cli.main(["train", *words, "--launch.device", "cpu", "--run.dir", run_dir, *LORA, *flags]) == 0
+    words += ["--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT]
+    assert cli.main(["train", *words, *LORA, *flags]) == 0
     lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "lr" in line]
 
@@ -52,7 +53,8 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    found = train("run", "--model.path", "llama", "--model.init", "pretrained", "--train.steps", "6")
+    flags = ["--model.path", "llama", "--model.init", "pretrained", "--train.steps", "6", "--run.report", "true"]
+    found = train("run", *flags)
     assert found[-1] < found[0]
     return "run"
 

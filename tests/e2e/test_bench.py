@@ -307,17 +307,14 @@ def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, caps
 
 @pytest.mark.parametrize("letters", sampled(["abcdefg", "cf"], "cf".__eq__))
 def test_what_one_accelerator_shows_is_measured(tmp_path, letters):
-    command = [sys.executable, "-m", "accordion.bench.gpu", "--tiny", "--device", "cpu"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
-    done = subprocess.run(
-        [*command, "--parts", letters, "--dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-        env=environ,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--tiny", "--device", "cpu", "--parts", letters, "--dir", str(tmp_path)]
+    if letters == "cf":  # here, whose fork server has what ranks import
+        assert cli.main(["bench", "gpu", *words]) == 0
+    else:
+        environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
+        command = [sys.executable, "-m", "accordion.bench.gpu", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, env=environ)
+        assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("*.json")
     parts = json.loads(path.read_text())["parts"]
     assert list(parts) == list(letters)

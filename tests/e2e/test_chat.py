@@ -56,7 +56,7 @@ def train(run_dir: str, *flags: str) -> list[dict[str, Any]]:
         "--data.format",
         "chat",
     ]
-    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *flags]
+    words += ["--data.seq_len", "96", "--launch.device", "cpu", "--run.dir", run_dir, *forked.NO_REPORT, *flags]
     assert cli.main(["train", *words]) == 0
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
@@ -69,7 +69,8 @@ def test_ranks_and_micro_batches_make_the_mean_of_the_answers(place: Path, capfd
     """Two ranks of two micro-batches each, against one rank with all of it; and each step's loss by plain transformers."""
     flags = ["--train.steps", "3", "--data.packing", "none", "--optimizer", "sgd", "--optimizer.lr", "0.05"]
     flags += ["--train.schedule", "linear"]  # SGD is as exact as its gradients; AdamW's first steps go by their signs
-    two = train("two", *flags, "--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2")
+    parts = ["--train.micro_batch", "2", "--train.accumulate", "2", "--launch.nproc", "2"]
+    two = train("two", *flags, *parts, "--run.report", "true")
     shown = capfd.readouterr().out
     one = train("one", *flags, "--train.micro_batch", "8", "--launch.nproc", "1")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)

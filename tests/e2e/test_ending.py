@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,15 +41,8 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def children(pid: int) -> list[int]:
-    found = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False
-    )
-    return [int(line.split()[0]) for line in found.stdout.splitlines() if "spawn_main" in line]
-
-
-def started(run_dir: Path, log: Path, *flags: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    words = [*through, "-m", "accordion", "train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags]
+def started(run_dir: Path, log: Path, *flags: str) -> subprocess.Popen[str]:
+    words = ["-m", "accordion", "train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags]
     with log.open("w") as file:
         return subprocess.Popen([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, text=True)
 
@@ -62,20 +57,39 @@ def whole(place: Path, *flags: str) -> list[float]:
     return losses(run_dir)
 
 
-@pytest.mark.parametrize("who", ["launcher", "rank"])
-def test_a_signal_saves_and_ends_with_a_code_of_its_own(place: Path, who: str) -> None:
-    """SIGTERM to the launcher, or SIGUSR1 to one rank; once and again while it saves. Then the run goes on bit for bit."""
-    run_dir, log = place / who, place / f"{who}.log"
-    job = started(run_dir, log, "--train.steps", "12", "--task.slow", "0.3", "--checkpoint.every", "2")
+def ended_by_signals_to_the_launcher(run_dir: Path, log: Path, *flags: str) -> tuple[int, str]:
+    """The exit code and what was said."""
+    job = started(run_dir, log, *flags)
     until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
-    if who == "launcher":
-        os.kill(job.pid, signal.SIGTERM)
-        os.kill(job.pid, signal.SIGUSR1)
-    else:
-        rank = children(job.pid)[-1]
+    os.kill(job.pid, signal.SIGTERM)
+    os.kill(job.pid, signal.SIGUSR1)
+    return job.wait(120), log.read_text()
+
+
+def ended_by_a_signal_to_a_rank(run_dir: Path, capfd: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    """Ranks know nothing of their launcher, so these are forked ones."""
+    capfd.readouterr()
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(cli.main, ["train", "--task", SLOW, *FLAGS, "--run.dir", str(run_dir), *flags])
+        until(lambda: len(lines_of(run_dir)) >= 3, "three steps")
+        (rank,) = (child.pid for child in multiprocessing.active_children() if child.name == "forked rank 1")
+        assert rank is not None
         os.kill(rank, signal.SIGUSR1)
-    assert job.wait(120) == 75, log.read_text()
-    said = log.read_text()
+        code = job.result(120)
+    return code, "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("who", ["launcher", "rank"])
+def test_a_signal_saves_and_ends_with_a_code_of_its_own(
+    place: Path, capfd: pytest.CaptureFixture[str], who: str
+) -> None:
+    """SIGTERM to the launcher, and another signal while it saves; or SIGUSR1 to one rank. Then the run goes on bit for bit."""
+    run_dir, flags = place / who, ["--train.steps", "12", "--task.slow", "0.3", "--checkpoint.every", "2"]
+    if who == "launcher":
+        code, said = ended_by_signals_to_the_launcher(run_dir, place / f"{who}.log", *flags)
+    else:
+        code, said = ended_by_a_signal_to_a_rank(run_dir, capfd, *flags)
+    assert code == 75, said
     done = len(lines_of(run_dir))
     assert 3 <= done < 12
     assert f"stopped after {done} of 12 steps: preempted" in said

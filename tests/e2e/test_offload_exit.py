@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+# Imports take longer than all else: the programs have them in common, and each goes on in a process of its own, which ends
+# as the interpreter ends.
 PROGRAM = """
-import hashlib, os, signal, sys, torch, torch.distributed as dist
+import hashlib, json, os, signal, sys, torch, torch._dynamo, torch.distributed as dist, torch.distributed.tensor
 import accordion as acc
 from tests.support import models
 from tests.support.checks import one_loss
 from tests.support.offloads import disk_of_all, chunks_of_at_most
 
+begun = []
+for number, (path, way) in enumerate(json.loads(sys.argv[1])):
+    begun.append(os.fork())
+    if begun[-1] == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{sys.argv[2]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        break
+else:
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in begun]))
+    sys.exit(0)
+
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = acc.shard(models.seeded(width=256, hidden=1024), offload=disk_of_all(sys.argv[1]))
+model = acc.shard(models.seeded(width=256, hidden=512), offload=disk_of_all(path))
 with chunks_of_at_most(4096):  # hundreds of chunks: the step is far from its end
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 for step in range(2):
     one_loss(model, step).backward()
     optimizer.step()
-if sys.argv[2] == "is killed":
+if way == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "raises":
+if way == "raises":
     raise ValueError("planted")
-if sys.argv[2] == "interrupts":
+if way == "interrupts":
     raise KeyboardInterrupt
-if sys.argv[2] == "forks":
+if way == "forks":
     data = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
     for epoch in range(2):
         assert sum(int(one) for one in data) == 28
@@ -40,49 +56,56 @@ if sys.argv[2] == "forks":
         before = one_loss(model, 2 + epoch)
         before.backward()
         optimizer.step()
-if sys.argv[2] == "says":
+if way == "says":
     values = acc.full_state_dict(model, rank0_only=False).values()
     print(hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest())
 print("ends")
 """
+ENDS = {  # the exit code, and the last line of what it says
+    "ends": (0, ""),
+    "is killed": (-9, ""),
+    "raises": (1, "ValueError: planted"),
+    "interrupts": (-2, "KeyboardInterrupt"),
+    "forks": (0, ""),
+}
+TOGETHER = ["says", "is killed", "says"]
+Ended = tuple[int, str, str, Path]
+"""Exit code, standard output and errors, and the folder of a program."""
 
 
-@pytest.mark.parametrize(
-    ("way", "code", "said"),
-    [
-        ("ends", 0, ""),
-        ("is killed", -9, ""),
-        pytest.param("raises", 1, "ValueError: planted", marks=pytest.mark.slow),
-        pytest.param("interrupts", -2, "KeyboardInterrupt", marks=pytest.mark.slow),
-        pytest.param("forks", 0, "", marks=pytest.mark.slow),
-    ],
-)
-def test_a_program_that_ends_with_a_step_under_way(tmp_path, way, code, said):
-    (done,) = run(tmp_path, [way])
-    assert done.returncode == code, done.stderr
-    last = [line.removeprefix("[rank0]: ") for line in done.stderr.splitlines()[-1:]]
-    assert last == ([said] if said else []), done.stderr
-    assert ("ends" in done.stdout) == (code == 0)
-    assert os.listdir(tmp_path) == []
-
-
-def test_jobs_on_one_path_do_not_touch_each_other(tmp_path):
-    """Not even where one of them is killed: the others, which do the same thing, train the same, and nothing is left."""
-    one, killed, other = run(tmp_path, ["says", "is killed", "says"])
-    assert (one.returncode, killed.returncode, other.returncode) == (0, -9, 0), one.stderr + other.stderr
-    assert one.stdout == other.stdout != ""
-    assert os.listdir(tmp_path) == []
-
-
-def run(path: Path, ways: list[str]) -> list[subprocess.CompletedProcess[str]]:
-    """The program once for each way, all at the same time, with everything in one folder."""
-    root = Path(__file__).parents[2]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """Of the programs of `ENDS`, each in a folder of its own, and of those of `TOGETHER` in one; all at the same time."""
+    root, said = Path(__file__).parents[2], tmp_path_factory.mktemp("said")
+    own = [(tmp_path_factory.mktemp("own"), way) for way in ENDS]
+    common = tmp_path_factory.mktemp("common")
+    jobs = [(str(path), way) for path, way in [*own, *((common, way) for way in TOGETHER)]]
+    words = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(jobs), str(said)]
     environ = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
-    words = [[sys.executable, "-W", "ignore", "-c", PROGRAM, str(path), way] for way in ways]
-    jobs = [subprocess.Popen(w, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) for w in words]
-    try:
-        said = [job.communicate(timeout=400) for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    return [subprocess.CompletedProcess(j.args, j.returncode, *texts) for j, texts in zip(jobs, said, strict=True)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True) as parent:
+        try:
+            codes = json.loads(parent.communicate(timeout=400)[0])
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+    texts = [[(said / f"{number}.{name}").read_text() for name in ("out", "err")] for number in range(len(jobs))]
+    return [(code, *text, Path(path)) for code, text, (path, _) in zip(codes, texts, jobs, strict=True)]
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_a_program_that_ends_with_a_step_under_way(ended: list[Ended], way: str) -> None:
+    code, out, err, path = ended[list(ENDS).index(way)]
+    expected, said = ENDS[way]
+    assert code == expected, err
+    last = [line.removeprefix("[rank0]: ") for line in err.splitlines()[-1:]]
+    assert last == ([said] if said else []), err
+    assert ("ends" in out) == (code == 0)
+    assert os.listdir(path) == []
+
+
+def test_jobs_on_one_path_do_not_touch_each_other(ended: list[Ended]) -> None:
+    """Not even where one of them is killed: the others, which do the same thing, train the same, and nothing is left."""
+    one, killed, other = ended[len(ENDS) :]
+    assert (one[0], killed[0], other[0]) == (0, -9, 0), one[2] + other[2]
+    assert one[1] == other[1] != ""
+    assert os.listdir(one[3]) == []

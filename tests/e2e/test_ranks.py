@@ -25,6 +25,7 @@ from accordion.errors import DivergenceError, UsageError
 from accordion.train import launch
 from accordion.train.launch import RankPlace
 from accordion.train.store_watchdog import watched_store
+from tests.support import forked
 from tests.support.sample import sampled
 
 WITHIN_S = 10.0
@@ -99,7 +100,7 @@ def test_a_failing_rank_ends_the_others(
 ) -> None:
     mark = os.path.join(tmp_path, "mark")
     code, message = EXPECTED[kind]
-    assert launch.start(fails, (kind, mark), 2) == code
+    assert forked.launched(fails, (kind, mark), 2) == code
     assert ended_within(mark)
     told = capfd.readouterr().err
     assert message in told
@@ -116,7 +117,7 @@ def test_no_echo_comes_before_the_cause(
     number: int, tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     mark = os.path.join(tmp_path, "mark")
-    assert launch.start(trains, (number, mark), 2) == 128 + number
+    assert forked.launched(trains, (number, mark), 2) == 128 + number
     assert ended_within(mark)
     how = "interrupted" if number == signal.SIGINT else "ended by SIGKILL"
     assert capfd.readouterr().err == f"accordion: rank 1 was {how}; the others were stopped.\n"
@@ -126,7 +127,7 @@ def test_a_rank_that_does_not_communicate_is_ended_too(
     tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     mark = os.path.join(tmp_path, "mark")
-    assert launch.start(hangs, (mark,), 2) == 1
+    assert forked.launched(hangs, (mark,), 2) == 1
     assert ended_within(mark)
     assert "ZeroDivisionError: planted in rank 1" in capfd.readouterr().err
 
@@ -156,7 +157,7 @@ def prepares(place: RankPlace, store: Store) -> None:
 
 
 def test_what_the_first_rank_refuses_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.start(prepares, (), 2) == 2
+    assert forked.launched(prepares, (), 2) == 2
     assert capfd.readouterr().err == "accordion: the first rank of the host refuses\n"
 
 

@@ -130,7 +130,7 @@ def test_a_person_without_a_terminal_sees_plain_lines(whole: tuple[Metrics, str]
 
 def test_one_rank_sees_the_same_batches_and_losses(whole: tuple[Metrics, str], place: Path) -> None:
     flags = ("--launch.nproc", "1", "--train.accumulate", "2", "--train.steps", "12")
-    assert losses(train(place / "alone", *TINY, *flags)) == pytest.approx(losses(whole[0]), abs=1e-4)
+    assert losses(train(place / "alone", *TINY, *forked.NO_REPORT, *flags)) == pytest.approx(losses(whole[0]), abs=1e-4)
 
 
 def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place: Path) -> None:
@@ -141,7 +141,8 @@ def test_only_the_newest_checkpoints_are_kept(whole: tuple[Metrics, str], place:
 def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: Path) -> None:
     """Wherever the optimizer rests now."""
     checkpoint, host = str(place / "whole" / "checkpoints" / "step-000006"), ("--shard.offload_optimizer", "host")
-    found = train(place / "resumed", *TINY, "--train.steps", "12", "--checkpoint.resume", checkpoint, *host)
+    resumed = ["--train.steps", "12", "--checkpoint.resume", checkpoint, *host]
+    found = train(place / "resumed", *TINY, *forked.NO_REPORT, *resumed)
     expected = whole[0][6:]
     for key in ("step", "loss", "grad_norm", "lr"):
         assert [line[key] for line in found] == [line[key] for line in expected], key
@@ -150,7 +151,7 @@ def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: P
 def test_resume_with_another_number_of_ranks(whole: tuple[Metrics, str], place: Path) -> None:
     checkpoint = str(place / "whole" / "checkpoints" / "step-000009")
     flags = ["--train.steps", "12", "--launch.nproc", "1", "--train.accumulate", "2", "--checkpoint.resume", checkpoint]
-    found = train(place / "fewer", *TINY, *flags)
+    found = train(place / "fewer", *TINY, *forked.NO_REPORT, *flags)
     assert losses(found) == pytest.approx(losses(whole[0])[9:], abs=1e-4)
 
 
@@ -158,7 +159,7 @@ def test_auto_finds_the_newest_and_metrics_go_on(
     whole: tuple[Metrics, str], place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = place / "auto"
-    train(run_dir, *TINY, "--train.steps", "3")
+    train(run_dir, *TINY, *forked.NO_REPORT, "--train.steps", "3")
     with (run_dir / "metrics.jsonl").open("a") as file:  # of a run that was killed after its last checkpoint
         file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')
     capfd.readouterr()
@@ -237,7 +238,11 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
     jobs = []
     for name, flags in runs.items():
         config = translated(
-            read([*TINY, "--train.steps", "6", "--run.dir", f"variants/{len(names)}/{name}", *flags]), (), 2
+            read(
+                [*TINY, *forked.NO_REPORT, "--train.steps", "6", "--run.dir", f"variants/{len(names)}/{name}", *flags]
+            ),
+            (),
+            2,
         )
         jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
@@ -254,6 +259,7 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
 
 def test_under_torchrun(whole: tuple[Metrics, str], place: Path) -> None:
     words = ["--standalone", "--nproc-per-node", "2", "-m", "accordion", "train", *TINY, "--train.steps", "2"]
+    words += forked.NO_REPORT
     command = [sys.executable, "-m", "torch.distributed.run", *words, "--run.dir", "torchrun", "--train.warmup", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.train import launch, owner
 from tests.e2e.jobs import TINY, lines_of, until
-from tests.support import forked
+from tests.support import forked, own_tasks
 from tests.support.disks import mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -28,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start", forked.start)
+        patch.setattr(sys, "path", list(sys.path))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.chdir(folder)
         yield folder
@@ -47,12 +48,15 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, log = place / "owned", place / "owned.log"
-    # On one rank, for it trains while the others are refused.
-    first = started(run_dir, log, *ENDLESS, "--launch.nproc", "1")
+    mine = ["--task", f"{own_tasks.__file__}:Slow", "--launch.device", "cpu", *forked.NO_REPORT]
+    # On one rank, and mostly asleep, for it trains while the others are refused.
+    words = ["train", *mine, *ENDLESS, "--run.dir", str(run_dir), "--task.slow", "0.2", "--launch.nproc", "1"]
+    with log.open("w") as file:
+        first = subprocess.Popen([sys.executable, "-m", "accordion", *words], stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: len(lines_of(run_dir)) >= 4, "four steps", log)
-        own = ["train", *TINY, *ENDLESS, "--run.dir", str(run_dir)]
-        elsewhere = ["train", *TINY, *ENDLESS, "--run.dir", "else", "--checkpoint.dir", str(run_dir / "checkpoints")]
+        own = ["train", *mine, *ENDLESS, "--run.dir", str(run_dir)]
+        elsewhere = ["train", *mine, *ENDLESS, "--run.dir", "else", "--checkpoint.dir", str(run_dir / "checkpoints")]
         for words, setting in ((own, "run.dir"), (elsewhere, "checkpoint.dir")):
             capfd.readouterr()
             with pytest.MonkeyPatch.context() as patch:
@@ -63,19 +67,9 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
             assert "is in use by another job: process " in told
             assert told.count("\n") == 1
         assert not (place / "else").exists()
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "accordion",
-        ]
-        done = subprocess.run([*torchrun, *own], capture_output=True, text=True, check=False)
-        assert done.returncode != 0
-        assert len([line for line in done.stderr.splitlines() if line.startswith("accordion: run.dir ")]) == 1
+        assert forked.under_torchrun(own, 2) != 0
+        told = capfd.readouterr().err
+        assert len([line for line in told.splitlines() if line.startswith("accordion: run.dir ")]) == 1
         before = len(lines_of(run_dir))
         until(lambda: len(lines_of(run_dir)) > before, "steps of the first job", log)
     finally:
@@ -85,7 +79,7 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     assert at is not None
     assert (run_dir / ".owner").exists()
     steps = str(int(at.rpartition("-")[2]) + 5)
-    assert cli.main(["train", *TINY, "--train.steps", steps, "--run.dir", str(run_dir)]) == 0
+    assert cli.main(["train", *mine, "--train.steps", steps, "--run.dir", str(run_dir)]) == 0
     assert [line["step"] for line in lines_of(run_dir)] == list(range(1, int(steps) + 1))
     assert not list(run_dir.rglob(".owner"))
 

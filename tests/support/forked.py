@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
+from accordion import cli
 from accordion.train import launch
 from tests import pool
+
+# Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
+NO_REPORT = ["--run.report", "false"]
 
 
 def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
@@ -21,37 +27,89 @@ def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
     Ranks have this process's environment, and what they write is written here once they have ended; the first that fails
     ends the others.
     """
+    return _started(launch.guarded, (entry, *args), nproc, grace_s=0.0)
+
+
+def under_torchrun(words: list[str], nproc: int) -> int:
+    """`torchrun --nproc-per-node nproc -m accordion *words`, as far as each of the ranks can tell; the exit code.
+
+    A rank that fails does not end the others, so that all is heard that they would say.
+    """
+    return _started(_command, (words,), nproc, grace_s=60.0)
+
+
+def _command(words: list[str]) -> None:
+    sys.exit(cli.main(words))
+
+
+def _started(run: Callable[..., None], args: tuple[Any, ...], nproc: int, *, grace_s: float) -> int:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    job |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    common |= {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     context, ranks = pool.fork_context(), []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(nproc):
             environ = {
                 **os.environ,
-                **{key: str(value) for key, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items()},
+                **{key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()},
             }
-            ranks.append(context.Process(target=_rank, args=(environ, folder, entry, args), daemon=True))
+            job = {"target": _rank, "args": (environ, folder, run, args), "name": f"forked rank {rank}"}
+            ranks.append(context.Process(**job, daemon=True))
             ranks[-1].start()
-        running = {rank.sentinel: rank for rank in ranks}
+        running, patience_s = {rank.sentinel: rank for rank in ranks}, None
         while running:
-            for ended in wait(list(running)):
+            found = wait(list(running), patience_s)
+            for ended in found:
                 rank = running.pop(ended)
                 rank.join()
-                if rank.exitcode:
-                    for other in running.values():
-                        other.kill()
-        for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-            stream.flush()
-            os.write(1 if name == "out" else 2, Path(folder, name).read_bytes())
+                patience_s = grace_s if rank.exitcode else patience_s
+            if not found:
+                for other in running.values():
+                    other.kill()
+                patience_s = None
+        _tell(folder)
     return max(abs(rank.exitcode or 0) for rank in ranks)
 
 
-def _rank(environ: dict[str, str], folder: str, entry: launch.Entry, args: tuple[Any, ...]) -> None:
+def _rank(environ: dict[str, str], folder: str, run: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    launch.guarded(entry, *args)
+    _write_into(folder)
+    run(*args)
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+class Forked(launch.LaunchConfig):
+    """torch's launcher takes ranks of the fork server."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**given, "start_method": "forkserver"})
+
+
+def launched(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
+    """`launch.start` itself, torch's launcher and all, but for what each rank of it imports for seconds."""
+    pool.fork_context()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "LaunchConfig", Forked)
+        code = launch.start(_heard, (folder, entry, *args), nproc)
+        _tell(folder)
+    return code
+
+
+def _heard(place: launch.RankPlace, store: dist.Store, folder: str, entry: launch.Entry, *args: Any) -> int | None:
+    _write_into(folder)
+    return entry(place, store, *args)
+
+
+def _write_into(folder: str) -> None:
+    """What this process writes, and not where the fork server wrote."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+
+
+def _tell(folder: str) -> None:
+    for number, name, stream in ((1, "out", sys.stdout), (2, "err", sys.stderr)):
+        stream.flush()
+        if (file := Path(folder, name)).exists():
+            os.write(number, file.read_bytes())

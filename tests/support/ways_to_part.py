@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
+from accordion import _torch
 from tests.support import models
 from tests.support.parting import AT, MARGIN_S, STEPS, TIMEOUT_S, Deed, Found, Script, Way, nothing, run
 from tests.support.users_ways import users
@@ -444,6 +446,8 @@ def main() -> Callable[[], None] | None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    for name in _torch.PRELOADED:  # else each rank imports it for half a second, and longer than its steps take
+        importlib.import_module(name)
     gc.freeze()  # what was imported is not looked through at the end of each rank
     parts = re.split(r",(?==)", given.only) if given.only.startswith("=") else [p for p in given.only.split(",") if p]
     ways = [

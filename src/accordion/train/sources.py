@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,8 +113,8 @@ def _stdlib(config: DataConfig) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[tuple[str, Path, Reader]] = [
         (str(p.relative_to(root)), p, _lenient_text)
-        for p in _walk(root)
-        if p.suffix == ".py" and not NOT_STDLIB_TEXT.intersection(p.relative_to(root).parts)
+        for p in _walk(root, without=NOT_STDLIB_TEXT)
+        if p.suffix == ".py"
     ]
     if not files:
         raise UsageError(
@@ -136,11 +136,11 @@ def _source(name: str, label: str, files: list[tuple[str, Path, Reader]], text_f
     return Source(name=name, label=label, files=tuple(files), text_field=text_field, stamp=stamp.hexdigest())
 
 
-def _walk(folder: Path) -> list[Path]:
-    """Regular files below, hidden ones apart, in an order that is the same on every machine."""
+def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
+    """Regular files below, in an order that is the same on every machine; not hidden ones, nor folders named in `without`."""
     found = []
     for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         found += [Path(place, name) for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())
 
