@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
 
@@ -39,7 +39,6 @@ from accordion.offload.tiers import activation_offload_of
 from accordion.safety.late_parameters import refuse_additions
 from accordion.same_on_ranks import (
     arguments_of,
-    on_every_rank,
     place_buffers,
     same_structure,
     same_values,
@@ -157,14 +156,14 @@ def shard_over(
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
-        over = on_every_rank(partial(own_meshes, model, owned, meshes, mesh, strategy), context)
+        over, refused = _tried_meshes(partial(own_meshes, model, owned, meshes, mesh, strategy), len(owned))
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
-        spread = [o for o, m in zip(owned, over, strict=True) if m is None]
+        spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
         check_extended(spread, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
         given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing, secondary)
         given |= settings_of([name for name, _ in chosen], precisions, offloads) | told(over, owned)
-        same_structure(owned, chosen, strategy, context, given)
+        same_structure(owned, chosen, strategy, context, given, refused)
         own_contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
         alone = {id(o): (m, own_contexts[m]) for o, m in zip(owned, over, strict=True) if m is not None}
         value_of = same_values(model, owned, context, sync, {key: c for key, (_, c) in alone.items()})
@@ -239,6 +238,16 @@ def entry_point(module: nn.Module, name: str) -> None:
         )
     check_entry_point(module, name)
     hooks.attach_method(module, name)
+
+
+def _tried_meshes(
+    make: Callable[[], list[DeviceMesh | None]], num_params: int
+) -> tuple[list[DeviceMesh | None], UsageError | None]:
+    """What `own_meshes` gives, or why it refuses, which ranks tell each other when they compare their models."""
+    try:
+        return make(), None
+    except UsageError as error:
+        return [None] * num_params, error
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:
