@@ -18,8 +18,10 @@ from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, both, grads_of
 from tests.compat.test_fsdp2_parallel import layers
 from tests.devices import device, here
 from tests.inside import unit_in, units_of
-from tests.support.checks import assert_close, one_loss
+from tests.support import models
+from tests.support.checks import assert_close, mean_grads, one_loss
 from tests.support.meters import Wire
+from tests.support.sample import sampled
 
 NEW = hasattr(theirs.FSDPModule, "finalize_backward")
 since_2_15 = pytest.mark.skipif(not NEW, reason="torch 2.15 has it")
@@ -61,6 +63,46 @@ def finalized(mesh: Any, async_op: bool) -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 def test_backwards_that_add_up_are_reduced_when_they_are_finalized(world: Any, async_op: bool) -> None:
     world.run(2, finalized, async_op)
+
+
+WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "two axes": ((2, 2), {}),
+    "secondary shards": ((4,), {"reshard_after_forward": 2}),
+    "kept": ((4,), {"reshard_after_forward": False}),
+    "bf16": ((4,), {"mp_policy": theirs.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    "on the host": ((4,), {"offload_policy": theirs.CPUOffloadPolicy(pin_memory=False)}),
+}
+
+
+def ends(mesh: Any, way: str) -> None:
+    """Whichever backwards of a step communicate, `finalize_backward` leaves the gradients that torch's leaves."""
+    pair = [sharded(api, mesh, **WAYS[way][1]) for api in (SIDES if NEW else (ours,))]
+    plain = models.plain()
+    tolerance = 2e-2 if way == "bf16" else 1e-5
+    for syncs in ((False, False), (False, True), (True, False), (True, True)):
+        plain.zero_grad()
+        for micro in range(2):
+            one_loss(plain, micro).backward()
+        for m in pair:
+            m.zero_grad()
+            m.set_manual_backward_finalization(True)
+            for micro, sync in enumerate(syncs):
+                m.set_requires_gradient_sync(sync)
+                one_loss(m, micro).backward()
+            m.set_requires_gradient_sync(True)
+            m.finalize_backward()
+            m.set_manual_backward_finalization(False)
+            assert not any(unit.is_launched for unit in (units_of(m) if m is pair[-1] else ()))
+        assert_close(grads_of(pair[-1]), mean_grads(mesh, plain), tolerance)
+        if NEW:
+            # Of what waits to be finalized torch's adds up in bf16, this in float32.
+            assert_same_gradients(*pair, tolerance=4e-3 if way == "bf16" else 1e-6)
+
+
+@pytest.mark.parametrize("way", sampled(WAYS, {"two axes", "secondary shards"}.__contains__))
+def test_the_end_of_a_step_is_that_of_torchs(world: Any, way: str) -> None:
+    shape = WAYS[way][0]
+    world.run_mesh(shape, ("shard",) if len(shape) == 1 else ("replicate", "shard"), ends, way)
 
 
 def dropped(mesh: Any) -> None:
