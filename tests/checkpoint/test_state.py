@@ -162,7 +162,9 @@ def test_the_newest_good_ones_are_kept(tmp_path):
     for name in ("step-11", "step-12"):  # torn ones do not count as kept, and are not touched
         save(tmp_path / name, model)
         os.truncate(tmp_path / name / "rank-00000.safetensors", 9)
-    assert prune(tmp_path, 3, dry=True) == [str(tmp_path / "step-1")]  # "best" is of no series: neither counted nor removed
+    assert prune(tmp_path, 3, dry=True) == [
+        str(tmp_path / "step-1")
+    ]  # "best" is of no series: neither counted nor removed
     save(tmp_path / "step-20", model, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["best", "step-10", "step-11", "step-12", "step-20"]
     assert prune(tmp_path, 1) == [str(tmp_path / "step-10")]

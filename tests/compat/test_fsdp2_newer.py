@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import accordion.compat.fsdp2 as ours
 from accordion import _torch
@@ -191,28 +191,41 @@ def test_a_parameter_may_compute_in_its_own_dtype(world: Any) -> None:
     world.run(2, overridden)
 
 
-def stage_of(mesh: Any) -> None:
-    """torch's pipelines know a stage that is sharded here, and reduce once a step."""
-    at = mesh["pp"].get_local_rank()
-    stage = here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
-    for layer in stage:
-        ours.fully_shard(layer, mesh=mesh["dp"])
-    ours.fully_shard(stage, mesh=mesh["dp"])
-    assert isinstance(stage, theirs.FSDPModule)
-    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
-    schedule = ScheduleGPipe(running, n_microbatches=4, loss_fn=nn.functional.mse_loss)
-    x, target = torch.randn(8, 8, device=device()), torch.zeros(8, 8, device=device())
+def stages_of(mesh: Any, kind: type) -> None:
+    """torch's pipelines know stages that are sharded here, and reduce once a step, what the unsharded model gives."""
+    at, data = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    plain, target = layers(), torch.zeros(8, 8, device=device())
+    xs = [torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)).to(device()) for rank in range(2)]
+    sum(nn.functional.mse_loss(here(nn.Sequential(*plain))(x), target) for x in xs).div(2).backward()
+    each = 1 if kind is ScheduleInterleaved1F1B else 2
+    numbers = range(at, 4 // each, 2)
+    stages = [here(nn.Sequential(*layers()[each * i : each * (i + 1)])) for i in numbers]
+    for stage in stages:
+        for layer in stage:
+            ours.fully_shard(layer, mesh=mesh["dp"])
+        ours.fully_shard(stage, mesh=mesh["dp"])
+        assert isinstance(stage, theirs.FSDPModule)
+    ours.share_comm_ctx(stages)
+    group = mesh["pp"].get_group()
+    running = [
+        PipelineStage(stage, i, 4 // each, device(), group=group) for i, stage in zip(numbers, stages, strict=True)
+    ]
+    schedule = kind(running if each == 1 else running[0], n_microbatches=4, loss_fn=nn.functional.mse_loss)
     for _ in range(2):
         with Wire() as wire:
-            schedule.step(x) if at == 0 else schedule.step(target=target, losses=[])
+            schedule.step(xs[data]) if at == 0 else schedule.step(target=target, losses=[])
         assert len(wire.of("reduce")) == 2, "one for each layer"
-        stage.zero_grad()
+        for i, stage in zip(numbers, stages, strict=True):
+            wanted = {n: p.grad for n, p in nn.Sequential(*plain[each * i : each * (i + 1)]).named_parameters()}
+            assert_close(grads_of(stage), wanted, 1e-5)
+            stage.zero_grad()
     dist.barrier()
 
 
 @since_2_15
-def test_a_stage_of_a_pipeline_is_reduced_once_a_step(world: Any) -> None:
-    world.run_mesh((2, 2), ("pp", "dp"), stage_of)
+@pytest.mark.parametrize("kind", [ScheduleGPipe, ScheduleInterleaved1F1B])
+def test_stages_of_a_pipeline_are_reduced_once_a_step(world: Any, kind: type) -> None:
+    world.run_mesh((2, 2), ("pp", "dp"), stages_of, kind)
 
 
 def test_no_method_of_torchs_class_shines_through() -> None:

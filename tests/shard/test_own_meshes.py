@@ -240,7 +240,9 @@ def from_meta(mesh: Any, folder: str) -> None:
     for started in (model, on_meta(mesh)):
         acc.load_pretrained(started, folder)
         assert_equal(acc.full_state_dict(started, rank0_only=False), dict(experts.seeded().state_dict()))
-    with pytest.raises(acc.CheckpointError, match=r"1 that do not fit: blocks\.0\.experts\.up is float32 \(2, 16, 24\)"):
+    with pytest.raises(
+        acc.CheckpointError, match=r"1 that do not fit: blocks\.0\.experts\.up is float32 \(2, 16, 24\)"
+    ):
         acc.load_pretrained(model, f"{folder}/part")
     left = on_meta(mesh)
     acc.load_pretrained(left, f"{folder}/part", ignore=["*.experts.*"])
