@@ -76,8 +76,12 @@ def same_structure(
     strategy: Strategy,
     context: ShardingContext,
     arguments: Mapping[str, str] | None = None,
+    refused: UsageError | None = None,
 ) -> None:
-    """Raise `DivergenceError` on every rank where ranks hold other arguments, units or parameters, naming what differs."""
+    """Raise `DivergenceError` on every rank where ranks hold other arguments, units or parameters, naming what differs.
+
+    `refused`: why this rank goes on no further, which it raises when the others have heard of it.
+    """
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
     facts = {"strategy": strategy.name if known else str(strategy), **(arguments or {})}
@@ -90,7 +94,10 @@ def same_structure(
         )
     if arguments is not None:
         facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
+    facts = {"a refusal:": "none" if refused is None else str(refused), **facts}
     unlike = differences(facts, monitor_of(context), "compares its model and settings")
+    if refused is not None:
+        raise refused
     if unlike:
         raise DivergenceError(
             f"ranks hold different models or settings: {unlike}; build the same model with the same arguments on every rank."

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import accordion.compat.fsdp2 as ours
 from accordion import _torch
@@ -18,8 +18,10 @@ from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, both, grads_of
 from tests.compat.test_fsdp2_parallel import layers
 from tests.devices import device, here
 from tests.inside import unit_in, units_of
-from tests.support.checks import assert_close, one_loss
+from tests.support import models
+from tests.support.checks import assert_close, mean_grads, one_loss
 from tests.support.meters import Wire
+from tests.support.sample import sampled
 
 NEW = hasattr(theirs.FSDPModule, "finalize_backward")
 since_2_15 = pytest.mark.skipif(not NEW, reason="torch 2.15 has it")
@@ -61,6 +63,46 @@ def finalized(mesh: Any, async_op: bool) -> None:
 @pytest.mark.parametrize("async_op", [False, True])
 def test_backwards_that_add_up_are_reduced_when_they_are_finalized(world: Any, async_op: bool) -> None:
     world.run(2, finalized, async_op)
+
+
+WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "two axes": ((2, 2), {}),
+    "secondary shards": ((4,), {"reshard_after_forward": 2}),
+    "kept": ((4,), {"reshard_after_forward": False}),
+    "bf16": ((4,), {"mp_policy": theirs.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    "on the host": ((4,), {"offload_policy": theirs.CPUOffloadPolicy(pin_memory=False)}),
+}
+
+
+def ends(mesh: Any, way: str) -> None:
+    """Whichever backwards of a step communicate, `finalize_backward` leaves the gradients that torch's leaves."""
+    pair = [sharded(api, mesh, **WAYS[way][1]) for api in (SIDES if NEW else (ours,))]
+    plain = models.plain()
+    tolerance = 2e-2 if way == "bf16" else 1e-5
+    for syncs in ((False, False), (False, True), (True, False), (True, True)):
+        plain.zero_grad()
+        for micro in range(2):
+            one_loss(plain, micro).backward()
+        for m in pair:
+            m.zero_grad()
+            m.set_manual_backward_finalization(True)
+            for micro, sync in enumerate(syncs):
+                m.set_requires_gradient_sync(sync)
+                one_loss(m, micro).backward()
+            m.set_requires_gradient_sync(True)
+            m.finalize_backward()
+            m.set_manual_backward_finalization(False)
+            assert not any(unit.is_launched for unit in (units_of(m) if m is pair[-1] else ()))
+        assert_close(grads_of(pair[-1]), mean_grads(mesh, plain), tolerance)
+        if NEW:
+            # Of what waits to be finalized torch's adds up in bf16, this in float32.
+            assert_same_gradients(*pair, tolerance=4e-3 if way == "bf16" else 1e-6)
+
+
+@pytest.mark.parametrize("way", sampled(WAYS, {"two axes", "secondary shards"}.__contains__))
+def test_the_end_of_a_step_is_that_of_torchs(world: Any, way: str) -> None:
+    shape = WAYS[way][0]
+    world.run_mesh(shape, ("shard",) if len(shape) == 1 else ("replicate", "shard"), ends, way)
 
 
 def dropped(mesh: Any) -> None:
@@ -149,28 +191,41 @@ def test_a_parameter_may_compute_in_its_own_dtype(world: Any) -> None:
     world.run(2, overridden)
 
 
-def stage_of(mesh: Any) -> None:
-    """torch's pipelines know a stage that is sharded here, and reduce once a step."""
-    at = mesh["pp"].get_local_rank()
-    stage = here(nn.Sequential(*layers()[2 * at : 2 * at + 2]))
-    for layer in stage:
-        ours.fully_shard(layer, mesh=mesh["dp"])
-    ours.fully_shard(stage, mesh=mesh["dp"])
-    assert isinstance(stage, theirs.FSDPModule)
-    running = PipelineStage(stage, at, 2, device(), group=mesh["pp"].get_group())
-    schedule = ScheduleGPipe(running, n_microbatches=4, loss_fn=nn.functional.mse_loss)
-    x, target = torch.randn(8, 8, device=device()), torch.zeros(8, 8, device=device())
+def stages_of(mesh: Any, kind: type) -> None:
+    """torch's pipelines know stages that are sharded here, and reduce once a step, what the unsharded model gives."""
+    at, data = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    plain, target = layers(), torch.zeros(8, 8, device=device())
+    xs = [torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)).to(device()) for rank in range(2)]
+    sum(nn.functional.mse_loss(here(nn.Sequential(*plain))(x), target) for x in xs).div(2).backward()
+    each = 1 if kind is ScheduleInterleaved1F1B else 2
+    numbers = range(at, 4 // each, 2)
+    stages = [here(nn.Sequential(*layers()[each * i : each * (i + 1)])) for i in numbers]
+    for stage in stages:
+        for layer in stage:
+            ours.fully_shard(layer, mesh=mesh["dp"])
+        ours.fully_shard(stage, mesh=mesh["dp"])
+        assert isinstance(stage, theirs.FSDPModule)
+    ours.share_comm_ctx(stages)
+    group = mesh["pp"].get_group()
+    running = [
+        PipelineStage(stage, i, 4 // each, device(), group=group) for i, stage in zip(numbers, stages, strict=True)
+    ]
+    schedule = kind(running if each == 1 else running[0], n_microbatches=4, loss_fn=nn.functional.mse_loss)
     for _ in range(2):
         with Wire() as wire:
-            schedule.step(x) if at == 0 else schedule.step(target=target, losses=[])
+            schedule.step(xs[data]) if at == 0 else schedule.step(target=target, losses=[])
         assert len(wire.of("reduce")) == 2, "one for each layer"
-        stage.zero_grad()
+        for i, stage in zip(numbers, stages, strict=True):
+            wanted = {n: p.grad for n, p in nn.Sequential(*plain[each * i : each * (i + 1)]).named_parameters()}
+            assert_close(grads_of(stage), wanted, 1e-5)
+            stage.zero_grad()
     dist.barrier()
 
 
 @since_2_15
-def test_a_stage_of_a_pipeline_is_reduced_once_a_step(world: Any) -> None:
-    world.run_mesh((2, 2), ("pp", "dp"), stage_of)
+@pytest.mark.parametrize("kind", [ScheduleGPipe, ScheduleInterleaved1F1B])
+def test_stages_of_a_pipeline_are_reduced_once_a_step(world: Any, kind: type) -> None:
+    world.run_mesh((2, 2), ("pp", "dp"), stages_of, kind)
 
 
 def test_no_method_of_torchs_class_shines_through() -> None:

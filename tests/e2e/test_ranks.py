@@ -96,12 +96,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", sampled(EXPECTED, {"raises", "dies"}.__contains__))
 def test_a_failing_rank_ends_the_others(
-    kind: str, tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str]
+    kind: str, tmp_path: os.PathLike[str], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     mark = os.path.join(tmp_path, "mark")
     code, message = EXPECTED[kind]
     assert forked.launched(fails, (kind, mark), 2) == code
     assert ended_within(mark)
+    assert not [r.getMessage() for r in caplog.records if r.levelname != "INFO"]  # which torch would show
     told = capfd.readouterr().err
     assert message in told
     if kind == "raises":

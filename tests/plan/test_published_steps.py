@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import astuple, replace
 
 import pytest
-import torch
 
 from accordion.plan.efficiency import BY_KIND
 from accordion.plan.hardware import GPUS
@@ -92,8 +91,8 @@ def test_a_row_is_what_a_trace_says(model, gpu, gpus, seq):
     for name in ("needed_gib", "products_peak_s", "attention_peak_s"):
         assert getattr(again, name) == pytest.approx(getattr(row, name), rel=1e-3), name
     ratio = again.elementwise_peak_s / row.elementwise_peak_s
-    # The table was traced with 2.13; torch 2.15 makes 50 copies (aten.clone) fewer in the step of 125m.
-    assert ratio == pytest.approx(1.0, rel=1e-3) or (torch.__version__ >= "2.15" and 0.9 < ratio < 1.0)
+    # The table has the copies by which torch before 2.15 decomposes a dropout of 0: no GPU makes them, and traces have none.
+    assert 0.92 < ratio < 0.95  # 0.938 and 0.948; of a whole step 1.1 and 1.0 %
     assert again.exposed_s == pytest.approx(row.exposed_s, abs=0.01 * row.measured_s)
 
 

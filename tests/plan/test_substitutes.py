@@ -111,6 +111,7 @@ CASES = {
     "dropout in place": Case(
         of=lambda x, weight: F.dropout(x * 1, 0.1, inplace=True), by_hand=2 * X, as_on_cpu=True
     ),
+    "dropout of nothing": Case(of=lambda x, weight: F.dropout(x, 0.0) * x, by_hand=2 * X, as_on_cpu=True),
     # probabilities in float32, labels, and the number of them; not the logits
     "cross entropy": Case(
         of=classified, by_hand=4 * ROWS * VOCAB + 8 * ROWS + 4, shape=(ROWS, VOCAB), as_on_cpu=True

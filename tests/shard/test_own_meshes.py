@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import accordion as acc
+from tests.devices import here
 from tests.inside import unit_in
 from tests.support import experts
-from tests.support.checks import assert_as_exact, assert_close
+from tests.support.checks import assert_as_exact, assert_close, assert_equal
 from tests.support.meters import Wire
 
 RANKS = 4
+GUIDE = Path(__file__).parents[2] / "docs/guide.md"
 
 
 def sharded(mesh: Any, dtype: torch.dtype = torch.float32, meshes: Any = None, **options: Any) -> nn.Module:
@@ -197,13 +201,18 @@ def read(mesh: Any, folder: str) -> dict[str, Tensor]:
     return acc.full_state_dict(model)
 
 
-def read_back(mesh: Any, folder: str) -> dict[str, Tensor]:
-    """On meta, and other ranks have the experts."""
+def on_meta(mesh: Any) -> nn.Module:
     with torch.device("meta"):
         model = experts.Model()
     for block in model.blocks:
+        block.group = mesh["ep"].get_group()
         block.experts.parallelize(mesh["ep"])
-    model = acc.shard(model, mesh["edp", "ep"]._flatten("dp"), meshes={experts.Experts: mesh["edp"]})
+    return acc.shard(model, mesh["edp", "ep"]._flatten("dp"), meshes={experts.Experts: mesh["edp"]})
+
+
+def read_back(mesh: Any, folder: str) -> dict[str, Tensor]:
+    """On meta, and other ranks have the experts."""
+    model = on_meta(mesh)
     acc.load(folder, model)
     return acc.full_state_dict(model)
 
@@ -215,6 +224,60 @@ def test_a_checkpoint_says_the_whole(world: Any, tmp_path: Path) -> None:
     for found in (world.run(3, read, folder)[0], world.run_mesh((1, 2), ("edp", "ep"), read_back, folder)[0]):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def from_meta(mesh: Any, folder: str) -> None:
+    """Drawn as one device draws them, and read from a folder of the whole, also over what is there."""
+    torch.manual_seed(5)
+    wanted = here(experts.Model())
+    torch.manual_seed(6)
+    wanted.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    model = on_meta(mesh)
+    torch.manual_seed(6)
+    acc.initialise(model)
+    assert_equal(acc.full_state_dict(model, rank0_only=False), dict(wanted.state_dict()))
+    model.loss(experts.tokens(0, dist.get_rank())).backward()
+    for started in (model, on_meta(mesh)):
+        acc.load_pretrained(started, folder)
+        assert_equal(acc.full_state_dict(started, rank0_only=False), dict(experts.seeded().state_dict()))
+    with pytest.raises(
+        acc.CheckpointError, match=r"1 that do not fit: blocks\.0\.experts\.up is float32 \(2, 16, 24\)"
+    ):
+        acc.load_pretrained(model, f"{folder}/part")
+    left = on_meta(mesh)
+    acc.load_pretrained(left, f"{folder}/part", ignore=["*.experts.*"])
+    assert all(t.count_nonzero() > 0 for t in acc.full_state_dict(left, rank0_only=False).values())
+
+
+def test_a_model_on_meta_is_initialised_and_loaded(world: Any, tmp_path: Path) -> None:
+    whole = {name: t.cpu() for name, t in experts.seeded().state_dict().items()}
+    part = {n: t[:2].clone() if n == "blocks.0.experts.up" else t for n, t in whole.items()}
+    for folder, tensors in ((tmp_path, whole), (tmp_path / "part", part)):
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "model.safetensors")
+    world.run_mesh((2, 2), ("edp", "ep"), from_meta, str(tmp_path))
+
+
+def as_in_the_guide(mesh: Any, code: str) -> None:
+    plain, model = experts.seeded(), experts.seeded()
+    names = {"acc": acc, "nn": nn, "distribute_tensor": distribute_tensor, "Shard": Shard, "Experts": experts.Experts}
+    given = {"init_device_mesh": lambda *asked, **named: mesh, "model": model, **names}
+    exec(code, given)
+    for block in model.blocks:
+        block.group = mesh["ep"].get_group()
+    assert model.blocks[0].experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
+    losses, wanted = unsharded(0, plain)
+    loss = model.loss(experts.tokens(0, dist.get_rank()))
+    assert loss.item() == pytest.approx(losses[dist.get_rank()], rel=1e-5)
+    loss.backward()
+    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
+
+
+def test_the_example_of_the_guide_runs(world: Any) -> None:
+    """On two ranks for each axis."""
+    code = GUIDE.read_text().partition("## Experts on some of the ranks")[2].split("```")[1]
+    assert code.startswith('python\nmesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("edp", "ep"))')
+    world.run_mesh((2, 2), ("edp", "ep"), as_in_the_guide, code.removeprefix("python"))
 
 
 def refused(mesh: Any) -> None:
@@ -258,8 +321,12 @@ def parts(mesh: Any) -> None:
     """One rank asks for something else, or holds other values than the ranks that share its experts: all hear of it."""
     everybody, own, rank = mesh["edp", "ep"]._flatten("dp"), mesh["edp"], dist.get_rank()
     model = experts.spread(mesh)
-    with pytest.raises(acc.UsageError, match=r"no module with parameters|refused what they were given"):
+    kind, words = acc.DivergenceError, "rank 3 has a refusal: meshes names '*.expert', and no"
+    if rank == 3:
+        kind, words = acc.UsageError, "meshes names '*.expert', and no module with parameters"
+    with pytest.raises(kind, match=re.escape(words)), Wire() as wire:
         acc.shard(model, everybody, meshes={"*.expert" if rank == 3 else "*.experts": own})
+    assert not wire.of("all_reduce"), "ranks hear of it where they compare their models"
     with pytest.raises(acc.DivergenceError, match=r"mesh of parameter 'head.weight'"):
         acc.shard(model, everybody, meshes={"*.experts": own} | ({"head": mesh} if rank == 2 else {}))
     if rank == 3:

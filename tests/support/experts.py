@@ -39,8 +39,13 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up, std=WIDTH**-0.5)
+        nn.init.normal_(self.down, std=HIDDEN**-0.5)
 
     def parallelize(self, mesh: Any) -> None:
         for name, p in list(self.named_parameters()):

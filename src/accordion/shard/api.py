@@ -41,7 +41,6 @@ from accordion.offload.tiers import activation_offload_of
 from accordion.safety.late_parameters import refuse_additions
 from accordion.same_on_ranks import (
     arguments_of,
-    on_every_rank,
     place_buffers,
     same_structure,
     same_values,
@@ -159,14 +158,14 @@ def shard_over(
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
-        over = on_every_rank(partial(own_meshes, model, owned, meshes, mesh, strategy), context)
+        over, refused = _tried_meshes(partial(own_meshes, model, owned, meshes, mesh, strategy), len(owned))
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
-        spread = [o for o, m in zip(owned, over, strict=True) if m is None]
+        spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
         check_extended(spread, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
         given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing, secondary)
         given |= settings_of([name for name, _ in chosen], precisions, offloads) | told(over, owned)
-        same_structure(owned, chosen, strategy, context, given)
+        same_structure(owned, chosen, strategy, context, given, refused)
         contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
         own = {id(o): contexts[m] for o, m in zip(owned, over, strict=True) if m is not None}
         rows = _Rows(owned, same_values(model, owned, context, sync, own))
@@ -262,6 +261,16 @@ def _with_secondary(
 ) -> list[GroupPlan]:
     """Groups of whose full parameters `num_ranks` ranks keep one copy from a forward to its backward."""
     return [g._replace(secondary=secondary_communicator(g.context or context, num_ranks, make)) for g in groups]
+
+
+def _tried_meshes(
+    make: Callable[[], list[DeviceMesh | None]], num_params: int
+) -> tuple[list[DeviceMesh | None], UsageError | None]:
+    """What `own_meshes` gives, or why it refuses, which ranks tell each other when they compare their models."""
+    try:
+        return make(), None
+    except UsageError as error:
+        return [None] * num_params, error
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:

@@ -44,6 +44,7 @@ LONG = timedelta(days=2)  # the wait of other ranks while one reads the data
 ECHO_S = 1.0
 START_S = 600  # in which all ranks of a start must have come to the store
 LAST_PORT = 65535
+TELL_OF_RANKS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")  # loggers that tell how ranks ended
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # where torchrun's variables say that the store is
 # Exit codes: ranks did different things; Ctrl-C; what is added to a signal's number.
 PARTED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
@@ -145,7 +146,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:
     exit code is then `PREEMPTED` unless they came to their end.
     """
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
+        if name.startswith(TELL_OF_RANKS):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
     with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would leave one behind
         return _started(entry, args, nproc, logs)

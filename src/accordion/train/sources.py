@@ -112,9 +112,7 @@ def _neighbour(path: Path) -> str:
 def _stdlib(config: DataConfig) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[tuple[str, Path, Reader]] = [
-        (str(p.relative_to(root)), p, _lenient_text)
-        for p in _walk(root, without=NOT_STDLIB_TEXT)
-        if p.suffix == ".py"
+        (str(p.relative_to(root)), p, _lenient_text) for p in _walk(root, without=NOT_STDLIB_TEXT) if p.suffix == ".py"
     ]
     if not files:
         raise UsageError(

@@ -86,7 +86,9 @@ class Substitutes:
         return _Norm.apply(x, weight, bias, len(shape), 2)  # type: ignore[no-any-return,no-untyped-call]
 
     def dropout(self, x: Tensor, p: float, training: bool) -> Tensor:
-        if not training or p in (0.0, 1.0):  # no fused kernel there, nor for what is in place: CUDA does as the CPU
+        if not training or p == 0.0:
+            return x  # as on any device; torch's decomposition copies it before 2.15
+        if p == 1.0:  # no fused kernel there, nor for what is in place: CUDA does as the CPU
             return _aten.dropout.default.decompose(x, p, training)  # type: ignore[no-any-return]
         self.substituted["dropout"] = "the fused kernel, a mask of one byte an element"
         return _aten.native_dropout(x, p, True)[0]  # type: ignore[no-any-return]

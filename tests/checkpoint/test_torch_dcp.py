@@ -1,0 +1,127 @@
+"""torch.distributed.checkpoint on models that `shard` returned: what FSDP2 has in it, and both ways between the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from tests.support import models
+from tests.support.checks import assert_close, assert_equal, one_loss
+from tests.support.sample import sampled
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"cpu_offload": True},
+    {"full_state_dict": True},
+    {"full_state_dict": True, "cpu_offload": True},
+    {"flatten_optimizer_state_dict": True},
+]
+USUAL = ("full_shard", "no_shard", "hybrid_shard_optim")
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def made(mesh: Any, strategy: str | None, step: int = 0) -> Pair:
+    """A trained model and its optimizer: by torch's FSDP2 over all ranks where there is no strategy."""
+    model = models.seeded(vocab=19, width=10, hidden=7)
+    if strategy is None:
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh if mesh.ndim == 1 else mesh._flatten("all"))
+    else:
+        acc.shard(model, mesh, strategy=STRATEGIES[strategy])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if strategy is not None:
+        acc.wrap_optimizer(optimizer)
+    one_loss(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def flat(state: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(state, (dict, list, tuple)):
+        return {name: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {key: v for k, value in items for key, v in flat(value, f"{name} {k}").items()}
+
+
+def whole(state: Any) -> dict[str, Tensor]:
+    """Its tensors and numbers."""
+    found = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in flat(state).items()}
+    numbers = {name: v for name, v in found.items() if isinstance(v, (Tensor, float, int))}
+    return {name: torch.as_tensor(v, dtype=torch.float32).cpu() for name, v in numbers.items()}
+
+
+def of_every_kind(mesh: Any, strategy: str) -> None:
+    pair = made(mesh, None), made(mesh, strategy)
+    for options in OPTIONS:
+        wanted, found = [flat(get_state_dict(m, o, options=StateDictOptions(**options))) for m, o in pair]
+        assert list(found) == list(wanted), options
+        assert {n: type(v) for n, v in found.items()} == {n: type(v) for n, v in wanted.items()}, options
+        devices = [{n: v.device for n, v in each.items() if isinstance(v, Tensor)} for each in (found, wanted)]
+        assert devices[0] == devices[1], options
+        assert_close(whole(found), whole(wanted), 1e-4)
+    for (source, its), target in zip(pair, (strategy, None), strict=True):
+        full, moments = get_state_dict(source, its, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        assert bool(full) == bool(moments["state"] if moments else {}) == (dist.get_rank() == 0)
+        model, optimizer = made(mesh, target, step=5)
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, full, options=how)
+        set_optimizer_state_dict(model, optimizer, moments, options=how)
+        assert_equal(whole(get_state_dict(model, optimizer)), whole(get_state_dict(source, its)))
+
+
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, USUAL.__contains__))
+def test_state_dicts_are_those_of_fsdp2_and_go_both_ways(world: Any, strategy: str) -> None:
+    """On all ranks of the job, which torch's functions ask."""
+    hybrid = strategy.startswith("hybrid")
+    shape, names = ((2, 2), ("replicate", "shard")) if hybrid else ((4,), ("shard",))
+    world.run_mesh(shape, names, of_every_kind, strategy)
+
+
+def stored(mesh: Any, strategy: str, writer: str, folder: str, reads: bool) -> dict[str, Tensor]:
+    """Sharded, by `get_state_dict`, and beside it the bare parameters by name; read by the side that has not written."""
+    ours = (writer == "ours") != reads
+    model, optimizer = made(mesh, strategy if ours else None, step=5 if reads else 0)
+    group = (mesh if mesh.ndim == 1 else mesh._flatten("all")).get_group()
+    bare = {name: p.detach() for name, p in model.named_parameters()}
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": moments, "bare": bare}
+    if not reads:
+        dcp.save(state, checkpoint_id=folder, process_group=group)
+        return whole({"model": weights, "optim": moments})
+    dcp.load({"bare": bare}, checkpoint_id=folder, process_group=group)
+    loaded = whole(get_model_state_dict(model))
+    dcp.load({"model": weights, "optim": moments}, checkpoint_id=folder, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    weights, moments = get_state_dict(model, optimizer)
+    assert_equal(loaded, whole(weights))
+    one_loss(model, 1).backward()
+    return whole({"model": weights, "optim": moments})
+
+
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, ("full_shard", "hybrid_shard_optim").__contains__))
+@pytest.mark.parametrize("writer", ["ours", "torch's"])
+def test_the_other_side_reads_what_is_stored(world: Any, tmp_path: Any, strategy: str, writer: str) -> None:
+    """On another number of ranks."""
+    names = ("replicate", "shard") if strategy.startswith("hybrid") else ("shard",)
+    shapes = ((2, 2), (2, 1)) if len(names) == 2 else ((4,), (3,))
+    wanted = world.run_mesh(shapes[0], names, stored, strategy, writer, str(tmp_path / "c"), False)[0]
+    found = world.run_mesh(shapes[1], names, stored, strategy, writer, str(tmp_path / "c"), True)[0]
+    assert_equal(found, wanted)
