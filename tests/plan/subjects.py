@@ -112,6 +112,9 @@ CASES = {
     "frozen": Case(change=frozen),
     "offload": Case(sharding={"offload": acc.Offload(optimizer="host")}),
     "offload all, bf16": Case(sharding={"offload": acc.Offload(params="host", optimizer="host"), "precision": BF16}),
+    "inputs on the host": Case(
+        sharding={"checkpoint_activations": "full", "offload": acc.Offload(activations="host"), "precision": BF16}
+    ),
     "secondary": Case(sharding={"secondary": 2}, ranks=4),
     "lora": Case(change=adapted, ranks=4),
 }

@@ -19,6 +19,7 @@ SAMPLE = [
     ("llama", "checkpoint every:2, bf16"),
     ("vision", "no_shard"),
     ("gpt", "secondary"),
+    ("llama", "inputs on the host"),
 ]
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen

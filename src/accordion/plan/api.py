@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from accordion import _torch
-from accordion.config import Place, Precision, checkpointing_named, nearest, strategy_named
+from accordion.config import DEVICE, Place, Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import offloaded
@@ -26,6 +26,7 @@ from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
 from accordion.plan.search.search import SearchResult, search
 from accordion.plan.search.space import (
+    ACTIVATIONS,
     CHECKPOINTING,
     LARGEST_GPUS,
     MICRO_BATCHES,
@@ -34,6 +35,7 @@ from accordion.plan.search.space import (
     STRATEGIES,
     Choice,
     Space,
+    check_activations,
     check_offload,
 )
 from accordion.plan.search.traces import moved_as, traced_as
@@ -82,6 +84,7 @@ def plan(
     replicas: int | None = None,
     secondary: int | None = None,
     offload: str | None = None,
+    offload_activations: str | None = None,
     checkpoint_activations: str | None = None,
     micro_batch: int | None = None,
     seq: int = 4096,
@@ -108,7 +111,8 @@ def plan(
     the name of a preset, a transformers folder or a config.json, or "file.py:build", a function that gives a module that makes
     logits of tokens; its loss and attention `kernels` choose. `gpu`: of the table, or a description. `gpus`: in all, the last of
     several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all, disk),
-    `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `secondary`: what `shard` takes, 0 for nothing;
+    `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `offload_activations` (device, host, disk): where
+    inputs of recomputed units wait; without it elsewhere than on the device only where nothing fits. `secondary`: what `shard` takes, 0 for nothing;
     looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`: micro-batches of a step but the
     last reduce nothing. `global_batch`: samples of a step over all GPUs, from which `accumulate` follows.
     `host_memory_gib`, `disk_gbps`: a machine's. `engine`: "fsdp2" traces PyTorch's own in this one's place.
@@ -136,6 +140,7 @@ def plan(
         replicas=replicas,
         secondary=secondary if secondary is not None or strategy is None else 0,
         offload=offload,
+        offload_activations=offload_activations,
         checkpoint_activations=checkpoint_activations,
         micro_batch=micro_batch,
     )
@@ -211,6 +216,7 @@ class Fixed:
     replicas: int | None
     secondary: int | None
     offload: str | None
+    offload_activations: str | None
     checkpoint_activations: str | None
     micro_batch: int | None
 
@@ -345,6 +351,7 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
         replicas=fixed.replicas or 0,
         secondary=fixed.secondary,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
+        activations=_places(fixed, training.engine),
         units=_units(task.model, training.engine, training.sharding),
         optimizer=training.optimizer,
         engine=training.engine,
@@ -353,6 +360,13 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
         tokens=task.tokens,
         sharding=training.sharding,
     )
+
+
+def _places(fixed: Fixed, engine: str) -> Sequence[str]:
+    """Where inputs of recomputed units may wait. Without recomputation there are none."""
+    if fixed.offload_activations is not None:
+        return [fixed.offload_activations]
+    return ACTIVATIONS if engine == "accordion" and fixed.checkpoint_activations != "none" else [DEVICE]
 
 
 def _strategies(strategy: str | None, offload: str | None, engine: str) -> Sequence[str]:
@@ -428,6 +442,13 @@ def _check_names(training: Training, fixed: Fixed) -> None:
         )
     if fixed.checkpoint_activations is not None:
         checkpointing_named(fixed.checkpoint_activations)
+    if fixed.offload_activations is not None:
+        check_activations(fixed.offload_activations, fixed.checkpoint_activations)
+        if engine == "fsdp2" and fixed.offload_activations != DEVICE:
+            raise UsageError(
+                f"fsdp2 with offload_activations={fixed.offload_activations!r} is not planned; take the engine accordion, or leave "
+                "it out."
+            )
     if fixed.secondary and engine == "fsdp2":
         raise UsageError(
             f"fsdp2 with secondary={fixed.secondary} is not planned; take the engine accordion, or leave it out."

@@ -228,6 +228,7 @@ class Plan:
             "offload": c.choice.offload,
             "offload_params": OFFLOADS[c.choice.offload][0],
             "offload_optimizer": OFFLOADS[c.choice.offload][1],
+            "offload_activations": c.choice.activations,
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }
