@@ -15,15 +15,18 @@ from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.events import Enter, Land, Launch, Log, Op, StepPart, StepPhase
 from accordion.plan.extrapolate.inputs import inputs_of, staged_bytes
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
-from accordion.plan.hardware import GB, GIB, GPUS, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
+from accordion.plan.hardware import GB, GIB, GPUS, MARGIN, REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.search.evaluate import HOST_MARGIN
 from accordion.plan.search.space import Choice
 from accordion.plan.trace.trace import trace
 from tests.plan import subjects
 
 CASE = "inputs on the host"
 INPUT = 1 << 30
+LAYERS, SEQ, WIDTH = 5, 16384, 512
+KEPT = 2 * LAYERS * SEQ * WIDTH  # bytes that inputs of a rank take, in bf16
 CLUSTER = Cluster(
     gpu=replace(GPUS["h100"], host_gbps=2 * INPUT / GB / REACHED["middle"].link),  # an input in half a second
     disk_gbps=INPUT / GB / 3,  # and in three: two ranks share it
@@ -116,7 +119,7 @@ def test_streams_of_inputs_elsewhere(units: int, forward_s: float, activations: 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     made = tmp_path_factory.mktemp("model")
     config = {
-        "model_type": "llama", "vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 4,
+        "model_type": "llama", "vocab_size": 512, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
         "num_key_value_heads": 4, "intermediate_size": 512, "max_position_embeddings": 32768, "bos_token_id": None,
     }  # fmt: skip
     (made / "config.json").write_text(json.dumps(config))
@@ -124,31 +127,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 FIXED: dict[str, Any] = {
-    "strategy": "full_shard", "micro_batch": 1, "offload": "none", "gpus": 2, "seq": 16384, "units": acc.only_blocks(),
+    "strategy": "full_shard", "micro_batch": 1, "offload": "none", "gpus": 2, "seq": SEQ, "units": acc.only_blocks(),
 }  # fmt: skip
 
 
-def test_they_are_tried_where_nothing_fits(folder: str) -> None:
+def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_room(folder: str) -> None:
     plain = acc.plan(folder, **FIXED, checkpoint_activations="full")
     assert {c.choice.activations for c in plain.found.candidates} == {"device"}
-    inputs = 11 * 16384 * 512 * 2  # a rank's, but the one under way; the last layer's input is that of the backward's first
     needed = plain.chosen.memory.needed_bytes
-    card = replace(GPUS["h100"], memory_gib=(needed - MARGIN * inputs / 2) / GIB)
-    made = acc.plan(folder, **FIXED, checkpoint_activations="full", gpu=card)
-    assert made.fits
-    assert made.chosen.choice.activations == "host"
-    assert "checkpointing full with inputs on the host" in str(made.chosen.choice)
-    assert made.as_dict()["config"]["offload_activations"] == "host"
-    assert made.chosen.host_bytes == 2 * 12 * 16384 * 512 * 2
-    assert made.chosen.memory.needed_bytes < needed - MARGIN * inputs / 2
-    on_disk = acc.plan(folder, **FIXED, checkpoint_activations="full", gpu=card, offload_activations="disk")
-    assert on_disk.chosen.memory.peak.num_bytes == made.chosen.memory.peak.num_bytes
-    assert on_disk.chosen.disk_bytes == made.chosen.host_bytes
-    assert on_disk.chosen.host_bytes == 2 * 3 * 16384 * 512 * 2
-    assert on_disk.chosen.steps["middle"].seconds > made.chosen.steps["middle"].seconds
-    little = acc.plan(folder, **FIXED, checkpoint_activations="full", gpu=card, host_memory_gib=0.3)
-    assert little.chosen.choice.activations == "disk"  # the host has no room
-    assert OUTSIDE_BYTES < needed
+    card = replace(GPUS["h100"], memory_gib=(needed - MARGIN * KEPT / 4) / GIB)
+    room = HOST_MARGIN * 1.5 * KEPT / GIB  # of two ranks; buffers on the way to the disk take 1.2
+    made = acc.plan(folder, **FIXED, checkpoint_activations="full", gpu=card, host_memory_gib=room)
+    _, on_host, on_disk = made.found.candidates
+    assert [c.choice.activations for c in made.found.candidates] == ["device", "host", "disk"]
+    assert [c.fits for c in made.found.candidates] == [False, False, True]
+    assert on_host.memory.fits(made.cluster)
+    assert "of a machine's memory" in on_host.why
+    assert (on_host.host_bytes, on_host.disk_bytes) == (2 * KEPT, 0)
+    assert (on_disk.host_bytes, on_disk.disk_bytes) == (2 * KEPT * 3 // LAYERS, 2 * KEPT)
+    host, disk = (replace(c.memory.peak, at=0) for c in (on_host, on_disk))  # the events of the disk come between
+    assert host == disk
+    assert made.chosen.steps["middle"].seconds > on_host.steps["middle"].seconds
+    assert made.as_dict()["config"]["offload_activations"] == "disk"
+    assert "checkpointing full with inputs on the disk" in str(made.chosen.choice)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ class Plan:
             "accumulate": c.choice.accumulate,
             "no_sync": c.choice.no_sync,
             "gpus": c.choice.gpus,
+            "expert_parallel": c.choice.expert_parallel,
             "offload": c.choice.offload,
             "offload_params": OFFLOADS[c.choice.offload][0],
             "offload_optimizer": OFFLOADS[c.choice.offload][1],

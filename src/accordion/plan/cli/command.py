@@ -81,6 +81,7 @@ class Options:
         offload_activations: device, host or disk: where inputs of recomputed units wait; without it: elsewhere than on the
             device only where nothing fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
+        expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose them evenly
         lengths: tokens of a sample as mean,longest: all are padded to the longest, and the mean counts as trained
         packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
         tokens: of a whole run, whose hours, GPU-hours and energy are told
@@ -132,6 +133,7 @@ class Options:
     offload: str | None = None
     offload_activations: str | None = None
     checkpoint_activations: str | None = None
+    expert_parallel: int = 1
     lengths: str | None = None
     packed: bool = False
     tokens: float | None = None
@@ -195,6 +197,7 @@ def run(words: list[str]) -> int:
             offload=o.offload,
             offload_activations=o.offload_activations,
             checkpoint_activations=o.checkpoint_activations,
+            expert_parallel=o.expert_parallel,
             seq=seq,
             mean_tokens=mean_tokens,
             packed=o.packed,

@@ -34,7 +34,7 @@ ACTIVATIONS = (DEVICE, HOST, ON_DISK)
 class Choice:
     """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
     `secondary`: what `shard` takes under that name; 0: nothing. `no_sync`: micro-batches but the last reduce nothing.
-    `activations`: of ACTIVATIONS.
+    `activations`: of ACTIVATIONS. `expert_parallel`: ranks that share the experts of a mixture; 1: each has all.
 
     `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
     """
@@ -50,10 +50,12 @@ class Choice:
     secondary: int = 0
     no_sync: bool = False
     activations: str = DEVICE
+    expert_parallel: int = 1
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"secondary shards over {self.secondary}"] if self.secondary else []
+        parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
         inputs = f" with inputs on the {self.activations}" if self.activations != DEVICE else ""
         parts += [f"checkpointing {self.checkpoint_activations}{inputs}", f"micro-batch {self.micro_batch}"]
         apart = " without reducing" if self.no_sync else ""
@@ -94,6 +96,7 @@ class Space:
     replicas: int = 0
     offloads: Sequence[str] = tuple(OFFLOADS)
     activations: Sequence[str] = (DEVICE,)
+    expert_parallel: int = 1
     units: Sequence[str] = (AUTO,)
     secondary: int | None = 0
     optimizer: str = "adamw"
@@ -125,6 +128,7 @@ class Space:
             ranks=choice.gpus,
             node=cluster.node,
             replicas=choice.replicas,
+            expert_parallel=choice.expert_parallel,
             accumulate=choice.num_traced,
             no_sync=choice.no_sync,
             optimizer=self.optimizer,
@@ -181,6 +185,8 @@ def choices(space: Space, cluster: Cluster) -> list[Choice]:
 
 def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
     for gpus in space.gpus:
+        if gpus % space.expert_parallel:
+            continue
         for name in space.strategies:
             if gpus == 1 and name not in (NO_SHARD.name, space.strategies[0]):
                 continue
@@ -194,7 +200,7 @@ def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
                             choice = Choice(
                                 strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
                                 gpus=gpus, accumulate=accumulate, replicas=replicas, no_sync=space.no_sync,
-                                activations=space.activations[0],
+                                activations=space.activations[0], expert_parallel=space.expert_parallel,
                             )  # fmt: skip
                             yield with_secondary(choice, space.secondary or 0) or choice
 
