@@ -307,8 +307,8 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     apart = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
     if apart is not None:
         raise UsageError(
-            f"parameter {apart!r} lies over a mesh already (tensor parallel or experts), which is not planned; plan the model as "
-            "it is before, on as many GPUs as shard it."
+            f"parameter {apart!r} lies over a mesh already, and a plan makes its own: tensor parallelism is not planned, and experts "
+            "are spread by expert_parallel; plan the model as it is before."
         )
     model = plain
     subject = subject_of(model, loss, batch)

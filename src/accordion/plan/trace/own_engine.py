@@ -26,7 +26,7 @@ from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.trace.instrument import owners_of, watch
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
-from accordion.plan.trace.spread import ALL_AXES, spread_experts
+from accordion.plan.trace.spread import ALL_AXES, silent_exchange, spread_experts
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard_over
 from accordion.shard.topology import CommunicatorMaker
@@ -38,7 +38,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     meshes = None
     if run.expert_parallel > 1:
         with tracker.paused():
-            meshes, mesh = spread_experts(model, mesh, tracker), _torch.flattened_mesh(mesh, ALL_AXES)
+            meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
     arena = partial(TracedArena, tracker, run)
     shard_over(silent(tracker, run), model, mesh, **run.sharding, meshes=meshes, make_arena=arena)
     engine = engine_of(model)
