@@ -1,4 +1,4 @@
-"""Three architectures and twelve ways to train each: what a plan says of them, and what ranks count."""
+"""Three architectures and ways to train each, and a mixture of experts: what a plan says of them, and what ranks count."""
 
 from __future__ import annotations
 

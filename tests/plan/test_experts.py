@@ -53,13 +53,13 @@ def test_messages_of_experts_over_four_of_sixteen_ranks(folder: str) -> None:
     plain, spread = (acc.plan(folder, **FIXED, expert_parallel=n) for n in (1, 4))
     tokens = sent(spread, ALL_TO_ALL, axis=EXPERTS)
     assert tokens.count(ROWS) == 4 * LAYERS  # there and back, forward and backward
-    assert sorted(set(tokens)) == [8 * COUNT, 2 * SEQ * CHOSEN, ROWS]  # numbers of tokens, their weights, themselves
+    assert sorted(set(tokens)) == [8 * COUNT, 4 * SEQ * CHOSEN, ROWS]  # numbers of tokens, their weights, themselves
     experts = COUNT * 3 * WIDTH * MLP  # elements of a layer
-    assert sum(sent(spread, "gather", axis=EXPERT_DATA)) == 2 * LAYERS * 2 * experts // 4  # forward and backward, in bf16
-    assert sum(sent(spread, "scatter_sum", "exchange", axis=EXPERT_DATA)) == LAYERS * 4 * experts // 4  # in float32
-    for kinds, itemsize, times in ((("gather",), 2, 2), (("scatter_sum", "exchange"), 4, 1)):
-        everywhere = sum(sent(plain, *kinds, axis="shard")) - sum(sent(spread, *kinds, axis="shard"))
-        assert everywhere == pytest.approx(times * LAYERS * itemsize * experts, rel=1e-3)
+    # Gathered in bf16 by forward and backward, but the last layer once; reduced in float32.
+    for kind, itemsize, times in (("gather", 2, 2 * LAYERS - 1), ("scatter_sum", 4, LAYERS)):
+        assert sum(sent(spread, kind, axis=EXPERT_DATA)) == pytest.approx(times * itemsize * experts / 4, rel=1e-3)
+        everywhere = sum(sent(plain, kind, axis="shard")) - sum(sent(spread, kind, axis="shard"))
+        assert everywhere == pytest.approx(times * itemsize * experts, rel=1e-3)
     assert products(spread) == pytest.approx(products(plain), rel=1e-3)  # as many tokens come as go
     for category in ("parameters", "optimizer"):
         assert held(spread, category) == pytest.approx(held(plain, category), rel=1e-2)
@@ -107,10 +107,13 @@ def test_modules_that_hold_experts_are_those_with_a_matrix_for_each() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"expert_parallel": 16}, r"does not divide the 8 experts of model\.layers\.0\.mlp\.experts; take a divisor"),
+        ({"expert_parallel": 16}, r"does not divide the 8 experts of .model\.layers\.0\.mlp\.experts.; take a divisor"),
         ({"expert_parallel": 3}, r"expert_parallel is 3, which does not divide 16 GPUs; take a divisor"),
         ({"expert_parallel": 0}, r"expert_parallel is 0; it takes 1 or more"),
-        ({"expert_parallel": 4, "strategy": "hybrid_shard"}, r"expert_parallel with strategy 'hybrid_shard' is not planned"),
+        (
+            {"expert_parallel": 4, "strategy": "hybrid_shard"},
+            r"expert_parallel with strategy 'hybrid_shard' is not planned",
+        ),
         ({"expert_parallel": 4, "engine": "fsdp2"}, r"expert_parallel with engine 'fsdp2' is not planned"),
         ({"expert_parallel": 4, "secondary": 8}, r"expert_parallel with secondary=8 is not planned"),
         ({"expert_parallel": 4, "model": "llama3-8b"}, r"and llama3-8b has no experts that can be spread"),

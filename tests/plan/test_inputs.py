@@ -1,4 +1,4 @@
-"""Inputs of recomputed units off the device, in a plan: bytes as ranks count them, the disk's streams by arithmetic, the search."""
+"""Inputs of recomputed units off the device, in a plan: bytes that ranks take, streams by arithmetic, and the search."""
 
 from __future__ import annotations
 

@@ -114,10 +114,11 @@ def plan(
     logits of tokens; its loss and attention `kernels` choose. `gpu`: of the table, or a description. `gpus`: in all, the last of
     several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all, disk),
     `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `offload_activations` (device, host, disk): where
-    inputs of recomputed units wait; without it elsewhere than on the device only where nothing fits. `secondary`: what `shard` takes, 0 for nothing;
-    looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`: micro-batches of a step but the
-    last reduce nothing. `expert_parallel`: neighbouring ranks that share the experts of a mixture, each of which has some of them;
-    tokens are assumed to choose experts evenly. `global_batch`: samples of a step over all GPUs, from which `accumulate` follows.
+    inputs of recomputed units wait; without it elsewhere than on the device only where nothing fits. `secondary`: what `shard`
+    takes, 0 for nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`:
+    micro-batches of a step but the last reduce nothing. `expert_parallel`: neighbouring ranks that share the experts of a
+    mixture; tokens are assumed to choose experts evenly. `global_batch`: samples of a step over all GPUs, from which
+    `accumulate` follows.
     `host_memory_gib`, `disk_gbps`: a machine's. `engine`: "fsdp2" traces PyTorch's own in this one's place.
     `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration `measured_at`
     ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is. `mean_tokens`: of a
@@ -307,8 +308,8 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     apart = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
     if apart is not None:
         raise UsageError(
-            f"parameter {apart!r} lies over a mesh already, and a plan makes its own: tensor parallelism is not planned, and experts "
-            "are spread by expert_parallel; plan the model as it is before."
+            f"parameter {apart!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts are spread "
+            "by expert_parallel, and tensor parallelism is not known to a plan."
         )
     model = plain
     subject = subject_of(model, loss, batch)
@@ -420,7 +421,9 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         raise UsageError(f"lora_rank is {training.kernels.lora_rank}; it takes 0 (no adapters) to 4,096.")
     for n in counts:
         if n % fixed.expert_parallel:
-            raise UsageError(f"expert_parallel is {fixed.expert_parallel}, which does not divide {n} GPUs; take a divisor.")
+            raise UsageError(
+                f"expert_parallel is {fixed.expert_parallel}, which does not divide {n} GPUs; take a divisor."
+            )
     if not counts:
         raise UsageError("gpus is empty; name at least one number of GPUs.")
 
@@ -460,8 +463,8 @@ def _check_names(training: Training, fixed: Fixed) -> None:
         check_activations(fixed.offload_activations, fixed.checkpoint_activations)
         if engine == "fsdp2" and fixed.offload_activations != DEVICE:
             raise UsageError(
-                f"fsdp2 with offload_activations={fixed.offload_activations!r} is not planned; take the engine accordion, or leave "
-                "it out."
+                f"fsdp2 with offload_activations={fixed.offload_activations!r} is not planned; take the engine accordion, or "
+                "leave it out."
             )
     if fixed.secondary and engine == "fsdp2":
         raise UsageError(

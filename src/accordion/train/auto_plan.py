@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, Precision
+from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, HOST, Precision
 from accordion.devices import name_of
 from accordion.errors import UsageError
 from accordion.plan.api import subject_of

@@ -6,7 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from accordion.offload.activations.stores import NUM_STAGES, room_for
-from accordion.plan.events import COMPUTE, DISK_STREAM, FETCH, HOST, STORE, Enter, Event, Land, Launch, Log, Mark, Op, Wait, begins
+from accordion.plan.events import (
+    COMPUTE,
+    DISK_STREAM,
+    FETCH,
+    HOST,
+    STORE,
+    Enter,
+    Event,
+    Land,
+    Launch,
+    Log,
+    Mark,
+    Op,
+    Wait,
+    begins,
+)
 
 COPIED = 2  # a copy reads and writes
 

@@ -65,9 +65,7 @@ def search(
         place = {replace(choice, secondary=0): i for i, choice in enumerate(every)}
         first_place = space.activations[0]
         candidates.sort(
-            key=lambda c: place[
-                replace(c.choice, offload=NO_OFFLOAD, units=AUTO, secondary=0, activations=first_place)
-            ]
+            key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO, secondary=0, activations=first_place)]
         )
         best = evaluator.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
         if less is not None and best is not None:

@@ -16,7 +16,18 @@ from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
-from accordion.plan.events import EXPERT_DATA, FETCH, REPLICATE, SECONDARY, STORE, Category, Land, Launch, StepPhase, Wait
+from accordion.plan.events import (
+    EXPERT_DATA,
+    FETCH,
+    REPLICATE,
+    SECONDARY,
+    STORE,
+    Category,
+    Land,
+    Launch,
+    StepPhase,
+    Wait,
+)
 from accordion.plan.trace.tracker import Tracker, storages_of
 
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}

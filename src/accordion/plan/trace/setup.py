@@ -32,7 +32,8 @@ class TrainingSetup:
     """How it is trained. `engine`: accordion, or fsdp2 in its place. `sharding`: the keyword arguments of `shard`.
 
     `node`: ranks of one machine. `replicas`: of a hybrid strategy; 0: one a machine. `device`: "cuda" traces what a GPU would
-    do; "cpu" the engine on CPU ranks, over gloo. `expert_parallel`: neighbours that share the experts of a mixture. `optimizer`: of OPTIMIZERS. `no_sync`: micro-batches but the last do not reduce.
+    do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS. `no_sync`: micro-batches but the last do not reduce.
+    `expert_parallel`: neighbours that share the experts of a mixture.
     """
 
     engine: str = "accordion"

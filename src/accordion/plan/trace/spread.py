@@ -35,7 +35,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> di
             whole = DTensor.from_local(own, axis, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
             setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
         module.forward = partial(_forward, module, axis.size(), exchange)
-    return {name: mesh[EXPERT_DATA_AXIS] for name in found}
+    return dict.fromkeys(found, mesh[EXPERT_DATA_AXIS])
 
 
 def silent_exchange(tracker: Tracker) -> Exchange:
