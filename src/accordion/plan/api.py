@@ -308,8 +308,8 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     apart = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
     if apart is not None:
         raise UsageError(
-            f"parameter {apart!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts are spread "
-            "by expert_parallel, and tensor parallelism is not known to a plan."
+            f"parameter {apart!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts are "
+            "spread by expert_parallel, and tensor parallelism is not known to a plan."
         )
     model = plain
     subject = subject_of(model, loss, batch)

@@ -233,7 +233,7 @@ def _accumulate(space: Space, micro_batch: int, gpus: int) -> int:
 def check_activations(activations: str, checkpointing: str | None) -> None:
     """Raises `UsageError`."""
     if activations not in ACTIVATIONS:
-        raise UsageError(f"offload_activations {activations!r} is no place; {nearest(activations, ACTIVATIONS)}")
+        raise UsageError(f"offload_activations {activations!r} is no place; {nearest(activations, list(ACTIVATIONS))}")
     if activations != DEVICE and checkpointing == "none":
         raise UsageError(
             f"offload_activations is {activations!r}, which takes the inputs of recomputed units off the device, and "

@@ -29,13 +29,14 @@ from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.spread import ALL_AXES, silent_exchange, spread_experts
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard_over
+from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.topology import CommunicatorMaker
 from accordion.state import no_sync
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `shard`, as a GPU rank or a CPU rank has it."""
-    meshes = None
+    meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
             meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from accordion.plan.events import ALL_TO_ALL, EXPERTS
 from accordion.plan.experts import experts_in
 from accordion.plan.trace.tracker import Tracker
+from accordion.shard.own_meshes import MeshChoice
 
 EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # of the mesh, the second of neighbours
 ALL_AXES = "dp"  # both as one
@@ -23,7 +24,7 @@ Exchange = Callable[[Tensor], Tensor]
 """An all-to-all over the ranks that share experts: rows, as many to each, and as many come."""
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> dict[str, DeviceMesh]:
+def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
     """Leave each rank its experts, as the guide has it, and have tokens sent to them. `mesh`: of both axes.
 
     Gives what `shard` takes as `meshes`.
@@ -59,7 +60,8 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
     back = _AllToAll.apply(out, exchange)  # type: ignore[no-untyped-call]
     order = torch.empty_like(by_expert)
     order[by_expert] = torch.arange(by_expert.numel(), device=order.device)
-    return back[order].view(*chosen.shape, -1).sum(-2).to(hidden.dtype)
+    summed: Tensor = back[order].view(*chosen.shape, -1).sum(-2)
+    return summed.to(hidden.dtype)
 
 
 def _own(module: nn.Module, num_experts: int) -> nn.Module:
