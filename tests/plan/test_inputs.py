@@ -16,6 +16,7 @@ from accordion.plan.events import Enter, Land, Launch, Log, Op, StepPart, StepPh
 from accordion.plan.extrapolate.inputs import inputs_of, staged_bytes
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.hardware import GB, GIB, GPUS, MARGIN, REACHED, Cluster
+from accordion.plan.parts import by_kind
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step, simulate
 from accordion.plan.search.evaluate import HOST_MARGIN
@@ -111,6 +112,7 @@ def step_of(units: int, forward_s: float, activations: str) -> Step:
 def test_streams_of_inputs_elsewhere(units: int, forward_s: float, activations: str, seconds: float) -> None:
     step = step_of(units, forward_s, activations)
     assert step.seconds == pytest.approx(seconds, rel=1e-3)
+    assert {"copies to the host", "copies from the host"} <= {part.name for part in by_kind(step)}
     moved = sum(s.seconds for s in step.stretches if s.stream == "disk")
     assert moved == pytest.approx(6.0 * (units + max(0, units - 3)) if activations == "disk" else 0.0, rel=1e-3)
 

@@ -120,7 +120,7 @@ def _peak(plan: Plan) -> Table:
     assert memory is not None
     whole = memory.peak.num_bytes
     rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}", p.advice] for p in parts]
-    columns = ["", "GiB", "", "what helps"]
+    columns = ["", "GiB", "of the peak", "what helps"]
     if not any(p.advice for p in parts):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
     return Table(title="what the peak is", columns=columns, rows=rows)
