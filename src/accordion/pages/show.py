@@ -87,8 +87,9 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Columns that say something in words, and are read from their left."""
-    return {i for i in range(len(table.columns)) if any(_is_said(row[i]) for row in table.rows)}
+    """Columns that say something in words, or hold no figure at all, and are read from their left."""
+    cells = [[row[i] for row in table.rows] for i in range(len(table.columns))]
+    return {i for i, mine in enumerate(cells) if any(map(_is_said, mine)) or not any(map(str.isdigit, "".join(mine)))}
 
 
 def _is_said(cell: str) -> bool:
