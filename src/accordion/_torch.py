@@ -624,13 +624,21 @@ def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
 
 
 def joined_mesh(*slices: Any) -> Any:
-    """The mesh of which these are slices, with their axes in this order. No public name; torch's FSDP2 does the same."""
-    return type(slices[0])._concatenate(list(slices))
+    """The mesh of which these are slices, with their axes in this order; also where tensors made now are fake. No public name;
+    torch's FSDP2 does the same.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return type(slices[0])._concatenate(list(slices))
 
 
 def flattened_mesh(mesh: Any, name: str) -> Any:
-    """The axes of a mesh as one. No public name; torch's FSDP2 does the same."""
-    return mesh._flatten(name)
+    """The axes of a mesh as one; also where tensors made now are fake. No public name; torch's FSDP2 does the same."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return mesh._flatten(name)
 
 
 def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:

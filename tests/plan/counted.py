@@ -6,10 +6,13 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import accordion as acc
@@ -19,9 +22,17 @@ from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.own_engine import AtOnce
+from accordion.plan.trace.spread import ALL_AXES, EXPERT_DATA_AXIS, EXPERTS_AXIS, spread_experts
 from tests.plan import subjects
 
 MARK = "the step that is counted"
+
+
+def exchanged(group: Any, rows: Tensor) -> Tensor:
+    """A real all-to-all, as many rows to each."""
+    out, rows = torch.empty_like(rows), rows.contiguous()
+    dist.all_to_all_single(out, rows, group=group)
+    return out
 
 
 def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion") -> int:
@@ -36,7 +47,11 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
             fsdp2.apply(model, mesh, **{**run.sharding, "units": run.units})
             optimizer, clip = OPTIMIZERS[run.optimizer].make(model.parameters()), fsdp2.clip
         else:
-            acc.shard(model, mesh, **run.sharding)
+            meshes = None
+            if run.expert_parallel > 1:
+                meshes = spread_experts(model, mesh, partial(exchanged, mesh[EXPERTS_AXIS].get_group()))
+                mesh = mesh[EXPERT_DATA_AXIS, EXPERTS_AXIS]._flatten(ALL_AXES)
+            acc.shard(model, mesh, **run.sharding, meshes=meshes)
             engine = engine_of(model)
             if "offload" in run.sharding and engine is not None:  # the profiler follows no other thread
                 vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)

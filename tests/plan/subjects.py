@@ -1,4 +1,4 @@
-"""Three architectures and twelve ways to train each: what a plan says of them, and what ranks count."""
+"""Three architectures and ways to train each, and a mixture of experts: what a plan says of them, and what ranks count."""
 
 from __future__ import annotations
 
@@ -62,6 +62,16 @@ def llama() -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def mixture() -> nn.Module:
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=2 * WIDTH, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def vision() -> nn.Module:
     return Patches(4)
 
@@ -95,6 +105,7 @@ class Case:
     ranks: int = 2
     accumulate: int = 1
     change: Callable[[nn.Module], None] | None = None
+    expert_parallel: int = 1
 
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -112,9 +123,20 @@ CASES = {
     "frozen": Case(change=frozen),
     "offload": Case(sharding={"offload": acc.Offload(optimizer="host")}),
     "offload all, bf16": Case(sharding={"offload": acc.Offload(params="host", optimizer="host"), "precision": BF16}),
+    "inputs on the host": Case(
+        sharding={"checkpoint_activations": "full", "offload": acc.Offload(activations="host"), "precision": BF16}
+    ),
     "secondary": Case(sharding={"secondary": 2}, ranks=4),
     "lora": Case(change=adapted, ranks=4),
 }
+EXPERTS = {
+    "experts on all ranks": Case(ranks=4, sharding={"precision": BF16}),
+    "experts over 2": Case(ranks=4, expert_parallel=2, sharding={"precision": BF16}),
+    "experts over 4, recomputed": Case(
+        ranks=4, expert_parallel=4, sharding={"checkpoint_activations": "full", "precision": BF16}
+    ),
+}
+"""Cases of the mixture alone."""
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
 
 
@@ -126,15 +148,19 @@ def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
 
 def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     given, wanted = batch
-    if architecture == "llama":
+    if architecture in ("llama", "mixture"):
         return loss_of(model(input_ids=given, use_cache=False), wanted)
     return F.cross_entropy(model(given), wanted) if architecture == "vision" else loss_of(model(given), wanted)
 
 
+def case_of(case: str) -> Case:
+    return {**CASES, **EXPERTS}[case]
+
+
 def made(architecture: str, case: str, device: str) -> nn.Module:
     with torch.device(device):
-        model = ARCHITECTURES[architecture]().train()
-        change = CASES[case].change
+        model = {**ARCHITECTURES, "mixture": mixture}[architecture]().train()
+        change = case_of(case).change
         if change is not None:
             change(model)
     return model
@@ -150,13 +176,14 @@ def subject_of(architecture: str, case: str) -> Subject:
 
 def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingSetup:
     """On CPU ranks. oneDNN makes float32 copies inside of bf16 products, 3 % of the vision model's peak: not bf16 there."""
-    c = CASES[case]
+    c = case_of(case)
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
     return TrainingSetup(
         engine=engine,
         ranks=c.ranks,
         node=max(1, c.ranks // 2),
         accumulate=c.accumulate,
+        expert_parallel=c.expert_parallel,
         sharding=sharding,
         device="cpu",
     )

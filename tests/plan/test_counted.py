@@ -10,6 +10,7 @@ import pytest
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES, Cluster
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import memory_of
+from accordion.plan.trace.spread import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.trace import trace
 from tests.plan import counted, subjects
 
@@ -19,6 +20,8 @@ SAMPLE = [
     ("llama", "checkpoint every:2, bf16"),
     ("vision", "no_shard"),
     ("gpt", "secondary"),
+    ("llama", "inputs on the host"),
+    ("mixture", "experts over 4, recomputed"),
 ]
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen
@@ -31,7 +34,7 @@ FSDP2 = [
     ("vision", "full_shard"),
     ("vision", "frozen"),
 ]
-ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES]
+ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES] + [("mixture", c) for c in subjects.EXPERTS]
 
 
 def assert_close(world, architecture, case, engine="accordion"):
@@ -39,7 +42,9 @@ def assert_close(world, architecture, case, engine="accordion"):
     log = trace(subjects.subject_of(architecture, case), run)
     predicted = peak_of(log).num_bytes
     shape, names = (run.ranks,), ("shard",)
-    if run.strategy.hybrid:
+    if run.expert_parallel > 1:
+        shape, names = (run.ranks // run.expert_parallel, run.expert_parallel), (EXPERT_DATA_AXIS, EXPERTS_AXIS)
+    elif run.strategy.hybrid:
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")
     least = 2 << 60
     for _ in range(RUNS):  # what the profiler misses only adds

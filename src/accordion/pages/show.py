@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from accordion.pages.page import Chart, Page, Table
 
 SPREAD = re.compile(r"\([\d.,-]+\)")  # `spread` of `page`
+MANY = 3  # words of a cell that is no figure with its unit
 FEW = 30  # points of a curve that are marked each
 PLAIN_WIDTH = 200  # of tables where there is no terminal to ask
 HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -28,7 +29,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 70em;
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }} .wide {{ overflow-x: auto }}
 .spread {{ white-space: nowrap; color: #777; font-size: .85em }}
 th, td {{ border-bottom: 1px solid #ddd; padding: .25em .6em; text-align: right }}
-th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }}
+th:first-child, td:first-child {{ text-align: left; min-width: 7.5em }} th.words, td.words {{ text-align: left }}
 li {{ color: #555 }} h1 {{ font-size: 1.4em }} h2 {{ font-size: 1.1em }}
 h1, h2, li {{ overflow-wrap: anywhere }} td {{ overflow-wrap: break-word }}
 @media (max-width: 40em) {{ td {{ overflow-wrap: anywhere }}
@@ -67,9 +68,9 @@ def show(page: Page) -> None:
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     for table in page.tables:
-        drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        drawn, words = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD), _words(table)
         for i, column in enumerate(table.columns):
-            drawn.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
+            drawn.add_column(column, justify="left" if i == 0 or i in words else "right", no_wrap=i == 0)
         for row in table.rows:
             drawn.add_row(*row)
         if _least_width(table) <= console.width:
@@ -83,6 +84,16 @@ def show(page: Page) -> None:
                     console.print(f"    {column}: {cell}", markup=False)
     for note in page.notes:
         console.print(note, style="dim", markup=False)
+
+
+def _words(table: Table) -> set[int]:
+    """Columns that say something in words, or hold no figure at all, and are read from their left."""
+    cells = [[row[i] for row in table.rows] for i in range(len(table.columns))]
+    return {i for i, mine in enumerate(cells) if any(map(_is_said, mine)) or not any(map(str.isdigit, "".join(mine)))}
+
+
+def _is_said(cell: str) -> bool:
+    return sum(word.strip(",;:.").isalpha() for word in cell.split()) >= MANY
 
 
 def _least_width(table: Table) -> int:
@@ -161,13 +172,14 @@ def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.F
 
 def html_table(table: Table) -> str:
     """A phone shows each row as a card."""
-    head = "".join(f"<th>{escape(c)}</th>" for c in table.columns)
-    rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row))}</tr>" for row in table.rows)
+    kinds = [' class="words"' if i in _words(table) else "" for i in range(len(table.columns))]
+    head = "".join(f"<th{k}>{escape(c)}</th>" for c, k in zip(table.columns, kinds, strict=True))
+    rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row, kinds))}</tr>" for row in table.rows)
     kind = ' class="cards"' if len(table.columns) > 2 else ""
     return f'<h2>{escape(table.title)}</h2><div class="wide"><table{kind}><tr>{head}</tr>{rows}</table></div>'
 
 
-def _cell(column: str, text: str) -> str:
-    """Of one row in one column; a spread is not broken up."""
+def _cell(column: str, text: str, kind: str) -> str:
+    """Of one row in one column; a spread is not broken up. `kind`: the column's attributes."""
     shown = SPREAD.sub(r'<span class="spread">\g<0></span>', escape(text))
-    return f'<td data-column="{escape(column)}">{shown}</td>'
+    return f'<td{kind} data-column="{escape(column)}">{shown}</td>'

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from accordion import _torch
-from accordion.config import Place, Precision, checkpointing_named, nearest, strategy_named
+from accordion.config import DEVICE, Place, Precision, checkpointing_named, nearest, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.events import Log
+from accordion.plan.experts import EVENLY, check_experts
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named, with_attention
 from accordion.plan.losses import LOSSES
@@ -26,6 +27,7 @@ from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
 from accordion.plan.search.search import SearchResult, search
 from accordion.plan.search.space import (
+    ACTIVATIONS,
     CHECKPOINTING,
     LARGEST_GPUS,
     MICRO_BATCHES,
@@ -34,6 +36,7 @@ from accordion.plan.search.space import (
     STRATEGIES,
     Choice,
     Space,
+    check_activations,
     check_offload,
 )
 from accordion.plan.search.traces import moved_as, traced_as
@@ -82,7 +85,9 @@ def plan(
     replicas: int | None = None,
     secondary: int | None = None,
     offload: str | None = None,
+    offload_activations: str | None = None,
     checkpoint_activations: str | None = None,
+    expert_parallel: int = 1,
     micro_batch: int | None = None,
     seq: int = 4096,
     accumulate: int = 1,
@@ -108,9 +113,12 @@ def plan(
     the name of a preset, a transformers folder or a config.json, or "file.py:build", a function that gives a module that makes
     logits of tokens; its loss and attention `kernels` choose. `gpu`: of the table, or a description. `gpus`: in all, the last of
     several is what is asked for. `node`: GPUs of one machine. `strategy`, `replicas`, `offload` (none, optimizer, all, disk),
-    `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `secondary`: what `shard` takes, 0 for nothing;
-    looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`: micro-batches of a step but the
-    last reduce nothing. `global_batch`: samples of a step over all GPUs, from which `accumulate` follows.
+    `checkpoint_activations`, `micro_batch`: fixed where given, else looked for. `offload_activations` (device, host, disk): where
+    inputs of recomputed units wait; without it elsewhere than on the device only where nothing fits. `secondary`: what `shard`
+    takes, 0 for nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`:
+    micro-batches of a step but the last reduce nothing. `expert_parallel`: neighbouring ranks that share the experts of a
+    mixture; tokens are assumed to choose experts evenly. `global_batch`: samples of a step over all GPUs, from which
+    `accumulate` follows.
     `host_memory_gib`, `disk_gbps`: a machine's. `engine`: "fsdp2" traces PyTorch's own in this one's place.
     `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration `measured_at`
     ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is. `mean_tokens`: of a
@@ -136,7 +144,9 @@ def plan(
         replicas=replicas,
         secondary=secondary if secondary is not None or strategy is None else 0,
         offload=offload,
+        offload_activations=offload_activations,
         checkpoint_activations=checkpoint_activations,
+        expert_parallel=expert_parallel,
         micro_batch=micro_batch,
     )
     _check_numbers(counts, node, training, fixed)
@@ -155,6 +165,8 @@ def plan(
         disk_gbps=disk_gbps,
     )
     task = _named(model, seq, micro_batch, training.kernels) if isinstance(model, str) else _given(model, loss, batch)
+    if expert_parallel > 1:
+        check_experts(task.model, task.name, expert_parallel)
     space = _left_by(fixed, training, task, counts)
     num_params, measured = sum(p.numel() for p in task.model.parameters()), ""
     num_trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
@@ -181,7 +193,7 @@ def plan(
             "gpu": cluster.gpu.name,
             **({"seq": task.tokens, "mean_tokens": mean_tokens or task.tokens} if task.vocab else {}),
         },
-        remarks=task.remarks,
+        remarks=[*task.remarks, EVENLY.format(expert_parallel)] if expert_parallel > 1 else task.remarks,
     )
     return replace(made, log=log_of_choice(found, made.chosen.choice, space))
 
@@ -211,7 +223,9 @@ class Fixed:
     replicas: int | None
     secondary: int | None
     offload: str | None
+    offload_activations: str | None
     checkpoint_activations: str | None
+    expert_parallel: int
     micro_batch: int | None
 
 
@@ -294,8 +308,8 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     apart = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
     if apart is not None:
         raise UsageError(
-            f"parameter {apart!r} lies over a mesh already (tensor parallel or experts), which is not planned; plan the model as "
-            "it is before, on as many GPUs as shard it."
+            f"parameter {apart!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts are "
+            "spread by expert_parallel, and tensor parallelism is not known to a plan."
         )
     model = plain
     subject = subject_of(model, loss, batch)
@@ -335,7 +349,7 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
     offload = NO_OFFLOAD if training.engine == "fsdp2" or training.no_sync else fixed.offload
     checkpointing = fixed.checkpoint_activations
     return Space(
-        strategies=_strategies(fixed.strategy, offload, training.engine),
+        strategies=_strategies(fixed, offload, training.engine),
         checkpointing=CHECKPOINTING if checkpointing is None else [checkpointing],
         micro_batches=task.micro_batches,
         gpus=counts,
@@ -343,8 +357,10 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
         no_sync=training.no_sync,
         global_batch=training.global_batch,
         replicas=fixed.replicas or 0,
-        secondary=fixed.secondary,
+        secondary=fixed.secondary if fixed.expert_parallel == 1 else 0,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
+        activations=_places(fixed, training.engine),
+        expert_parallel=fixed.expert_parallel,
         units=_units(task.model, training.engine, training.sharding),
         optimizer=training.optimizer,
         engine=training.engine,
@@ -355,10 +371,19 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
     )
 
 
-def _strategies(strategy: str | None, offload: str | None, engine: str) -> Sequence[str]:
-    if strategy is not None:
-        return [strategy]
-    known = ENGINES[engine]
+def _places(fixed: Fixed, engine: str) -> Sequence[str]:
+    """Where inputs of recomputed units may wait. Without recomputation there are none."""
+    if fixed.offload_activations is not None:
+        return [fixed.offload_activations]
+    return ACTIVATIONS if engine == "accordion" and fixed.checkpoint_activations != "none" else [DEVICE]
+
+
+def _strategies(fixed: Fixed, offload: str | None, engine: str) -> Sequence[str]:
+    if fixed.strategy is not None:
+        return [fixed.strategy]
+    known: Sequence[str] = ENGINES[engine]
+    if fixed.expert_parallel > 1:
+        known = [s for s in known if not strategy_named(s).hybrid]
     return known if offload in (None, NO_OFFLOAD) else [s for s in known if strategy_named(s).grads is Place.SHARD]
 
 
@@ -377,6 +402,7 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         "seq": training.seq,
         "accumulate": training.accumulate,
         "replicas": fixed.replicas,
+        "expert_parallel": fixed.expert_parallel,
         "global_batch": training.global_batch,
     }
     if fixed.secondary is not None and not (fixed.secondary == 0 or 2 <= fixed.secondary <= LARGEST):
@@ -393,6 +419,11 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         )
     if not 0 <= training.kernels.lora_rank <= 4096:
         raise UsageError(f"lora_rank is {training.kernels.lora_rank}; it takes 0 (no adapters) to 4,096.")
+    for n in counts:
+        if n % fixed.expert_parallel:
+            raise UsageError(
+                f"expert_parallel is {fixed.expert_parallel}, which does not divide {n} GPUs; take a divisor."
+            )
     if not counts:
         raise UsageError("gpus is empty; name at least one number of GPUs.")
 
@@ -402,8 +433,8 @@ def _check_names(training: Training, fixed: Fixed) -> None:
     engine, strategy, offload = training.engine, fixed.strategy, fixed.offload
     if training.sharding.get("meshes"):
         raise UsageError(
-            "meshes is given, and a plan knows one mesh of all ranks: what experts on some of them send and keep is not planned; "
-            "leave it out and plan the model with all of its experts on every rank."
+            "meshes is given, and a plan makes its own; leave it out, plan the model with all of its experts, and say with "
+            "expert_parallel over how many ranks they are spread."
         )
     named: tuple[tuple[str, str, Iterable[str]], ...] = (
         ("optimizer", training.optimizer, OPTIMIZERS),
@@ -428,14 +459,39 @@ def _check_names(training: Training, fixed: Fixed) -> None:
         )
     if fixed.checkpoint_activations is not None:
         checkpointing_named(fixed.checkpoint_activations)
+    if fixed.offload_activations is not None:
+        check_activations(fixed.offload_activations, fixed.checkpoint_activations)
+        if engine == "fsdp2" and fixed.offload_activations != DEVICE:
+            raise UsageError(
+                f"fsdp2 with offload_activations={fixed.offload_activations!r} is not planned; take the engine accordion, or "
+                "leave it out."
+            )
     if fixed.secondary and engine == "fsdp2":
         raise UsageError(
             f"fsdp2 with secondary={fixed.secondary} is not planned; take the engine accordion, or leave it out."
         )
+    if fixed.expert_parallel > 1:
+        _check_beside_experts(fixed, engine)
     if fixed.replicas is not None and strategy is not None and not strategy_named(strategy).hybrid:
         raise UsageError(
             f"replicas is {fixed.replicas}, of which strategy {strategy!r} keeps none; take hybrid_shard, or leave it out."
         )
+
+
+def _check_beside_experts(fixed: Fixed, engine: str) -> None:
+    """Raises `UsageError` for what is not planned with experts over some of the ranks."""
+    beside = {
+        f"engine {engine!r}": engine != "accordion",
+        f"strategy {fixed.strategy!r}": fixed.strategy is not None and strategy_named(fixed.strategy).hybrid,
+        f"replicas={fixed.replicas}": fixed.replicas is not None,
+        f"secondary={fixed.secondary}": bool(fixed.secondary),
+    }
+    for name, is_asked in beside.items():
+        if is_asked:
+            raise UsageError(
+                f"expert_parallel with {name} is not planned; leave one of them out, or take full_shard, shard_grad_op, "
+                "shard_optim or no_shard."
+            )
 
 
 def on_meta(model: nn.Module) -> nn.Module:

@@ -10,6 +10,9 @@ COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # those of copies to the device and from it, where anything rests elsewhere
 REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of ranks
 SECONDARY = "secondary"  # the axis of neighbours that keep one copy from a forward to its backward
+EXPERTS = "experts"  # the axis of neighbours that share the experts of a mixture
+EXPERT_DATA = "expert data"  # that of ranks that have the same ones
+ALL_TO_ALL = "all_to_all"  # of tokens to their experts, on the compute stream
 HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
 STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
 
@@ -82,9 +85,9 @@ class Op:
 class Collective:
     """One launch. `num_bytes`: of the full tensors. `axis`: of the mesh."""
 
-    kind: str  # gather, exchange, scatter_sum, sum
+    kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int
-    axis: str  # shard, replicate or SECONDARY
+    axis: str  # shard, replicate, SECONDARY, EXPERTS or EXPERT_DATA
     stream: str
 
 

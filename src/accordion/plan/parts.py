@@ -35,6 +35,7 @@ WAITED_FOR = {  # streams, as a user thinks of them
     STORE: "waiting for the host",
     HOST: "waiting for the host",
 }
+BESIDE = {FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host"}
 OTHERS = 1.3  # watts of a machine for each watt of its cards: hosts, network, cooling; a guess
 
 
@@ -59,7 +60,9 @@ def by_kind(step: Step) -> list[TimePart]:
     parts = [TimePart(name=name, seconds=s) for name, s in own.items() if s > 0]
     parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
     aside = [
-        TimePart(name=name, seconds=s, hidden=True) for name, s in step.by_kind.items() if name not in own and s > 0
+        TimePart(name=BESIDE.get(name, name), seconds=s, hidden=True)
+        for name, s in step.by_kind.items()
+        if name not in own and s > 0
     ]
     return [*sorted(parts, key=lambda p: -p.seconds), *sorted(aside, key=lambda p: -p.seconds)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accordion.plan.events import Log
+from accordion.plan.events import HOST, Log
 from accordion.plan.hardware import (
     GIB,
     HOST_GIB_PER_GPU,
@@ -24,6 +24,7 @@ from accordion.plan.hardware import (
 )
 from accordion.plan.parts import (
     LOGITS,
+    WAITED_FOR,
     PeakPart,
     RunCost,
     TimePart,
@@ -225,9 +226,11 @@ class Plan:
             "accumulate": c.choice.accumulate,
             "no_sync": c.choice.no_sync,
             "gpus": c.choice.gpus,
+            "expert_parallel": c.choice.expert_parallel,
             "offload": c.choice.offload,
             "offload_params": OFFLOADS[c.choice.offload][0],
             "offload_optimizer": OFFLOADS[c.choice.offload][1],
+            "offload_activations": c.choice.activations,
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }
@@ -319,7 +322,9 @@ def next_gains(plan: Plan) -> list[NextGain]:
     found.sort(key=lambda n: float(n.costs.partition(" ")[0].replace(",", "")))
     step = best.steps["middle"]
     without = step.exposed_s / (step.seconds - step.exposed_s) if step.seconds > step.exposed_s else 0.0
-    faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs="another network")]
+    host = sum(s for stream, s in step.waits.items() if WAITED_FOR.get(stream) == WAITED_FOR[HOST])
+    costs = "another host, or disk" if host > step.exposed_s / 2 else "another network"
+    faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs=costs)]
     return [*found[:2], *(faster if without >= plan.cluster.tellable else [])]
 
 

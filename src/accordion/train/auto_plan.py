@@ -12,14 +12,14 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, Precision
+from accordion.config import COMPUTE_DTYPES, DEVICE, DISK, HOST, Precision
 from accordion.devices import name_of
 from accordion.errors import UsageError
 from accordion.plan.api import subject_of
 from accordion.plan.hardware import GIB, GPUS, Cluster, Gpu
 from accordion.plan.search.evaluate import Candidate
 from accordion.plan.search.search import search
-from accordion.plan.search.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, STRATEGIES, Choice, Space
+from accordion.plan.search.space import CHECKPOINTING, NO_OFFLOAD, OFFLOADS, ON_DISK, STRATEGIES, Choice, Space
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trained_models import language_subject, unit_rules
 from accordion.tasks.errors import of_the_task
@@ -102,11 +102,19 @@ def space_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, device:
         replicas=shard.replicas,
         secondary=shard.secondary if named & {"shard.secondary", "shard.strategy"} else None,
         offloads=offloads,
+        activations=_places(shard.offload_activations, named, device),
         precision=Precision(params=COMPUTE_DTYPES[_precision(shard.precision, device)]),
         tokens=config.data.seq_len if isinstance(config, Config) else 1,
         sharding={"units": units_named(config.shard.units, "shard.units")},
         device="cpu" if device == "cpu" else "cuda",  # whose operators a trace knows, for any accelerator
     )
+
+
+def _places(place: str, named: AbstractSet[str], device: str) -> Sequence[str]:
+    """Where inputs of recomputed units may wait, as the space has it."""
+    if "shard.offload_activations" in named:
+        return [ON_DISK if place.startswith(DISK) else place]
+    return [DEVICE] if device == "cpu" else [DEVICE, HOST]  # a disk takes a folder that nobody named
 
 
 def smaller_of(config: JobConfig, named: AbstractSet[str], num_ranks: int, space: Space) -> Space | None:
@@ -128,6 +136,8 @@ def with_choice(config: Job, choice: Choice, space: Space) -> Job:
     )
     if choice.units != AUTO:
         shard = replace(shard, units=choice.units)
+    if len(space.activations) > 1:
+        shard = replace(shard, offload_activations=choice.activations)
     if len(space.offloads) > 1:
         params, optimizer = OFFLOADS[choice.offload]
         shard = replace(shard, offload_params=params, offload_optimizer=optimizer)
@@ -195,6 +205,7 @@ def _said(choice: Choice) -> str:
     parts = [choice.strategy, f"checkpoint_activations {choice.checkpoint_activations}"]
     parts += [f"secondary {choice.secondary}"] if choice.secondary else []
     parts += [f"offload {choice.offload}"] if choice.offload != NO_OFFLOAD else []
+    parts += [f"offload_activations {choice.activations}"] if choice.activations != DEVICE else []
     parts += [f"units {choice.units}"] if choice.units != AUTO else []
     return ", ".join([*parts, f"micro_batch {choice.micro_batch}, accumulate {choice.accumulate}"])
 

@@ -78,7 +78,10 @@ class Options:
             strategy: look for it
         offload: none, optimizer (with masters and gradients on the host), all (parameters too) or disk (states there); without
             it: the first of them that fits
+        offload_activations: device, host or disk: where inputs of recomputed units wait; without it: elsewhere than on the
+            device only where nothing fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
+        expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose them evenly
         lengths: tokens of a sample as mean,longest: all are padded to the longest, and the mean counts as trained
         packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
         tokens: of a whole run, whose hours, GPU-hours and energy are told
@@ -128,7 +131,9 @@ class Options:
     replicas: int | None = None
     secondary: int | None = None
     offload: str | None = None
+    offload_activations: str | None = None
     checkpoint_activations: str | None = None
+    expert_parallel: int = 1
     lengths: str | None = None
     packed: bool = False
     tokens: float | None = None
@@ -190,7 +195,9 @@ def run(words: list[str]) -> int:
             replicas=o.replicas,
             secondary=o.secondary,
             offload=o.offload,
+            offload_activations=o.offload_activations,
             checkpoint_activations=o.checkpoint_activations,
+            expert_parallel=o.expert_parallel,
             seq=seq,
             mean_tokens=mean_tokens,
             packed=o.packed,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from accordion.config import DEVICE
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
 from accordion.plan.parts import TimePart, by_kind, by_unit
@@ -119,7 +120,7 @@ def _peak(plan: Plan) -> Table:
     assert memory is not None
     whole = memory.peak.num_bytes
     rows = [[p.name, _part(whole, p.num_bytes), f"{p.num_bytes / whole:.0%}", p.advice] for p in parts]
-    columns = ["", "GiB", "", "what helps"]
+    columns = ["", "GiB", "of the peak", "what helps"]
     if not any(p.advice for p in parts):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
     return Table(title="what the peak is", columns=columns, rows=rows)
@@ -227,7 +228,7 @@ def _notes(plan: Plan, change: str) -> list[str]:
             0,
             "less than 2 GiB of the card is left: published runs lost 15 to 35 % of their speed there, to the allocator",
         )
-    if any(c.choice.offload != NO_OFFLOAD for c in plan.found.candidates):
+    if any((c.choice.offload, c.choice.activations) != (NO_OFFLOAD, DEVICE) for c in plan.found.candidates):
         notes.append(f"offload: {assumed['host']}; its times are uncalibrated, whatever was measured")
     if plan.log is not None:
         notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]

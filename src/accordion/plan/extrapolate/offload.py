@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from accordion.config import DISK, HOST
+from accordion.config import DEVICE, DISK, HOST
 from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.events import Alloc, Category, Enter, Free, Log, StepPart, StepPhase, begins
+from accordion.plan.extrapolate.inputs import inputs_of, inputs_on_disk, staged_bytes
 from accordion.plan.extrapolate.offload_events import Away, OffloadWalk
 from accordion.plan.hardware import Cluster
-from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Choice
+from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, ON_DISK, Choice
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4  # of an element, float32
 
 
 def offloaded(log: Log, choice: Choice, compute_bytes: int) -> Log:
     """`log` of the same step with shards, gradients and states where `choice.offload` has them, with the copies, the work of
-    the host and of the disk, and the waits of the engine. A step of one rank alone is traced instead: see `Evaluator`.
+    the host and of the disk, and the waits of the engine. The log has inputs of recomputed units on the host if the choice has
+    them off the device; on disk they are behind that. A step of one rank alone is traced instead: see `Evaluator`.
     """
+    if choice.activations == ON_DISK:
+        log = inputs_on_disk(log)
     if choice.offload == NO_OFFLOAD:
         return log
     params, optimizer = OFFLOADS[choice.offload]
@@ -100,10 +104,13 @@ def elements_of(log: Log) -> int:
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Of one machine for all its ranks: masters, rows that travel in another dtype, gradients, where those of a unit land, and
-    states, or the buffers through which these pass where they are on disk.
+    states, or the buffers through which these pass where they are on disk; and inputs of recomputed units likewise.
     """
+    ranks = min(choice.gpus, cluster.node)
+    inputs = inputs_of(log) if choice.activations != DEVICE else []
+    waiting = ranks * (staged_bytes(inputs) if choice.activations == ON_DISK else sum(inputs))
     if choice.offload == NO_OFFLOAD:
-        return 0
+        return waiting
     rests = rests_of(log).values()
     elements, states = elements_of(log), sum(r.state_bytes for r in rests)
     largest = max((r.elements for r in rests), default=0)
@@ -111,11 +118,11 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
     if OFFLOADS[choice.offload][1] == DISK:
         state = states // max(elements, 1)  # of an element
         states = NUM_BUFFERS * state * min(chunk_numel(compute_bytes, elements), largest)
-    return (elements * each + GRADIENT_BYTES * largest + states) * min(choice.gpus, cluster.node)
+    return (elements * each + GRADIENT_BYTES * largest + states) * ranks + waiting
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """States of all ranks of one machine, where they are on disk."""
-    if OFFLOADS[choice.offload][1] != DISK:
-        return 0
-    return sum(r.state_bytes for r in rests_of(log).values()) * min(choice.gpus, cluster.node)
+    """States and inputs of recomputed units of all ranks of one machine, where they are on disk."""
+    states = sum(r.state_bytes for r in rests_of(log).values()) if OFFLOADS[choice.offload][1] == DISK else 0
+    inputs = sum(inputs_of(log)) if choice.activations == ON_DISK else 0
+    return (states + inputs) * min(choice.gpus, cluster.node)

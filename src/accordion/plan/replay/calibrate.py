@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from accordion.config import checkpointing_named, strategy_named
+from accordion.config import DEVICE, checkpointing_named, strategy_named
 from accordion.errors import UsageError
 from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.hardware import REACHED, Cluster, Gpu, Scale
@@ -53,7 +53,13 @@ def calibrated(
         raise UsageError(f"measured_step_s is {measured_s:g}; it takes the seconds of a step, a positive number.")
     if strategy_named(choice.strategy).hybrid and choice.replicas == 1:
         choice = replace(choice, replicas=max(1, choice.gpus // cluster.node))
-    choice = replace(choice, accumulate=max(choice.accumulate, space.accumulate), no_sync=space.no_sync)
+    choice = replace(
+        choice,
+        accumulate=max(choice.accumulate, space.accumulate),
+        no_sync=space.no_sync,
+        expert_parallel=space.expert_parallel,
+        activations=DEVICE if choice.checkpoint_activations == "none" else space.activations[0],
+    )
     run = space.run_of(choice, cluster)
     log, _ = log_of(subject_for(choice.micro_batch), run)
 

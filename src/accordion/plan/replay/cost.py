@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log2
 
-from accordion.plan.events import DISK_STREAM, FETCH, HOST, SECONDARY, STEPPER, STORE, Collective, Op
+from accordion.plan.events import (
+    ALL_TO_ALL,
+    DISK_STREAM,
+    EXPERT_DATA,
+    EXPERTS,
+    FETCH,
+    HOST,
+    SECONDARY,
+    STEPPER,
+    STORE,
+    Collective,
+    Op,
+)
 from accordion.plan.hardware import (
     ATTENTION_BACKWARD,
     DRAG,
@@ -78,9 +90,17 @@ class Costs:
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0
-        sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
         latency_s = LATENCY_S["network"] if axis.far else self.cluster.gpu.latency_s
+        if c.kind == ALL_TO_ALL:
+            return (self._all_to_all(c.num_bytes / axis.ranks, axis) + latency_s) * self.scale.messages * self.drag
+        sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
         return (sent / (self.gbps(axis) * GB) + latency_s) * self.scale.messages * self.drag
+
+    def _all_to_all(self, each_bytes: float, axis: MeshAxis) -> float:
+        """Seconds in which a rank sends as much to each other: inside of its node, and by its own link to others, at once."""
+        inside = each_bytes * (axis.on_node - 1) / (self.cluster.gpu.link_gbps * GB * self.rates.link)
+        outside = each_bytes * (axis.ranks - axis.on_node) / (self.cluster.network_gbps * GB * self.rates.network)
+        return max(inside, outside)
 
     def gbps(self, axis: MeshAxis) -> float:
         """What one rank of an axis sends, and receives, in a second. A ring over nodes enters and leaves a node by the links of
@@ -101,10 +121,11 @@ def costs_of(
     shards: int = 0,
     scale: Scale | None = None,
     secondary: int = 0,
+    experts: int = 1,
 ) -> Costs:
     """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across.
 
-    `secondary`: neighbours that keep one copy from a forward to its backward.
+    `secondary`: neighbours that keep one copy from a forward to its backward. `experts`: neighbours that share a mixture's.
     """
     machine = min(ranks, cluster.node)
     axes = dict.fromkeys(("shard", "replicate"), MeshAxis(ranks=ranks, on_node=machine))
@@ -116,5 +137,7 @@ def costs_of(
         }
     near = max(1, secondary)
     axes[SECONDARY] = MeshAxis(ranks=near, on_node=min(near, cluster.node))
+    axes[EXPERTS] = MeshAxis(ranks=experts, on_node=min(experts, machine))
+    axes[EXPERT_DATA] = MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts))
     drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
     return Costs(cluster=cluster, rates=rates, axes=axes, on_machine=machine, scale=scale or Scale(), drag=drag)

@@ -90,5 +90,7 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
     """A step at one of the assumed rates. `drawn`: with its stretches."""
     scale = cluster.scales.get(rate)
     secondary = run.sharding.get("secondary") or 0
-    costs = costs_of(cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale, secondary)
+    costs = costs_of(
+        cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale, secondary, run.expert_parallel
+    )
     return simulate(log, costs, drawn=drawn)

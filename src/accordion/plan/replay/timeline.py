@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accordion.plan.events import (
+    ALL_TO_ALL,
     COMPUTE,
     DISK_STREAM,
     FETCH,
@@ -32,6 +33,7 @@ from accordion.plan.replay.peak import name_of
 
 KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # of the compute stream itself, such as the sum of norms
+OF_TOKENS = "all-to-all of tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,8 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
             known = taken.get(id(event))
             if known is None:
                 if isinstance(event, Collective):
-                    kind_said = event.kind if event.stream != COMPUTE else IN_LINE
+                    in_line = OF_TOKENS if event.kind == ALL_TO_ALL else IN_LINE
+                    kind_said = event.kind if event.stream != COMPUTE else in_line
                     known = kind_said, costs.of_collective(event)
                 else:
                     known = kind_of(event), costs.of(event)

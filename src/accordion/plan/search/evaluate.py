@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from accordion.config import DEVICE
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
@@ -141,6 +142,20 @@ class Evaluator:
         more = [choice for c in mine if (choice := with_secondary(c.choice, node)) is not None]
         return [self.candidate(choice) for choice in more[:BESIDE]]
 
+    def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Where nothing fits: inputs of recomputed units elsewhere, beside what comes closest, until something does."""
+        mine = [c for c in candidates if c.choice.gpus == max(self._space.gpus)]
+        if len(self._space.activations) == 1 or any(c.fits for c in mine):
+            return []
+        near = [c for c in mine if c.memory is not None and c.choice.checkpoint_activations != "none"]
+        near = sorted(near, key=lambda c: (c.choice.activations != DEVICE, c.needed_bytes))[:BESIDE]
+        found: list[Candidate] = []
+        for place in self._space.activations[1:]:
+            found += [self.candidate(replace(c.choice, activations=place)) for c in near]
+            if any(c.fits for c in found):
+                break
+        return found
+
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
         """Those first that could be fastest, so that what they reach rules out the others."""
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
@@ -249,6 +264,7 @@ def frugal_space(space: Space) -> Space:
         checkpointing=["full"] if "full" in space.checkpointing else space.checkpointing[-1:],
         micro_batches=[min(space.micro_batches)],
         offloads=space.offloads[:1],
+        activations=space.activations[:1],
         gpus=sorted(counts),
     )
 

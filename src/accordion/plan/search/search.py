@@ -61,8 +61,12 @@ def search(
         candidates, less = _searched(evaluator, task, every, say, processes, fewest and is_open, stack)
         candidates += evaluator.other_units(candidates)
         candidates += evaluator.with_secondary(candidates)
+        candidates += evaluator.with_activations(candidates)
         place = {replace(choice, secondary=0): i for i, choice in enumerate(every)}
-        candidates.sort(key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO, secondary=0)])
+        first_place = space.activations[0]
+        candidates.sort(
+            key=lambda c: place[replace(c.choice, offload=NO_OFFLOAD, units=AUTO, secondary=0, activations=first_place)]
+        )
         best = evaluator.verified([c for c in candidates if c.choice.gpus == max(space.gpus)])
         if less is not None and best is not None:
             on_less, logs = less()

@@ -25,12 +25,16 @@ OFFLOADS: Mapping[str, tuple[str, str]] = {  # where parameters rest, and the op
     "all": (HOST, HOST),
     "disk": (HOST, DISK),
 }
+ON_DISK = "disk"
+ACTIVATIONS = (DEVICE, HOST, ON_DISK)
+"""Where the inputs of recomputed units wait for their recomputation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
     `secondary`: what `shard` takes under that name; 0: nothing. `no_sync`: micro-batches but the last reduce nothing.
+    `activations`: of ACTIVATIONS. `expert_parallel`: ranks that share the experts of a mixture; 1: each has all.
 
     `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
     """
@@ -45,11 +49,15 @@ class Choice:
     units: str = AUTO
     secondary: int = 0
     no_sync: bool = False
+    activations: str = DEVICE
+    expert_parallel: int = 1
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"secondary shards over {self.secondary}"] if self.secondary else []
-        parts += [f"checkpointing {self.checkpoint_activations}", f"micro-batch {self.micro_batch}"]
+        parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
+        inputs = f" with inputs on the {self.activations}" if self.activations != DEVICE else ""
+        parts += [f"checkpointing {self.checkpoint_activations}{inputs}", f"micro-batch {self.micro_batch}"]
         apart = " without reducing" if self.no_sync else ""
         parts += [f"accumulate {self.accumulate}{apart}"] if self.accumulate > 1 else []
         parts += [f"offload {self.offload}"] if self.offload != NO_OFFLOAD else []
@@ -74,7 +82,8 @@ class Space:
 
     `global_batch`: samples of a step over all GPUs, from which `accumulate` follows then. `replicas`: 0 looks for it. `offloads`:
     in the order in which they are tried, each where the one before does not fit. `units`: the first one everywhere, the others
-    beside what is fastest. `secondary`: wherever it can be had; None tries the ranks of a node beside what is fastest.
+    beside what is fastest. `activations`: the first one everywhere, the others beside what comes closest where nothing fits.
+    `secondary`: wherever it can be had; None tries the ranks of a node beside what is fastest.
     """
 
     strategies: Sequence[str] = STRATEGIES
@@ -86,6 +95,8 @@ class Space:
     global_batch: int | None = None
     replicas: int = 0
     offloads: Sequence[str] = tuple(OFFLOADS)
+    activations: Sequence[str] = (DEVICE,)
+    expert_parallel: int = 1
     units: Sequence[str] = (AUTO,)
     secondary: int | None = 0
     optimizer: str = "adamw"
@@ -97,7 +108,7 @@ class Space:
     sharding: Mapping[str, Any] = field(default_factory=dict)
 
     def run_of(self, choice: Choice, cluster: Cluster) -> TrainingSetup:
-        """What is traced for a choice: no more micro-batches than differ, and states of any tier on the host."""
+        """What is traced for a choice: no more micro-batches than differ, and what is on any tier on the host."""
         sharding = {
             **self.sharding,
             "precision": self.precision,
@@ -110,13 +121,14 @@ class Space:
             sharding["units"] = units_named(choice.units)
         elif self.engine == "fsdp2":
             sharding.setdefault("units", only_blocks())  # as programs write it
-        if choice.offload != NO_OFFLOAD:
-            sharding["offload"] = Offload(params=OFFLOADS[choice.offload][0], optimizer=HOST)
+        if choice.offload != NO_OFFLOAD or choice.activations != DEVICE:
+            sharding["offload"] = _offload_of(choice)
         return TrainingSetup(
             engine=self.engine,
             ranks=choice.gpus,
             node=cluster.node,
             replicas=choice.replicas,
+            expert_parallel=choice.expert_parallel,
             accumulate=choice.num_traced,
             no_sync=choice.no_sync,
             optimizer=self.optimizer,
@@ -144,6 +156,16 @@ class Space:
         return self.offloads if searched else self.offloads[:1]
 
 
+def _offload_of(choice: Choice) -> Offload:
+    """In memory alone: a trace has no files."""
+    away = choice.offload != NO_OFFLOAD
+    return Offload(
+        params=OFFLOADS[choice.offload][0],
+        optimizer=HOST if away else DEVICE,
+        activations=DEVICE if choice.activations == DEVICE else HOST,
+    )
+
+
 def choices(space: Space, cluster: Cluster) -> list[Choice]:
     """Every choice, without offload. Raises `UsageError` where what is fixed leaves none."""
     found = list(_choices(space, cluster))
@@ -163,17 +185,22 @@ def choices(space: Space, cluster: Cluster) -> list[Choice]:
 
 def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
     for gpus in space.gpus:
+        if gpus % space.expert_parallel:
+            continue
         for name in space.strategies:
             if gpus == 1 and name not in (NO_SHARD.name, space.strategies[0]):
                 continue
             for replicas in _replicas(space, strategy_named(name).hybrid, gpus, cluster.node):
                 for checkpointing in space.checkpointing:
+                    if checkpointing == "none" and space.activations[0] != DEVICE:
+                        continue
                     for micro_batch in space.micro_batches:
                         accumulate = _accumulate(space, micro_batch, gpus)
                         if accumulate:
                             choice = Choice(
                                 strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
                                 gpus=gpus, accumulate=accumulate, replicas=replicas, no_sync=space.no_sync,
+                                activations=space.activations[0], expert_parallel=space.expert_parallel,
                             )  # fmt: skip
                             yield with_secondary(choice, space.secondary or 0) or choice
 
@@ -201,6 +228,17 @@ def _accumulate(space: Space, micro_batch: int, gpus: int) -> int:
     if space.global_batch is None:
         return space.accumulate
     return 0 if space.global_batch % (gpus * micro_batch) else space.global_batch // (gpus * micro_batch)
+
+
+def check_activations(activations: str, checkpointing: str | None) -> None:
+    """Raises `UsageError`."""
+    if activations not in ACTIVATIONS:
+        raise UsageError(f"offload_activations {activations!r} is no place; {nearest(activations, list(ACTIVATIONS))}")
+    if activations != DEVICE and checkpointing == "none":
+        raise UsageError(
+            f"offload_activations is {activations!r}, which takes the inputs of recomputed units off the device, and "
+            "checkpoint_activations is 'none'; take full, selective or every:2, or leave one of them out."
+        )
 
 
 def check_offload(offload: str, strategy: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from accordion.config import HOST
 from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.search.evaluate import Candidate, Say
 from accordion.plan.search.search import search
@@ -36,7 +37,8 @@ def smallest_change(
 
 def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Cluster]]:
     """(flags, space, cluster): from what costs least."""
-    flags = ""
+    flags, looks = "", len(space.activations) > 1
+    space = replace(space, activations=space.activations[:1])
     if min(space.micro_batches) > 1:
         flags, space = f"{flags} --micro-batch 1", replace(space, micro_batches=[1])
         yield flags.strip(), space, cluster
@@ -50,6 +52,8 @@ def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Clus
         space = replace(space, strategies=["full_shard"], replicas=0)
         yield flags.strip(), space, cluster
     space = replace(space, strategies=["full_shard"])
+    if looks:
+        yield f"{flags} --offload-activations {HOST}".strip(), replace(space, activations=[HOST]), cluster
     for tier in _further_tiers(space):
         yield f"{flags} --offload {tier}".strip(), replace(space, offloads=[tier]), cluster
     gpus = max(space.gpus)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from accordion.config import HOST
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.family import Family, UnlikeError
 from accordion.plan.extrapolate.sizes import alike
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.predict import log_of
-from accordion.plan.search.space import NO_OFFLOAD, Choice, Space
+from accordion.plan.search.space import NO_OFFLOAD, ON_DISK, Choice, Space
 from accordion.plan.trace.setup import Subject
 
 
@@ -130,7 +131,7 @@ class Traces:
         )
         for lines in alike_first:
             first, other = lines.choices[0], lines.choices[which]
-            if other is None or first.accumulate != base.accumulate:
+            if other is None or (first.accumulate, first.activations) != (base.accumulate, base.activations):
                 continue
             if which == 1 and (first.micro_batch, other.micro_batch) == (base.micro_batch, wanted.micro_batch):
                 yield lines
@@ -142,10 +143,15 @@ class Traces:
 
 def traced_as(choice: Choice) -> Choice:
     """What differs from it in nothing that is traced."""
-    return replace(choice, offload=NO_OFFLOAD, accumulate=choice.num_traced)
+    return replace(choice, offload=NO_OFFLOAD, accumulate=choice.num_traced, activations=_seen(choice))
 
 
 def moved_as(choice: Choice) -> Choice:
-    """What differs from it in nothing that the device sees: states on disk are as far away as those on the host."""
+    """What differs from it in nothing that the device sees: what is on disk is as far away as what is on the host."""
     tier = choice.offload if choice.offload in (NO_OFFLOAD, "optimizer") else "all"
-    return replace(choice, offload=tier, accumulate=choice.num_traced)
+    return replace(choice, offload=tier, accumulate=choice.num_traced, activations=_seen(choice))
+
+
+def _seen(choice: Choice) -> str:
+    """Where inputs wait, as far as the device sees it."""
+    return HOST if choice.activations == ON_DISK else choice.activations

@@ -16,7 +16,18 @@ from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
-from accordion.plan.events import FETCH, REPLICATE, SECONDARY, STORE, Category, Land, Launch, StepPhase, Wait
+from accordion.plan.events import (
+    EXPERT_DATA,
+    FETCH,
+    REPLICATE,
+    SECONDARY,
+    STORE,
+    Category,
+    Land,
+    Launch,
+    StepPhase,
+    Wait,
+)
 from accordion.plan.trace.tracker import Tracker, storages_of
 
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
@@ -26,6 +37,9 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     """Let the engine tell the tracker where it is."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
+    for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
+        own = group.context.shard
+        tracker.axes |= {id(own.gather): EXPERT_DATA, id(own.reduce): EXPERT_DATA}
     for group in [g for unit in engine.units for g in unit.groups if isinstance(g, SecondaryGroup)]:
         tracker.axes[id(group.over)] = SECONDARY
         buffer: Any = group.full_buffer

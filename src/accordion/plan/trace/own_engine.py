@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from accordion import _torch
 from accordion.engine.communicator import Communicator, Pending
 from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.hooks import engine_of
@@ -25,20 +26,29 @@ from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.trace.instrument import owners_of, watch
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
+from accordion.plan.trace.spread import ALL_AXES, silent_exchange, spread_experts
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard_over
+from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.topology import CommunicatorMaker
 from accordion.state import no_sync
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `shard`, as a GPU rank or a CPU rank has it."""
-    shard_over(silent(tracker, run), model, mesh, **run.sharding, make_arena=partial(TracedArena, tracker, run))
+    meshes: MeshChoice | None = None
+    if run.expert_parallel > 1:
+        with tracker.paused():
+            meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
+    arena = partial(TracedArena, tracker, run)
+    shard_over(silent(tracker, run), model, mesh, **run.sharding, meshes=meshes, make_arena=arena)
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":
         engine.context.shard.one_node = run.shards <= run.node
         engine.context.replicate.one_node = run.ranks <= run.node
+        for own in [g.context for unit in engine.units for g in unit.groups if g.context is not engine.context]:
+            own.shard.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.get("offload") is not None:
         tiers = tiers_of(engine)

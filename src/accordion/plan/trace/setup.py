@@ -33,12 +33,14 @@ class TrainingSetup:
 
     `node`: ranks of one machine. `replicas`: of a hybrid strategy; 0: one a machine. `device`: "cuda" traces what a GPU would
     do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS. `no_sync`: micro-batches but the last do not reduce.
+    `expert_parallel`: neighbours that share the experts of a mixture.
     """
 
     engine: str = "accordion"
     ranks: int = 8
     node: int = 8
     replicas: int = 0
+    expert_parallel: int = 1
     accumulate: int = 1
     no_sync: bool = False
     optimizer: str = "adamw"

@@ -21,6 +21,7 @@ from accordion.garbage import without_collections
 from accordion.plan.events import Category, Log, StepPhase, without_host
 from accordion.plan.trace import fsdp2, own_engine
 from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
+from accordion.plan.trace.spread import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
 
@@ -134,10 +135,15 @@ def _apart() -> Iterator[None]:
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
     """A mesh of CPU ranks of which only the first is there."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
     try:
-        shape, names = (run.ranks,), ("shard",)
-        if run.strategy.hybrid:
-            shape, names = (run.ranks // run.shards, run.shards), ("replicate", "shard")  # type: ignore[assignment]
+        if run.expert_parallel > 1:
+            shape, names = (run.ranks // run.expert_parallel, run.expert_parallel), (EXPERT_DATA_AXIS, EXPERTS_AXIS)
+        elif run.strategy.hybrid:
+            shape, names = (run.ranks // run.shards, run.shards), ("replicate", "shard")
+        else:
+            shape, names = (run.ranks,), ("shard",)
         yield DeviceMesh("cpu", torch.arange(run.ranks).view(shape), mesh_dim_names=names)
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""A mixture whose experts lie over some of the ranks, in a plan: messages, memory and time by arithmetic."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.plan.events import ALL_TO_ALL, EXPERT_DATA, EXPERTS, Collective, Op
+from accordion.plan.experts import experts_in
+from accordion.plan.hardware import GB, GPUS, LATENCY_S, REACHED, Cluster
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.timeline import OF_TOKENS
+from accordion.plan.result import Plan
+
+SEQ, WIDTH, MLP, LAYERS, COUNT, CHOSEN = 256, 128, 192, 3, 8, 2
+ROWS = 2 * SEQ * CHOSEN * WIDTH  # bytes of all tokens of a rank for all their experts, in bf16
+FIXED: dict[str, Any] = {
+    "strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "offload": "none", "gpus": 16, "seq": SEQ,
+    "units": acc.only_blocks(),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "mixtral", "vocab_size": 512, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": MLP, "num_local_experts": COUNT, "num_experts_per_tok": CHOSEN,
+        "bos_token_id": None,
+    }  # fmt: skip
+    (made / "config.json").write_text(json.dumps(config))
+    return str(made)
+
+
+def sent(plan: Plan, *kinds: str, axis: str) -> list[int]:
+    return [e.num_bytes for e in plan.log.events if isinstance(e, Collective) and e.kind in kinds and e.axis == axis]
+
+
+def products(plan: Plan) -> float:
+    return sum(e.flops for e in plan.log.events if isinstance(e, Op))
+
+
+def held(plan: Plan, category: str) -> int:
+    return sum(alloc.num_bytes for alloc, _ in plan.log.held if alloc.category.value == category)
+
+
+def test_messages_of_experts_over_four_of_sixteen_ranks(folder: str) -> None:
+    plain, spread = (acc.plan(folder, **FIXED, expert_parallel=n) for n in (1, 4))
+    tokens = sent(spread, ALL_TO_ALL, axis=EXPERTS)
+    assert tokens.count(ROWS) == 4 * LAYERS  # there and back, forward and backward
+    assert sorted(set(tokens)) == [8 * COUNT, 4 * SEQ * CHOSEN, ROWS]  # numbers of tokens, their weights, themselves
+    experts = COUNT * 3 * WIDTH * MLP  # elements of a layer
+    # Gathered in bf16 by forward and backward, but the last layer once; reduced in float32.
+    for kind, itemsize, times in (("gather", 2, 2 * LAYERS - 1), ("scatter_sum", 4, LAYERS)):
+        assert sum(sent(spread, kind, axis=EXPERT_DATA)) == pytest.approx(times * itemsize * experts / 4, rel=1e-3)
+        everywhere = sum(sent(plain, kind, axis="shard")) - sum(sent(spread, kind, axis="shard"))
+        assert everywhere == pytest.approx(times * itemsize * experts, rel=1e-3)
+    assert products(spread) == pytest.approx(products(plain), rel=1e-3)  # as many tokens come as go
+    for category in ("parameters", "optimizer"):
+        assert held(spread, category) == pytest.approx(held(plain, category), rel=1e-2)
+    gathered = [p.chosen.memory.peak.highest["gathered"] for p in (plain, spread)]
+    assert gathered[0] - gathered[1] > 2 * experts * 3 // 4
+    step = spread.chosen.steps["middle"]
+    costs = costs_of(spread.cluster, REACHED["middle"], 16, hybrid=False, experts=4)
+    by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, n, EXPERTS, "compute")) for n in tokens)
+    assert step.by_kind[OF_TOKENS] == pytest.approx(by_hand)
+    assert OF_TOKENS not in plain.chosen.steps["middle"].by_kind
+    said = spread.as_dict()
+    assert said["config"]["expert_parallel"] == 4
+    assert "experts over 4" in str(spread.chosen.choice)
+    assert "as many tokens as any other" in " ".join(said["assumed"]["remarks"])
+
+
+def test_an_all_to_all_leaves_the_node_by_each_cards_own_link() -> None:
+    cluster, rates, num_bytes = Cluster(gpu=GPUS["h100"], node=8, network_gbps=50.0), REACHED["middle"], 1 << 30
+
+    def seconds(experts: int) -> float:
+        costs = costs_of(cluster, rates, 64, hybrid=False, experts=experts)
+        return costs.of_collective(Collective(ALL_TO_ALL, num_bytes, EXPERTS, "compute"))
+
+    inside = num_bytes * 3 / 4 / (450 * GB * rates.link) + GPUS["h100"].latency_s
+    assert seconds(4) == pytest.approx(inside)
+    outside = num_bytes * 24 / 32 / (50 * GB * rates.network) + LATENCY_S["network"]
+    assert seconds(32) == pytest.approx(outside)
+    axes = costs_of(cluster, rates, 64, hybrid=False, experts=4).axes
+    assert (axes[EXPERT_DATA].ranks, axes[EXPERT_DATA].on_node) == (16, 2)
+
+
+def test_modules_that_hold_experts_are_those_with_a_matrix_for_each() -> None:
+    class Holds(nn.Module):
+        num_experts = 4
+
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.empty(first, 2, 3, device="meta"))
+
+        def forward(self, tokens: Any, chosen: Any, weights: Any) -> None: ...
+
+    assert list(experts_in(nn.ModuleDict({"some": Holds(4), "others": Holds(5), "plain": nn.Linear(2, 2)}))) == ["some"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"expert_parallel": 16}, r"does not divide the 8 experts of .model\.layers\.0\.mlp\.experts.; take a divisor"),
+        ({"expert_parallel": 3}, r"expert_parallel is 3, which does not divide 16 GPUs; take a divisor"),
+        ({"expert_parallel": 0}, r"expert_parallel is 0; it takes 1 or more"),
+        (
+            {"expert_parallel": 4, "strategy": "hybrid_shard"},
+            r"expert_parallel with strategy 'hybrid_shard' is not planned",
+        ),
+        ({"expert_parallel": 4, "engine": "fsdp2"}, r"expert_parallel with engine 'fsdp2' is not planned"),
+        ({"expert_parallel": 4, "secondary": 8}, r"expert_parallel with secondary=8 is not planned"),
+        ({"expert_parallel": 4, "model": "llama3-8b"}, r"and llama3-8b has no experts that can be spread"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_traced(folder: str, options: dict[str, Any], said: str) -> None:
+    def told(text: str) -> None:
+        raise AssertionError(text)
+
+    model = options.get("model", folder)
+    with pytest.raises(acc.UsageError, match=said) as raised:
+        acc.plan(model, **{**FIXED, **{k: v for k, v in options.items() if k != "model"}}, say=told)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,168 @@
+"""Inputs of recomputed units off the device, in a plan: bytes that ranks take, streams by arithmetic, and the search."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accordion as acc
+from accordion.engine.hooks import engine_of
+from accordion.offload.step.deferred_step import tiers_of
+from accordion.plan.events import Enter, Land, Launch, Log, Op, StepPart, StepPhase
+from accordion.plan.extrapolate.inputs import inputs_of, staged_bytes
+from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
+from accordion.plan.hardware import GB, GIB, GPUS, MARGIN, REACHED, Cluster
+from accordion.plan.parts import by_kind
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.search.evaluate import HOST_MARGIN
+from accordion.plan.search.space import Choice
+from accordion.plan.trace.trace import trace
+from tests.plan import subjects
+
+CASE = "inputs on the host"
+INPUT = 1 << 30
+LAYERS, SEQ, WIDTH = 5, 16384, 512
+KEPT = 2 * LAYERS * SEQ * WIDTH  # bytes that inputs of a rank take, in bf16
+CLUSTER = Cluster(
+    gpu=replace(GPUS["h100"], host_gbps=2 * INPUT / GB / REACHED["middle"].link),  # an input in half a second
+    disk_gbps=INPUT / GB / 3,  # and in three: two ranks share it
+)
+
+
+def choice(activations: str, **more: Any) -> Choice:
+    return Choice(
+        strategy="full_shard", checkpoint_activations="full", micro_batch=1, gpus=2, activations=activations, **more
+    )
+
+
+def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
+    """Bytes of the host and of the disk that inputs of one rank take."""
+    model = subjects.made("gpt", CASE, "cpu")
+    offload = acc.Offload(activations=place)
+    acc.shard(model, mesh, **{**subjects.CASES[CASE].sharding, "offload": offload})
+    for _ in range(2):
+        subjects.loss("gpt", model, subjects.batch_of("gpt")).backward()
+    engine = engine_of(model)
+    assert engine is not None
+    waits = tiers_of(engine).activation_offload
+    return waits.host_bytes, waits.disk_bytes
+
+
+def test_bytes_of_the_host_and_of_the_disk_are_those_that_ranks_take(world: Any, tmp_path: Path) -> None:
+    log = trace(subjects.subject_of("gpt", CASE), replace(subjects.run_of("gpt", CASE), device="cuda"))
+    inputs = inputs_of(log)
+    assert len(inputs) == 4
+    found = [world.run_mesh((2,), ("shard",), kept_elsewhere, place)[0] for place in ("host", f"disk:{tmp_path}")]
+    assert found == [(sum(inputs), 0), (staged_bytes(inputs), sum(inputs))]
+    of_machine = [
+        (host_bytes(log, c, 2, CLUSTER), disk_bytes(log, c, CLUSTER)) for c in (choice("host"), choice("disk"))
+    ]
+    assert of_machine == [(2 * host, 2 * disk) for host, disk in found]
+    assert host_bytes(log, choice("device"), 2, CLUSTER) == 0
+
+
+def log_of(units: int, forward_s: float) -> Log:
+    """As a trace has it: an input leaves before its unit, and comes back one unit ahead; a backward takes three forwards."""
+
+    def product(seconds: float) -> Op:
+        flops = seconds * CLUSTER.gpu.tflops * 1e12 * CLUSTER.gpu.products
+        return Op("aten.mm.default", flops, 0, "bfloat16", "compute")
+
+    def copy(stream: str) -> Op:
+        return Op("aten.copy_.default", 0.0, 2 * INPUT, "bfloat16", stream)
+
+    events: list[Any] = [Enter(StepPart(StepPhase.FORWARD, -1))]
+    for u in range(units):
+        events += [Enter(StepPart(StepPhase.FORWARD, u)), *([Land(99 + u)] if u else [])]
+        events += [Launch(100 + u, "store"), copy("store"), product(forward_s)]
+    events += [Enter(StepPart(StepPhase.BACKWARD, -1)), Land(99 + units)]
+    for u in reversed(range(units)):
+        events.append(Enter(StepPart(StepPhase.BACKWARD, u)))
+        for which in [u] * (u == units - 1) + [u - 1] * (u > 0):
+            events += [Launch(200 + which, "fetch"), copy("fetch")]
+        events += [Land(200 + u), product(3 * forward_s)]
+    return Log(held=[], events=events, units=[f"blocks.{u}" for u in range(units)])
+
+
+def step_of(units: int, forward_s: float, activations: str) -> Step:
+    costs = costs_of(CLUSTER, REACHED["middle"], 2, hybrid=False)
+    return simulate(offloaded(log_of(units, forward_s), choice(activations), 2), costs)
+
+
+@pytest.mark.parametrize(
+    ("units", "forward_s", "activations", "seconds"),
+    [
+        # Copies are hidden: each input leaves beside its unit, and the first to come back is waited for, half a second.
+        (5, 1.0, "host", 20.5),
+        # All units leave as fast as the link lets them: the last one's forward is over at 2.5, then one input comes back, and
+        # four more beside backwards of 0.3.
+        (5, 0.1, "host", 2.5 + 0.5 + 4 * 0.5 + 0.3),
+        # Three inputs: nothing is read, and the three writes of six seconds end at 18.5, which nobody waits for but the step.
+        (3, 1.0, "disk", 18.5),
+        # Writes of six seconds from 0.5: the fourth unit waits for the first (6.5), the fifth for the second (12.5). Its write
+        # ends at 30.5, that of the second input at 12.5. Reads stand behind the writes: 30.5 to 36.5 and 42.5.
+        (5, 1.0, "disk", 42.5 + 0.5 + 3.0),
+    ],
+)
+def test_streams_of_inputs_elsewhere(units: int, forward_s: float, activations: str, seconds: float) -> None:
+    step = step_of(units, forward_s, activations)
+    assert step.seconds == pytest.approx(seconds, rel=1e-3)
+    assert {"copies to the host", "copies from the host"} <= {part.name for part in by_kind(step)}
+    moved = sum(s.seconds for s in step.stretches if s.stream == "disk")
+    assert moved == pytest.approx(6.0 * (units + max(0, units - 3)) if activations == "disk" else 0.0, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 512, "max_position_embeddings": 32768, "bos_token_id": None,
+    }  # fmt: skip
+    (made / "config.json").write_text(json.dumps(config))
+    return str(made)
+
+
+FIXED: dict[str, Any] = {
+    "strategy": "full_shard", "micro_batch": 1, "offload": "none", "gpus": 2, "seq": SEQ, "units": acc.only_blocks(),
+}  # fmt: skip
+
+
+def test_they_are_tried_where_nothing_fits_and_the_disk_where_the_host_has_no_room(folder: str) -> None:
+    plain = acc.plan(folder, **FIXED, checkpoint_activations="full")
+    assert {c.choice.activations for c in plain.found.candidates} == {"device"}
+    needed = plain.chosen.memory.needed_bytes
+    card = replace(GPUS["h100"], memory_gib=(needed - MARGIN * KEPT / 4) / GIB)
+    room = HOST_MARGIN * 1.5 * KEPT / GIB  # of two ranks; buffers on the way to the disk take 1.2
+    made = acc.plan(folder, **FIXED, checkpoint_activations="full", gpu=card, host_memory_gib=room)
+    _, on_host, on_disk = made.found.candidates
+    assert [c.choice.activations for c in made.found.candidates] == ["device", "host", "disk"]
+    assert [c.fits for c in made.found.candidates] == [False, False, True]
+    assert on_host.memory.fits(made.cluster)
+    assert "of a machine's memory" in on_host.why
+    assert (on_host.host_bytes, on_host.disk_bytes) == (2 * KEPT, 0)
+    assert (on_disk.host_bytes, on_disk.disk_bytes) == (2 * KEPT * 3 // LAYERS, 2 * KEPT)
+    host, disk = (replace(c.memory.peak, at=0) for c in (on_host, on_disk))  # the events of the disk come between
+    assert host == disk
+    assert made.chosen.steps["middle"].seconds > on_host.steps["middle"].seconds
+    assert made.as_dict()["config"]["offload_activations"] == "disk"
+    assert "checkpointing full with inputs on the disk" in str(made.chosen.choice)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload_activations": "hots"}, r"offload_activations 'hots' is no place; .*'host'"),
+        ({"offload_activations": "host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
+        ({"offload_activations": "disk", "engine": "fsdp2"}, r"fsdp2 with offload_activations='disk' is not planned"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(folder: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(acc.UsageError, match=said) as raised:
+        acc.plan(folder, **{**FIXED, **options})
+    assert "\n" not in str(raised.value)
