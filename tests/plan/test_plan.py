@@ -62,10 +62,14 @@ def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
         pytest.param({"checkpoint_activations": "every:2"}, marks=pytest.mark.slow),
         {"units": acc.min_params(60_000)},  # three units a block
         pytest.param({"units": acc.min_params(17_000), "checkpoint_activations": "full"}, marks=pytest.mark.slow),
+        {"strategy": acc.HYBRID_SHARD, "offload": acc.Offload(params="host", optimizer="host")},  # lands latest
+        pytest.param({"strategy": acc.HYBRID_SHARD}, marks=pytest.mark.slow),
+        pytest.param({"strategy": acc.HYBRID_SHARD_OPTIM, "checkpoint_activations": "full"}, marks=pytest.mark.slow),
+        pytest.param({"offload": acc.Offload(optimizer="host")}, marks=pytest.mark.slow),
     ],
 )
 def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
-    run, subject = run_of(**sharding), gpt(11)
+    run, subject = run_of(16, **sharding), gpt(11)
     whole = trace(subject, run)
     quick, how = log_of(subject, run)
     assert how != "all blocks"
@@ -79,6 +83,19 @@ def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
     before = partial(filter, lambda e: isinstance(e, (Alloc, Free, Collective, Launch, Land)))
     kinds = [[(type(e), getattr(e, "num_bytes", 0)) for e in before(events_until_step(log))] for log in (whole, quick)]
     assert kinds[0] == kinds[1]
+    assert landings(whole) == landings(quick)
+
+
+def landings(log: Log) -> list[int]:
+    """Of each transfer that lands, by how many it was launched before the last one that is under way."""
+    order: dict[int, int] = {}
+    found = []
+    for event in events_until_step(log):
+        if isinstance(event, Launch):
+            order[event.transfer] = len(order)
+        elif isinstance(event, Land):
+            found.append(len(order) - order.get(event.transfer, 0))
+    return found
 
 
 def events_until_step(log: Log) -> list[object]:
@@ -90,6 +107,7 @@ def events_until_step(log: Log) -> list[object]:
 def test_blocks_are_left_out_of_a_trace_only_where_enough_repeat():
     assert [num_traced(n, 1) for n in (2, 6, 7, 80)] == [2, 6, 6, 6]
     assert [num_traced(n, 2) for n in (9, 10, 11, 32)] == [9, 10, 9, 10]
+    assert [num_traced(n, 1, later=2) for n in (8, 80)] == [8, 8]
 
 
 def test_other_batches_and_ranks_are_straight_lines_between_traces():

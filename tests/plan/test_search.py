@@ -21,9 +21,9 @@ from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import step_of
-from accordion.plan.search.bounds import Floor, floor_of, least_bytes, messages_s
-from accordion.plan.search.evaluate import Evaluator, SearchTask
-from accordion.plan.search.search import SearchResult, search
+from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
+from accordion.plan.search.evaluate import Candidate, Evaluator, SearchTask
+from accordion.plan.search.search import SearchResult, closest, search
 from accordion.plan.search.space import Choice, Space, choices
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import unit_rules
@@ -298,6 +298,13 @@ def test_a_tier_is_tried_where_the_one_before_does_not_fit(found):
             assert c.memory.needed_bytes < 2.097 * GIB
 
 
+def test_what_comes_closest_was_worked_out(found):
+    """And is no choice that a bound ruled out, of which only the least is known."""
+    ruled_out = Candidate(choice=choice(gpus=2), fits=False, least_bytes=1, bound="takes more than full_shard")
+    assert closest([ruled_out, *found.candidates], Space(gpus=[2])).memory is not None
+    assert closest([ruled_out], Space(gpus=[2])) is ruled_out
+
+
 def test_a_machine_that_is_too_small_for_offload_says_so():
     gpu = replace(GPUS["l40s"], memory_gib=2.097)
     space = Space(
@@ -306,6 +313,28 @@ def test_a_machine_that_is_too_small_for_offload_says_so():
     small = search(lambda size: gpt(7, batch=size), space, Cluster(gpu=gpu, node=2, host_memory_gib=0.001), 1_600_000)
     assert small.best is None
     assert "of a machine's memory" in small.candidates[0].why
+
+
+def test_no_trace_keeps_less_on_the_host_than_its_bound():
+    """Of the same model, what is worked out from a log; and a choice whose states no machine holds is not traced."""
+    subject = gpt(2, width=1024)
+    elements = sum(p.numel() for p in subject.make().parameters())
+    for gpus, optimizer in ((8, "adamw"), (16, "sgd")):
+        space = Space(precision=BF16, optimizer=optimizer, gpus=[gpus])
+        log = trace(subject, space.run_of(choice(gpus=gpus), CLUSTER))
+        for tier in ("optimizer", "all"):
+            asked = choice(gpus=gpus, offload=tier)
+            least, held = least_host_bytes(asked, space, elements, CLUSTER), host_bytes(log, asked, 2, CLUSTER)
+            assert 0.8 * held < least <= held
+    disk = least_host_bytes(choice(offload="disk"), Space(precision=BF16), elements, CLUSTER)
+    assert disk == elements * (4 + 4 + 2) < least_host_bytes(choice(offload="all"), Space(), elements, CLUSTER)
+
+    gpu = replace(GPUS["l40s"], memory_gib=2.0)  # tracing would fail here
+    small = Cluster(gpu=gpu, host_memory_gib=20)
+    task = SearchTask(subject_for=lambda size: None, space=Space(precision=BF16), cluster=small, num_params=2 * 10**9)
+    none, disk = Evaluator(task, lambda text: None).candidates([choice(gpus=16, strategy="hybrid_shard", replicas=2)])
+    assert (none.memory, disk.memory, disk.fits, disk.choice.offload) == (None, None, False, "disk")
+    assert disk.bound == "needs at least 20 of 20 GiB of a machine's memory"
 
 
 def test_no_strategy_is_said_to_take_less_than_its_states():

@@ -311,21 +311,24 @@ def next_gains(plan: Plan) -> list[NextGain]:
     best = plan.found.best
     if best is None or best.steps is None:
         return []
-    own, found = best.tokens_per_s(plan.space.tokens), list[NextGain]()
+    own, found = best.tokens_per_s(plan.space.tokens), list[tuple[float, NextGain]]()
     for c in plan.found.candidates:
         if c.fits or c.memory is None or c.steps is None or c.choice.gpus != best.choice.gpus:
             continue
         gain = c.tokens_per_s(plan.space.tokens) / own - 1
-        if gain >= plan.cluster.tellable:
-            more = (c.needed_bytes - plan.cluster.card_bytes) / GIB
-            found.append(NextGain(name=str(c.choice), gain=gain, costs=f"{more:,.1f} GiB more on each card"))
-    found.sort(key=lambda n: float(n.costs.partition(" ")[0].replace(",", "")))
+        card = (c.needed_bytes - plan.cluster.card_bytes) / GIB
+        host = (c.host_bytes * HOST_MARGIN - plan.cluster.host_bytes) / GIB
+        lacks = [f"{card:,.1f} GiB more on each card"] if card >= 0 else []
+        lacks += [f"{host:,.0f} GiB more in each machine"] if host > 0 else []
+        if gain >= plan.cluster.tellable and lacks:
+            found.append((max(card, 0.0), NextGain(name=str(c.choice), gain=gain, costs=" and ".join(lacks))))
+    found.sort(key=lambda pair: (pair[0], -pair[1].gain))
     step = best.steps["middle"]
     without = step.exposed_s / (step.seconds - step.exposed_s) if step.seconds > step.exposed_s else 0.0
     host = sum(s for stream, s in step.waits.items() if WAITED_FOR.get(stream) == WAITED_FOR[HOST])
     costs = "another host, or disk" if host > step.exposed_s / 2 else "another network"
     faster = [NextGain(name="links and a host that nothing waits for", gain=without, costs=costs)]
-    return [*found[:2], *(faster if without >= plan.cluster.tellable else [])]
+    return [*(n for _, n in found[:2]), *(faster if without >= plan.cluster.tellable else [])]
 
 
 def host_assumed(cluster: Cluster) -> str:

@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 
 from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, StepPart, StepPhase, Wait
 
-HEAD, TAIL = 1, 2  # blocks at either end that may differ from those between
+HEAD, TAIL = 1, 2  # blocks at either end that may differ from those between; a reduce lands one block after it began
 PERIODS = 3  # of which the middle one is repeated, once its neighbours are found equal
 
 
-def num_traced(num_blocks: int, period: int) -> int:
-    """How many of `num_blocks` equal blocks must be traced, where every `period`-th is treated alike."""
-    least = HEAD + PERIODS * period + TAIL
+def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
+    """How many of `num_blocks` equal blocks must be traced, where every `period`-th is treated alike.
+
+    `later`: by how many blocks more than one the last of a block's work in a backward is waited for.
+    """
+    least = HEAD + PERIODS * period + TAIL + later
     return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
 
 
@@ -142,6 +145,10 @@ class _Extension:
     def _is_middle(self, block: int | None) -> bool:
         return block is not None and HEAD <= block < HEAD + PERIODS * self._period
 
+    def _is_near_head(self, block: int, made: int) -> bool:
+        """A block of the head waits for what the blocks behind it began, as those of the middle do."""
+        return block < HEAD and made < self._traced - TAIL
+
     def _is_repeated(self, block: int | None) -> bool:
         return block is not None and self._start <= block < self._start + self._period
 
@@ -217,7 +224,7 @@ class _Extension:
             yield 0
         elif segment.block is None:
             yield from range(self._copies) if self._is_repeated(where.block) else (0,)
-        elif self._is_middle(segment.block):
+        elif self._is_middle(segment.block) or self._is_near_head(segment.block, where.block):
             meant = self._image(segment.block, copy) + where.block - segment.block
             yield _Made(where.phase, meant, where.part, where.visit, where.at)
         elif self._is_repeated(where.block):

@@ -56,7 +56,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
         return trace(subject, run), "all blocks"
     period = max(1, checkpointing_named(run.sharding.get("checkpoint_activations", "none")).every)
-    count = num_traced(blocks.count, period)
+    count = num_traced(blocks.count, period, _later(run))
     if count == blocks.count:
         return trace(subject, run), "all blocks"
     whole = _num_elements(model)
@@ -68,6 +68,11 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
+
+
+def _later(run: TrainingSetup) -> int:
+    """A reduce between a hybrid's groups lands two blocks later than one inside of them, a copy to the host one later."""
+    return 2 * run.strategy.hybrid + (run.sharding.get("offload") is not None)
 
 
 def _num_elements(model: nn.Module) -> int:

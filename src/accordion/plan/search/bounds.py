@@ -1,11 +1,14 @@
-"""What rules a configuration out before it is traced: states alone over the card, or messages that no strategy can shorten."""
+"""What rules a configuration out before it is traced: states alone over the card or a machine's memory, or messages that no
+strategy can shorten.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from accordion.config import strategy_named
+from accordion.config import HOST, strategy_named
 from accordion.plan.events import Collective, Enter, Log, StepPhase, begins
+from accordion.plan.extrapolate.offload import GRADIENT_BYTES, MASTER_BYTES
 from accordion.plan.hardware import REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import Step
@@ -27,6 +30,16 @@ def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
     if choice.offload == NO_OFFLOAD:
         return int(num_params * (space.master_bytes / over + copies))
     return int(num_params * (space.compute_bytes / over * (OFFLOADS[choice.offload][0] == "device") + copies))
+
+
+def least_host_bytes(choice: Choice, space: Space, num_params: int, cluster: Cluster) -> int:
+    """What `host_bytes` of no trace can fall below, in the same terms: see there."""
+    strategy = strategy_named(choice.strategy)
+    over = choice.gpus if strategy.optim_over_replicas else choice.shards
+    wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
+    each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
+    each += space.state_bytes if OFFLOADS[choice.offload][1] == HOST else 0
+    return int(num_params / over * each * min(choice.gpus, cluster.node))
 
 
 @dataclass(frozen=True, slots=True)

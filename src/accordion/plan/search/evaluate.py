@@ -13,7 +13,7 @@ from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import MemoryNeed, memory_of
 from accordion.plan.replay.timeline import Step
-from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, messages_s
+from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.space import NO_OFFLOAD, Choice, Space, choices, with_secondary
 from accordion.plan.search.traces import Traces, moved_as
 from accordion.plan.trace.setup import Subject
@@ -104,6 +104,9 @@ class Evaluator:
         if first.fits or first.bound or len(tiers) == 1:
             return
         furthest = replace(choice, offload=tiers[-1])
+        if first.memory is None and (bound := self._host_bound_of(choice, tiers[1:])):
+            yield Candidate(choice=furthest, fits=False, least_bytes=self._least_bytes(furthest), bound=bound)
+            return
         if peak_of(offloaded(self.traces.of(choice), furthest, self._space.compute_bytes)).num_bytes > self._most:
             yield self.candidate(furthest)
             return
@@ -114,7 +117,7 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        least = least_bytes(choice, self._space, self._task.num_params)
+        least = self._least_bytes(choice)
         if least > self._most:
             return Candidate(choice=choice, fits=False, least_bytes=least)
         bound = self._bound_of(choice)
@@ -123,6 +126,17 @@ class Evaluator:
         candidate = Candidate(choice=choice, fits=False, least_bytes=least)
         alone = choice.gpus == 1 and choice.offload != NO_OFFLOAD  # without offload its shards are the parameters
         return self._filled(candidate, self.traces.of(choice), self.traces.moved(choice) if alone else None)
+
+    def _least_bytes(self, choice: Choice) -> int:
+        return least_bytes(choice, self._space, self._task.num_params)
+
+    def _host_bound_of(self, choice: Choice, tiers: Sequence[str]) -> str:
+        """Why a choice need not be traced for any of these offloads: what rests on the host is more than a machine has."""
+        rests = (replace(choice, offload=tier) for tier in tiers)
+        least = min(least_host_bytes(c, self._space, self._task.num_params, self._cluster) for c in rests) * HOST_MARGIN
+        if least <= self._cluster.host_bytes:
+            return ""
+        return f"needs at least {least / GIB:,.0f} of {self._cluster.host_bytes / GIB:,.0f} GiB of a machine's memory"
 
     def other_units(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Other units beside what is fastest, or where nothing fits, beside what comes closest."""

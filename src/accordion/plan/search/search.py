@@ -109,8 +109,9 @@ def _searched(
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
-    """What comes closest to fitting all GPUs asked for."""
-    return min((c for c in candidates if c.choice.gpus == max(space.gpus)), key=lambda c: c.needed_bytes)
+    """What comes closest to fitting all GPUs asked for, of what was worked out where anything was."""
+    mine = [c for c in candidates if c.choice.gpus == max(space.gpus)]
+    return min([c for c in mine if c.memory is not None] or mine, key=lambda c: c.needed_bytes)
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space, cluster: Cluster) -> str:

@@ -144,8 +144,17 @@ class Space:
     @property
     def master_bytes(self) -> float:
         """Of an element that is trained, and of the optimizer's states of it."""
-        share = 0.5 if self.kernels.pure else 1.0  # states are in the dtype of what is stepped
-        return 4 * share + OPTIMIZERS[self.optimizer].state_bytes * share
+        return 4 * self.master_share + self.state_bytes
+
+    @property
+    def master_share(self) -> float:
+        """Of float32, in the dtype of what is stepped."""
+        return 0.5 if self.kernels.pure else 1.0
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the optimizer's states of an element, at least; in the dtype of what is stepped."""
+        return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
     def tiers_of(self, choice: Choice) -> Sequence[str]:
         """The offloads to try for a choice. In a search offload goes with what keeps no full copies."""

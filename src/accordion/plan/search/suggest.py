@@ -8,7 +8,7 @@ from dataclasses import replace
 from accordion.config import HOST
 from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.search.evaluate import Candidate, Say
-from accordion.plan.search.search import search
+from accordion.plan.search.search import closest, search
 from accordion.plan.search.space import LARGEST_GPUS, NO_OFFLOAD, OFFLOADS, Space
 from accordion.plan.trace.setup import Subject
 
@@ -29,7 +29,7 @@ def smallest_change(
                 f", and {found.best.host_bytes / GIB:,.0f} GiB of a machine's memory" if found.best.host_bytes else ""
             )
             return f"{flags} would: {needed}{host}"
-        smallest = min(found.candidates, key=lambda c: c.needed_bytes)
+        smallest = closest(found.candidates, attempt)
     assert smallest is not None
     lacks = smallest.needed_bytes / GIB
     return f"a card of {lacks:,.0f} GiB, or a shorter --seq: activations do not shrink with more of these GPUs"
