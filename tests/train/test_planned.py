@@ -48,6 +48,19 @@ def test_places_that_are_named_stay():
     assert list(space_of(Config(), NAMED, 4, "cuda").offloads) == ["none", "optimizer", "all"]
 
 
+def test_inputs_of_recomputed_units_wait_where_the_plan_has_them_unless_a_place_was_named():
+    space = space_of(CONFIG, NAMED, 4, "cuda")
+    assert list(space.activations) == ["device", "host"]
+    made = with_choice(CONFIG, replace(CHOICE, activations="host"), space)
+    check(made)
+    assert made.shard.offload().activations == "host"
+    assert list(space_of(CONFIG, NAMED, 4, "cpu").activations) == ["device"]
+    config, named = Config(shard=ShardConfig(offload_activations="disk:/x")), frozenset({"shard.offload_activations"})
+    space = space_of(config, named, 4, "cuda")
+    assert list(space.activations) == ["disk"]
+    assert with_choice(config, CHOICE, space).shard.offload_activations == "disk:/x"
+
+
 @pytest.mark.parametrize(
     ("params", "optimizer", "name"),
     [
