@@ -57,6 +57,18 @@ def extend(
     return _Extension(log, first_unit, traced, total, period, optimizer_scale, each).log()
 
 
+def _check_lives(held: list[tuple[Alloc, int | None]], events: list[Event]) -> None:
+    """Raises `IrregularError` where memory is freed that is not there."""
+    live = {alloc.number for alloc, _ in held}
+    for event in events:
+        if isinstance(event, Alloc):
+            live.add(event.number)
+        elif isinstance(event, Free):
+            if event.number not in live:
+                raise IrregularError
+            live.remove(event.number)
+
+
 class _Extension:
     """Owns the numbers of what is made anew."""
 
@@ -80,6 +92,7 @@ class _Extension:
             [e.transfer for s in self._segments for e in s.events if isinstance(e, (Launch, Mark))], default=0
         )
         self._transfer_numbers: dict[tuple[int, int], int] = {}
+        self._meant: dict[int, set[_Made]] = {}  # by id of the segment, where what it frees and waits for was made
 
     def log(self) -> Log:
         events: list[Event] = []
@@ -93,7 +106,9 @@ class _Extension:
             for event in segment.events:
                 events.extend(self._again(event, segment, copy))
         host_bytes = round(self._log.host_bytes * self._scale)
-        return replace(self._log, held=self._held(), events=events, units=self._units(), host_bytes=host_bytes)
+        held = self._held()
+        _check_lives(held, events)
+        return replace(self._log, held=held, events=events, units=self._units(), host_bytes=host_bytes)
 
     # -- segments
 
@@ -170,7 +185,7 @@ class _Extension:
         if isinstance(event, (Launch, Mark)):
             return (type(event), event.stream)
         if isinstance(event, (Free, Land, Wait)):
-            where = self._made.get(event.number) if isinstance(event, Free) else self._transfers.get(event.transfer)
+            where = self._where(event)
             kind = (type(event), event.stream if isinstance(event, Wait) else "")
             if where is None or where.block is None:
                 return (*kind, where)
@@ -222,6 +237,8 @@ class _Extension:
         """Which copy of what was made there is meant here."""
         if where is None or where.block is None:
             yield 0
+        elif segment.block is None and self._is_one_blocks(where, segment):
+            yield where
         elif segment.block is None:
             yield from range(self._copies) if self._is_repeated(where.block) else (0,)
         elif self._is_middle(segment.block) or self._is_near_head(segment.block, where.block):
@@ -231,6 +248,22 @@ class _Extension:
             yield 0 if segment.block < where.block else self._copies - 1
         else:
             yield 0
+
+    def _is_one_blocks(self, where: _Made, segment: _Segment) -> bool:
+        """Whether a segment outside of the blocks means what that block made, counted from the first one; else it means what each
+        of them made, and so the last ones' too.
+        """
+        assert where.block is not None
+        furthest = where.block + (self._traced - TAIL - 1 - where.block) // self._period * self._period
+        if not self._start <= where.block < furthest:
+            return False
+        if id(segment) not in self._meant:
+            found = (self._where(event) for event in segment.events if isinstance(event, (Free, Land, Wait)))
+            self._meant[id(segment)] = {w for w in found if w is not None}
+        return replace(where, block=furthest) not in self._meant[id(segment)]
+
+    def _where(self, event: Free | Land | Wait) -> _Made | None:
+        return self._made.get(event.number) if isinstance(event, Free) else self._transfers.get(event.transfer)
 
     def _number(self, number: int, which: int | _Made) -> int:
         return self._own(number, which, self._numbers, False)
