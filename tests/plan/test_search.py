@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import step_of
+from accordion.plan.search import traces
 from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.evaluate import Candidate, Evaluator, SearchTask
 from accordion.plan.search.search import SearchResult, closest, search
 from accordion.plan.search.space import Choice, Space, choices
+from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import unit_rules
 from accordion.units import AUTO, units_named
@@ -313,6 +316,54 @@ def test_a_machine_that_is_too_small_for_offload_says_so():
     small = search(lambda size: gpt(7, batch=size), space, Cluster(gpu=gpu, node=2, host_memory_gib=0.001), 1_600_000)
     assert small.best is None
     assert "of a machine's memory" in small.candidates[0].why
+
+
+@pytest.fixture(scope="module")
+def traced_once():
+    """Each log once, for searches of the same model."""
+    known, plain = dict[str, Log](), traces.log_of
+
+    def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
+        if repr(run) not in known:
+            known[repr(run)], _ = plain(subject, run)
+        return known[repr(run)], ""
+
+    return log_of
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "host_gib"),
+    [
+        (4.0, 15),  # full_shard fits with states on disk; those of a hybrid are too much for a card, and for a machine
+        *(pytest.param(m, h, marks=pytest.mark.slow) for m in (3.2, 4.0, 5.2, 48.0) for h in (5, 64)),
+    ],
+)
+def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monkeypatch):
+    """Beside a search that works everything out; two billion parameters."""
+    monkeypatch.setattr(traces, "log_of", traced_once)
+    subject_for = partial(gpt, 40, width=2048)
+    space = Space(
+        strategies=["full_shard", "hybrid_shard"],
+        checkpointing=["full"],
+        micro_batches=[1],
+        gpus=[16],
+        precision=BF16,
+    )
+    gpu = replace(GPUS["l40s"], memory_gib=memory_gib)
+    cluster = Cluster(gpu=gpu, network_gbps=0.3, host_memory_gib=host_gib)
+    num_params = sum(p.numel() for p in subject_for(1).make().parameters())
+    quick = search(subject_for, space, cluster, num_params)
+    for bound in ("_bound_of", "_host_bound_of"):
+        monkeypatch.setattr(Evaluator, bound, lambda self, *about: "")
+    monkeypatch.setattr(Evaluator, "_least_bytes", lambda self, choice: 0)
+    whole = search(subject_for, space, cluster, num_params)
+    assert all(c.memory is not None for c in whole.candidates)
+    if (memory_gib, host_gib) == (4.0, 15):
+        assert [c.bound for c in quick.candidates if c.bound] == ["needs at least 21 of 15 GiB of a machine's memory"]
+    for one, other in ((quick.best, whole.best), (quick.fewest, whole.fewest)):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.choice, one.memory, one.steps) == (other.choice, other.memory, other.steps)
 
 
 def test_no_trace_keeps_less_on_the_host_than_its_bound():
