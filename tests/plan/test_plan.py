@@ -70,7 +70,8 @@ def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
 )
 def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
     run = run_of(16, **sharding)
-    subject = gpt(11, width=64 if run.strategy.hybrid else 128)  # embedding and head are units of their own in the narrow one
+    width = 64 if run.strategy.hybrid else 128  # in the narrow one embedding and head are units of their own
+    subject = gpt(11, width=width)
     whole = trace(subject, run)
     quick, how = log_of(subject, run)
     assert how != "all blocks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from accordion.plan.hardware import GPUS, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import step_of
+from accordion.plan.result import next_gains
 from accordion.plan.search import traces
 from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.evaluate import Candidate, Evaluator, SearchTask
@@ -364,6 +366,19 @@ def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monk
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert (one.choice, one.memory, one.steps) == (other.choice, other.memory, other.steps)
+
+
+def test_what_would_be_faster_names_the_memory_that_is_lacking(found):
+    """Of the card or of the machine, and no negative number of either."""
+    assert found.best is not None
+    card = found.best.needed_bytes + GIB
+    cluster = Cluster(gpu=replace(GPUS["l40s"], memory_gib=card / GIB), host_memory_gib=10)
+    fast = {name: replace(step, seconds=step.seconds / 2) for name, step in found.best.steps.items()}
+    other = replace(found.best, fits=False, steps=fast, host_bytes=20 * GIB)
+    stub = SimpleNamespace(found=replace(found, candidates=[found.best, other]), space=Space(), cluster=cluster)
+    assert next_gains(stub)[0].costs == "12 GiB more in each machine"
+    stub.cluster = replace(cluster, gpu=replace(cluster.gpu, memory_gib=card / GIB - 2))
+    assert next_gains(stub)[0].costs == "1.0 GiB more on each card and 12 GiB more in each machine"
 
 
 def test_no_trace_keeps_less_on_the_host_than_its_bound():
