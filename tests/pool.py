@@ -39,6 +39,7 @@ PRELOADED = [  # none of it starts a thread
     "accordion.bench.trainer",
     "accordion.train.loop",
     "transformers.models.llama.modeling_llama",
+    "peft",
     "torch.utils.tensorboard",
     "pytest",
     "tests.support.frozen",

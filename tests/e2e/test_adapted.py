@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from accordion import cli
 from accordion.train import launch
 from tests.support import forked, language_folders
 
-peft = pytest.importorskip("peft")
 pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="needs peft"),  # who collects imports it for a second
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -62,6 +63,7 @@ def run(place: Path) -> str:
 def test_a_run_is_exported_both_ways_and_peft_loads_it(
     run: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    import peft
     from transformers import AutoModelForCausalLM
 
     assert cli.main(["export", run, "adapter", "--format", "peft"]) == 0
@@ -122,6 +124,7 @@ def test_a_base_that_is_drawn_is_kept_beside_the_run(place: Path) -> None:
     train("drawn", *flags, "--train.steps", "2")
     assert train("drawn", *flags, "--train.steps", "4") == whole
     assert cli.main(["export", "drawn", "drawn-merged"]) == 0
+    import peft
     from transformers import AutoModelForCausalLM
 
     logits_of(AutoModelForCausalLM.from_pretrained("drawn-merged"))

@@ -51,9 +51,18 @@ def test_programs_are_there(command):
     assert (ROOT / words_of(command)[-1]).is_file()
 
 
-@pytest.mark.parametrize("command", of("python"))
-def test_tests_are_found(command):
-    asked = [sys.executable, *words_of(command)[1:], "--collect-only", "-q", "-p", "no:cacheprovider"]
+@pytest.fixture(scope="module")
+def on_accelerators() -> str:
+    """The names of all tests of tests/gpu."""
+    asked = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_grid.py" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", of("python"))
+def test_tests_are_found(command: str, on_accelerators: str) -> None:
+    *words, option, part = words_of(command)
+    assert words == ["python", "-m", "pytest", "tests/gpu"]
+    assert option == "-k"
+    assert re.search(rf"test_grid\.py::\w*{re.escape(part)}", on_accelerators)
