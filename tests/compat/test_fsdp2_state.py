@@ -263,6 +263,10 @@ def state_dicts(mesh) -> None:
         wanted, found = [get_optimizer_state_dict(m, o, options=how) for m, o in zip(pair, optimizers, strict=True)]
         assert wanted.keys() == found.keys()
         assert wanted.get("state", {}).keys() == found.get("state", {}).keys()
+        for name, kept in wanted.get("state", {}).items():
+            mine = found["state"][name]
+            assert [type(t) for t in kept.values()] == [type(t) for t in mine.values()]
+            assert_close(full(mine.items()), full(kept.items()), 1e-4)
     target = sharded(ours, mesh)
     first = dist.get_rank() == 0
     state = {n: p.detach() + 1 for n, p in models.plain().named_parameters()} if first else {}
