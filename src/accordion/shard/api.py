@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -51,7 +50,7 @@ from accordion.shard.build import UnitSpec, build_engine, groups_over, with_tier
 from accordion.shard.checks import check_model
 from accordion.shard.entry_points import check_entry_point
 from accordion.shard.layouts import Layout, layout_of, local_part
-from accordion.shard.own_meshes import MeshChoice, check_choice, own_meshes, told
+from accordion.shard.own_meshes import MeshChoice, check_choice, meshes_or_refusal, told
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
 from accordion.shard.topology import (
@@ -158,7 +157,7 @@ def shard_over(
         chosen = choose_units(model, units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
-        over, refused = _tried_meshes(partial(own_meshes, model, owned, meshes, mesh, strategy), len(owned))
+        over, refused = meshes_or_refusal(model, owned, meshes, mesh, strategy)
         precisions = by_unit(chosen, precision, "Precision")
         offloads = by_unit(chosen, offload, "Offload")
         spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
@@ -261,16 +260,6 @@ def _with_secondary(
 ) -> list[GroupPlan]:
     """Groups of whose full parameters `num_ranks` ranks keep one copy from a forward to its backward."""
     return [g._replace(secondary=secondary_communicator(g.context or context, num_ranks, make)) for g in groups]
-
-
-def _tried_meshes(
-    make: Callable[[], list[DeviceMesh | None]], num_params: int
-) -> tuple[list[DeviceMesh | None], UsageError | None]:
-    """What `own_meshes` gives, or why it refuses, which ranks tell each other when they compare their models."""
-    try:
-        return make(), None
-    except UsageError as error:
-        return [None] * num_params, error
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:
