@@ -117,8 +117,8 @@ FEATURES: dict[str, list[Feature]] = {
         works(
             "buffers, of batch norms say",
             "test_accelerate::test_ranks_evaluate_with_the_first_ones_buffers_as_under_ddp",
-            "the first rank's before each forward, as under DDP (that of torch 2.11 fails if one backward has two forwards); so with "
-            "the Trainer and Lightning too",
+            "the first rank's before each forward, as under DDP (that of torch 2.11 fails if one backward has two "
+            "forwards); so with the Trainer and Lightning too",
         ),
         works("several models and optimizers", "test_accelerate::test_several_models_and_optimizers"),
         works(
