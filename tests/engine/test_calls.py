@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.devices import device
-from tests.support.chains import FEW, WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
+from tests.support.chains import WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
 from tests.support.compare import (
-    RANKS,
     Case,
     Pair,
     compare,
+    on_ranks,
     poisoned,
-    run_on_all,
     seeded,
 )
 
@@ -85,8 +84,9 @@ OFTEN_CASES = {
 
 
 @pytest.mark.parametrize("name", OFTEN_CASES)
-def test_units_and_parameters_may_be_used_any_number_of_times(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_units_and_parameters_may_be_used_any_number_of_times(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 # -- what goes in and comes out
@@ -238,10 +238,11 @@ OUTPUT_CASES = {
 
 
 @pytest.mark.parametrize("name", OUTPUT_CASES)
-def test_anything_may_go_into_a_unit_and_come_out(world, name):
+@on_ranks
+def test_anything_may_go_into_a_unit_and_come_out(world, name, num_ranks):
     if name == "ModelOutput":
         pytest.importorskip("transformers")
-    run_on_all(world, run_case, name, ranks=FEW if name in KEEP else RANKS)
+    world.run(num_ranks, run_case, name)
 
 
 # -- in-place operators, and outputs that are inputs or parameters
@@ -390,8 +391,9 @@ MEMORY_CASES = {
 
 
 @pytest.mark.parametrize("name", MEMORY_CASES)
-def test_outputs_may_be_inputs_parameters_and_written_into(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_outputs_may_be_inputs_parameters_and_written_into(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 class SharesChild(Pair):
@@ -419,8 +421,9 @@ def shared_child(mesh, units: Any) -> None:
 
 
 @pytest.mark.parametrize("child", ["no unit", "a unit itself"])
-def test_a_module_that_two_units_share(world, child):
-    run_on_all(world, shared_child, {SharesChild} if child == "no unit" else {SharesChild, nn.Linear})
+@on_ranks
+def test_a_module_that_two_units_share(world, child, num_ranks):
+    world.run(num_ranks, shared_child, {SharesChild} if child == "no unit" else {SharesChild, nn.Linear})
 
 
 CASES = {**OFTEN_CASES, **OUTPUT_CASES, **MEMORY_CASES}

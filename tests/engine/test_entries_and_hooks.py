@@ -23,6 +23,7 @@ from tests.support.compare import (
     Pair,
     assert_alike,
     check_grads,
+    on_ranks,
     rest,
     run_on_all,
     seed_of,
@@ -103,8 +104,9 @@ def entered(mesh) -> None:
     steps_again(mesh, model, plain)
 
 
-def test_methods_beside_forward_use_full_parameters(world):
-    run_on_all(world, entered)
+@on_ranks
+def test_methods_beside_forward_use_full_parameters(world, num_ranks):
+    world.run(num_ranks, entered)
 
 
 def no_entry(mesh) -> None:
@@ -219,8 +221,9 @@ def dict_of(seen: Seen) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
 @pytest.mark.parametrize("when", ["after", "before"])
-def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(world, when, change):
-    run_on_all(world, hooked, when, change)
+@on_ranks
+def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(world, when, change, num_ranks):
+    world.run(num_ranks, hooked, when, change)
 
 
 def param_hooks(mesh) -> None:
@@ -253,8 +256,9 @@ def param_hooks(mesh) -> None:
         rest(model)
 
 
-def test_hooks_of_parameters_see_the_sharded_gradient_once(world):
-    run_on_all(world, param_hooks)
+@on_ranks
+def test_hooks_of_parameters_see_the_sharded_gradient_once(world, num_ranks):
+    world.run(num_ranks, param_hooks)
 
 
 def step_in_hooks(mesh, of: str) -> None:
@@ -289,8 +293,9 @@ def step_in_hooks(mesh, of: str) -> None:
 
 
 @pytest.mark.parametrize("of", ["parameter", "node"])
-def test_an_optimizer_may_step_in_the_hooks_of_parameters(world, of):
-    run_on_all(world, step_in_hooks, of)
+@on_ranks
+def test_an_optimizer_may_step_in_the_hooks_of_parameters(world, of, num_ranks):
+    world.run(num_ranks, step_in_hooks, of)
 
 
 def weight_in_hook(mesh, when: str) -> None:
@@ -317,8 +322,9 @@ def weight_in_hook(mesh, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(world, when):
-    run_on_all(world, weight_in_hook, when)
+@on_ranks
+def test_hooks_of_a_unit_read_its_full_weights_sharded_before_or_after(world, when, num_ranks):
+    world.run(num_ranks, weight_in_hook, when)
 
 
 @contextmanager
@@ -453,8 +459,9 @@ def hooks_before(mesh, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(world, kind):
-    run_on_all(world, hooks_before, kind)
+@on_ranks
+def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(world, kind, num_ranks):
+    world.run(num_ranks, hooks_before, kind)
 
 
 def hooked_twins(mesh) -> None:

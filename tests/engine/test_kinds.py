@@ -21,10 +21,10 @@ from tests.support.compare import (
     Pair,
     check_grads,
     compare,
+    on_ranks,
     open_full_buffers,
     poisoned,
     rest,
-    run_on_all,
     seed_of,
     seeded,
 )
@@ -99,8 +99,9 @@ def low_rank(mesh) -> None:
             m.zero_grad()
 
 
-def test_no_gradient_of_a_frozen_weight_is_computed(world):
-    run_on_all(world, low_rank)
+@on_ranks
+def test_no_gradient_of_a_frozen_weight_is_computed(world, num_ranks):
+    world.run(num_ranks, low_rank)
 
 
 class Normed(nn.Module):
@@ -195,8 +196,9 @@ DTYPE_CASES = {
 
 
 @pytest.mark.parametrize("name", DTYPE_CASES)
-def test_dtypes_and_requires_grad_may_differ_in_a_unit(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_dtypes_and_requires_grad_may_differ_in_a_unit(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 # -- shapes, strides and storages
@@ -304,8 +306,9 @@ SHAPE_CASES = {
 
 
 @pytest.mark.parametrize("name", SHAPE_CASES)
-def test_any_shape_stride_and_storage(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_any_shape_stride_and_storage(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 def fused_experts(mesh) -> None:
@@ -322,8 +325,9 @@ def fused_experts(mesh) -> None:
         assert total <= sum(parts) <= 1.05 * total, (experts, parts, total)
 
 
-def test_fused_experts_fewer_than_ranks_pad_little(world):
-    run_on_all(world, fused_experts)
+@on_ranks
+def test_fused_experts_fewer_than_ranks_pad_little(world, num_ranks):
+    world.run(num_ranks, fused_experts)
 
 
 def sparse(mesh) -> None:
@@ -352,8 +356,9 @@ def sparse(mesh) -> None:
 
 
 @pytest.mark.cpu("the simulator has no sparse tensors")
-def test_sparse_gradients_are_refused_by_name(world):
-    run_on_all(world, sparse)
+@on_ranks
+def test_sparse_gradients_are_refused_by_name(world, num_ranks):
+    world.run(num_ranks, sparse)
 
 
 # -- modules of torch
@@ -454,8 +459,9 @@ MODULE_CASES = {
 
 
 @pytest.mark.parametrize("name", MODULE_CASES)
-def test_modules_of_torch(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_modules_of_torch(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 def encoder_in_eval(mesh) -> None:
@@ -473,8 +479,9 @@ def encoder_in_eval(mesh) -> None:
     rest(model)
 
 
-def test_the_fused_evaluation_of_an_encoder(world):
-    run_on_all(world, encoder_in_eval)
+@on_ranks
+def test_the_fused_evaluation_of_an_encoder(world, num_ranks):
+    world.run(num_ranks, encoder_in_eval)
 
 
 # -- reparametrised modules
@@ -526,8 +533,9 @@ PARAMETRIZED_CASES = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.* is deprecated:FutureWarning")  # still in use
 @pytest.mark.parametrize("name", PARAMETRIZED_CASES)
-def test_reparametrised_weights(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_reparametrised_weights(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 # -- weights read from elsewhere
@@ -571,8 +579,9 @@ def read_from_outside(mesh, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["product", "elementwise", "sum"])
-def test_the_weight_of_a_unit_below_is_right_or_refused_by_name(world, how):
-    run_on_all(world, read_from_outside, how)
+@on_ranks
+def test_the_weight_of_a_unit_below_is_right_or_refused_by_name(world, how, num_ranks):
+    world.run(num_ranks, read_from_outside, how)
 
 
 CASES = {**DTYPE_CASES, **SHAPE_CASES, **MODULE_CASES, **PARAMETRIZED_CASES}

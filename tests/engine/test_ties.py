@@ -22,13 +22,12 @@ from tests.support.checks import (
     run_all,
 )
 from tests.support.compare import (
-    RANKS,
     Case,
     Pair,
     check_grads,
     compare,
+    on_ranks,
     rest,
-    run_on_all,
     seed_of,
     seeded,
 )
@@ -101,8 +100,9 @@ def tied_training(mesh, tie: str) -> None:
 
 
 @pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
-def test_tied_weights_train_as_one_and_the_log_names_them(world, tie):
-    run_on_all(world, tied_training, tie)
+@on_ranks
+def test_tied_weights_train_as_one_and_the_log_names_them(world, tie, num_ranks):
+    world.run(num_ranks, tied_training, tie)
 
 
 def tied_storage(mesh) -> None:
@@ -121,8 +121,9 @@ def tied_storage(mesh) -> None:
     check_grads(mesh, model, plain, exact=mesh.size() == 2)
 
 
-def test_two_parameters_over_one_storage_are_tied(world):
-    run_on_all(world, tied_storage)
+@on_ranks
+def test_two_parameters_over_one_storage_are_tied(world, num_ranks):
+    world.run(num_ranks, tied_storage)
 
 
 def tied_meta(mesh, tie: str) -> None:
@@ -153,8 +154,9 @@ def tied_meta(mesh, tie: str) -> None:
 
 
 @pytest.mark.parametrize("tie", [t for t in MERGED if t != "two parameters over one storage"])
-def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(world, tie):
-    run_on_all(world, tied_meta, tie)
+@on_ranks
+def test_tied_weights_of_a_model_on_meta_are_loaded_and_initialised(world, tie, num_ranks):
+    world.run(num_ranks, tied_meta, tie)
 
 
 def tied_states(mesh, tie: str, path: str) -> None:
@@ -188,9 +190,9 @@ def tied_states(mesh, tie: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("tie", MERGED)
-def test_tied_weights_in_full_state_dict_save_and_load(world, tie, tmp_path):
-    for num_ranks in RANKS:
-        world.run(num_ranks, tied_states, tie, str(tmp_path / f"checkpoint-{num_ranks}"))
+@on_ranks
+def test_tied_weights_in_full_state_dict_save_and_load(world, tie, num_ranks, tmp_path):
+    world.run(num_ranks, tied_states, tie, str(tmp_path / "checkpoint"))
 
 
 # -- over units

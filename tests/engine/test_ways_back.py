@@ -14,11 +14,11 @@ import accordion as acc
 from tests.devices import device
 from tests.support.chains import FEW, WIDTH, Chain, Plain, around_each, chain, numbers, plain_run, steps_again
 from tests.support.compare import (
-    RANKS,
     Case,
     Pair,
     check_grads,
     compare,
+    on_ranks,
     poisoned,
     rest,
     run_on_all,
@@ -161,8 +161,9 @@ BACKWARD_CASES = {
 
 
 @pytest.mark.parametrize("name", BACKWARD_CASES)
-def test_any_way_into_the_backward(world, name):
-    run_on_all(world, run_case, name, ranks=FEW if "leaves" in name else RANKS)
+@on_ranks
+def test_any_way_into_the_backward(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 def double_backward(mesh) -> None:
@@ -176,8 +177,9 @@ def double_backward(mesh) -> None:
         steps_again(mesh, model, plain)
 
 
-def test_a_double_backward_is_refused_by_name(world):
-    run_on_all(world, double_backward)
+@on_ranks
+def test_a_double_backward_is_refused_by_name(world, num_ranks):
+    world.run(num_ranks, double_backward)
 
 
 class Forces(nn.Module):
@@ -219,8 +221,9 @@ MODE_CASES = {
 
 
 @pytest.mark.parametrize("name", MODE_CASES)
-def test_modes_of_autograd_inside_of_a_forward(world, name):
-    run_on_all(world, run_case, name)
+@on_ranks
+def test_modes_of_autograd_inside_of_a_forward(world, name, num_ranks):
+    world.run(num_ranks, run_case, name)
 
 
 def forces_over_units(mesh) -> None:
@@ -234,8 +237,9 @@ def forces_over_units(mesh) -> None:
     rest(model)
 
 
-def test_a_derivative_over_several_units_is_refused_by_name(world):
-    run_on_all(world, forces_over_units)
+@on_ranks
+def test_a_derivative_over_several_units_is_refused_by_name(world, num_ranks):
+    world.run(num_ranks, forces_over_units)
 
 
 def two_models(mesh) -> None:
@@ -267,8 +271,9 @@ def two_models(mesh) -> None:
         rest(m)
 
 
-def test_two_sharded_models_in_one_graph(world):
-    run_on_all(world, two_models)
+@on_ranks
+def test_two_sharded_models_in_one_graph(world, num_ranks):
+    world.run(num_ranks, two_models)
 
 
 # -- recomputation by the caller

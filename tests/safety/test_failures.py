@@ -28,6 +28,7 @@ from tests.support.chains import FEW, Chain, around_each, chain, numbers, plain_
 from tests.support.checks import PlantedError, batch
 from tests.support.compare import (
     Pair,
+    on_ranks,
     rest,
     run_on_all,
     seed_of,
@@ -206,8 +207,9 @@ ENDS = [
 
 
 @pytest.mark.parametrize("when", ENDS)
-def test_a_deleted_model_lets_its_memory_go_at_once(world, when):
-    run_on_all(world, deleted, when)
+@on_ranks
+def test_a_deleted_model_lets_its_memory_go_at_once(world, when, num_ranks):
+    world.run(num_ranks, deleted, when)
 
 
 def deleted_between(mesh) -> None:

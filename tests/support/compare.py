@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from tests.support.checks import assert_at_rest
 from tests.support.gathered import gathered
 from tests.support.reference import params_of
 
-RANKS = (2, 3, 4)
+# Two compare bit for bit, three divide no rows and are poisoned; what four add to them is met under `make test-all`.
+on_ranks = pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -194,7 +196,7 @@ def open_full_buffers(model: nn.Module) -> list[str]:
     ]
 
 
-def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] = RANKS) -> None:
+def run_on_all(world, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
     for num_ranks in ranks:
         world.run(num_ranks, fn, *args)
 
