@@ -20,7 +20,7 @@ from tests.support import models
 from tests.support.meters import Allocations
 from tests.support.sample import sampled
 
-NUM_BLOCKS, WIDTH, HIDDEN = 6, 128, 2048
+NUM_BLOCKS, WIDTH, HIDDEN = 4, 128, 2048
 UNIT_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)  # of a gathered block
 SMALL_BYTES = 320 * 1024  # activations of two tokens, the root, packed messages
 NUM_UNEVEN = len(list(models.uneven().parameters()))
