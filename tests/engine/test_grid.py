@@ -104,10 +104,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "units_by_class": {"units": {models.Block}},
     "units_nested": {"units": {models.Block, nn.Linear}},
     "units_by_size": {"units": acc.min_params(1000)},
-    "wrapped_optimizer": {"wrapped": True},
+    "torch_optimizer": {"wrapped": False},
 }
 OPTION_ROWS = [(strategy, option) for strategy in STRATEGIES for option in OPTIONS]
-OPTIONS_DRAWN = drawn(OPTION_ROWS, 3, lambda strategy, option: option)
+OPTIONS_DRAWN = drawn(OPTION_ROWS, 2, lambda strategy, option: option)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,15 @@ OPTIONS_DRAWN = drawn(OPTION_ROWS, 3, lambda strategy, option: option)
 )
 def test_no_option_changes_the_training(world, strategy, option):
     policy = STRATEGIES[strategy]
-    world.run_mesh(*mesh_of(policy, 2), match, OptimizerCopy(micros=2), policy, **OPTIONS[option])
+    options = {"wrapped": True, **OPTIONS[option]}  # AdamW over DTensors knows nothing of the others
+    world.run_mesh(*mesh_of(policy, 2), match, OptimizerCopy(micros=2), policy, **options)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy):
     policy = STRATEGIES[strategy]
     optimizer_copy = OptimizerCopy(reduce_op="sum", micros=2, no_sync=True)
-    world.run_mesh(*mesh_of(policy, 2), match, optimizer_copy, policy, reduce_op="sum")
+    world.run_mesh(*mesh_of(policy, 2), match, optimizer_copy, policy, reduce_op="sum", wrapped=True)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy)
 )
 def test_any_number_of_ranks(world, num_ranks, build):
     for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM, acc.NO_SHARD):
-        world.run(num_ranks, match, OptimizerCopy(build=build), strategy)
+        world.run(num_ranks, match, OptimizerCopy(build=build), strategy, wrapped=strategy is not acc.FULL_SHARD)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_optim"])
@@ -145,7 +146,8 @@ def test_any_number_of_ranks(world, num_ranks, build):
 )
 def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
     for build in ("plain", "uneven"):
-        world.run_mesh(shape, HYBRID, match, OptimizerCopy(build=build), STRATEGIES[strategy])
+        wrapped = build == "plain"
+        world.run_mesh(shape, HYBRID, match, OptimizerCopy(build=build), STRATEGIES[strategy], wrapped=wrapped)
 
 
 def replicated_gradients(mesh) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,7 +178,7 @@ def test_losses_are_equal_bit_for_bit_where_the_order_of_sums_is(world):
     for strategy in {**STRATEGIES, **FORCED}.values():
         for shape in ((1, 2), (2, 1)) if strategy.hybrid else ((2,),):
             names = HYBRID if strategy.hybrid else FLAT
-            for found, wanted in world.run_mesh(shape, names, losses, strategy, wrapped=strategy is acc.FULL_SHARD):
+            for found, wanted in world.run_mesh(shape, names, losses, strategy, wrapped=strategy is not acc.FULL_SHARD):
                 assert found == wanted, (strategy.name, shape)
     both = [world.run_mesh((2, 2), HYBRID, losses, STRATEGIES[name]) for name in ("hybrid_shard", "hybrid_shard_optim")]
     assert both[0] == both[1]
