@@ -138,7 +138,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("hold", "sources"), [("full", (".", "checkpoints")), ("units", ("checkpoints/step-000004",))], ids=["full", "units"]
+    ("hold", "sources"),
+    [("full", (".", "checkpoints")), ("units", ("checkpoints/step-000004",))],
+    ids=["full", "units"],
 )
 def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, trained, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(trained.parent / "cache"))
