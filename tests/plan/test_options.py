@@ -250,6 +250,10 @@ def test_a_file_that_is_no_plan_is_told_of(tmp_path, capsys, flag):
             continue
         assert cli.main(["plan", f"--{flag}", str(file)]) == cli.BAD_INPUT
         assert said in capsys.readouterr().err
+    gone = str(tmp_path / "gone.json")
+    assert cli.main(["plan", f"--{flag}", gone]) == cli.BAD_INPUT
+    said = f"accordion: --{flag} {gone!r} is not there; it takes what `accordion plan --json` printed.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_weights_in_four_bits_are_heeded_with_adapters_and_other_quantization_is_refused(folder, tmp_path):

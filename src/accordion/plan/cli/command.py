@@ -284,6 +284,8 @@ def saved(file: str, flag: str) -> dict[str, Any]:
     """A plan that `--json` printed. Raises `UsageError`."""
     try:
         found = json.loads(read_text(Path(file)))
+    except FileNotFoundError:
+        raise UsageError(f"--{flag} {file!r} is not there; it takes what `accordion plan --json` printed.") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"--{flag} {file!r} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict) or "config" not in found:
