@@ -393,8 +393,10 @@ def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 2 * width}))
     asked = f"plan --model {tmp_path} --seq 512 --strategy full_shard --units auto --gpus 2 --json {asked}"
     assert cli.main(asked.split()) == 1
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found, traced = json.loads(said.out), [line for line in said.err.splitlines() if line.startswith("tracing")]
     assert found["fits"] is False
+    assert len(traced) == len(set(traced)) > 0, "each configuration once, for the plan and for what would fit"
     named = found["smallest_change"].partition(" would:")[0]
     assert named == change
     words, flags = asked.split(), named.split()
