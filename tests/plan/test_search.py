@@ -14,6 +14,7 @@ from torch import nn
 import accordion as acc
 from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.estimate import estimate_memory
+from accordion.plan.api import _units as units_to_try
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log, Op
 from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.family import UnlikeError
@@ -31,7 +32,6 @@ from accordion.plan.search.search import SearchResult, closest, search
 from accordion.plan.search.space import Choice, Space, choices
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
-from accordion.plan.trained_models import unit_rules
 from accordion.units import AUTO, units_named
 from tests.plan.test_plan import gpt, run_of, traced
 
@@ -77,8 +77,8 @@ def test_a_search_of_200_is_what_several_nodes_span():
 
 def test_units_by_size_are_tried_beside_the_fastest():
     """The embedding and the parts of a block apart: traced as the engine cuts them, each with a reason where it loses."""
-    rules = unit_rules(gpt(3).make())
-    assert rules == ["min_params:66048"]
+    auto, *rules = units_to_try(gpt(3).make(), "accordion", {})
+    assert (auto, rules) == (AUTO, ["min_params:66048"])
     space = Space(
         strategies=["full_shard"], checkpointing=["none"], micro_batches=[2], precision=BF16, units=[AUTO, *rules]
     )
