@@ -51,7 +51,8 @@ def search(
 ) -> SearchResult:
     """Predict every choice of `space`. `subject_for`: training with that micro-batch. `processes`: 2 has a second one take half
     of the ways of checkpointing, and fewer GPUs. `fewest`: smaller numbers of GPUs are looked at too, with what takes least
-    memory, unless there is one choice alone. `known`: logs that a search of the same model and step traced. Raises `UsageError` where the space is empty.
+    memory, unless there is one choice alone. `known`: logs that a search of the same model and step traced. Raises `UsageError`
+    where the space is empty.
     """
     task = SearchTask(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
     every = choices(space, cluster)
