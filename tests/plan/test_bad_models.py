@@ -12,6 +12,7 @@ from torch import nn
 import accordion as acc
 from accordion import _torch, cli
 from accordion.plan.hardware import GPUS, Cluster
+from accordion.plan.result import Plan
 from accordion.plan.search.space import LARGEST_GPUS, Space
 from accordion.plan.search.suggest import _attempts
 
@@ -85,17 +86,29 @@ def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).float().sum()
 
 
+def planned_alone(model: nn.Module) -> Plan:
+    fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
+    return acc.plan(model, total, torch.zeros(4, 32), **fixed)
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plan:
+    return planned_alone(narrow())
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
-def test_a_compiled_model_is_planned_as_it_was_written(how):
-    fixed = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    plain = acc.plan(model, total, torch.zeros(4, 32), **fixed)
+def test_a_compiled_model_is_planned_as_it_was_written(how, plain):
+    model = narrow()
     if how == "torch.compile":
         model = torch.compile(model)
     else:
         model.compile()
-    made = acc.plan(model, total, torch.zeros(4, 32), **fixed)
+    made = planned_alone(model)
     assert made.chosen.memory.peak.num_bytes == plain.chosen.memory.peak.num_bytes
     assert "compiled" in made.as_dict()["assumed"]["remarks"][0]
     assert plain.as_dict()["assumed"]["remarks"] == []

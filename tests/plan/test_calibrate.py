@@ -11,30 +11,38 @@ from tests.plan.test_plan import gpt
 
 def planned(**options: object) -> Plan:
     fixed = {"strategy": "full_shard", "checkpoint_activations": "none", "gpu": "a100-80", "gpus": 2}
-    return acc.plan(gpt(2).make(), gpt(2).loss, gpt(2).batch(), **{**fixed, **options})
+    return acc.plan(gpt(2).make(), gpt(2).loss, gpt(2).batch(), **{**fixed, "units": acc.only_blocks(), **options})
 
 
-def test_a_measured_step_calibrates_its_own_configuration_and_others():
-    plain = planned()
+@pytest.fixture(scope="module")
+def plain() -> Plan:
+    return planned()
+
+
+@pytest.fixture(scope="module")
+def calibrated(plain: Plan) -> Plan:
+    """By a step that took three times as long."""
+    return planned(measured_step_s=3 * plain.chosen.steps["middle"].seconds)
+
+
+def test_a_measured_step_calibrates_its_own_configuration_and_others(plain, calibrated):
     measured_s = 3 * plain.chosen.steps["middle"].seconds
-    made = planned(measured_step_s=measured_s)
-    steps = made.chosen.steps
+    steps = calibrated.chosen.steps
     assert {name: step.seconds for name, step in steps.items()} == pytest.approx(
         dict.fromkeys(steps, measured_s), rel=1e-3
     )
-    assert (plain.cluster.tellable, made.cluster.tellable) == (0.10, 0.05)
-    told = made.as_dict()["assumed"]
+    assert (plain.cluster.tellable, calibrated.cluster.tellable) == (0.10, 0.05)
+    told = calibrated.as_dict()["assumed"]
     assert told["time"].startswith(f"calibrated by one measured step: {measured_s:g} s of full_shard")
     assert plain.as_dict()["assumed"]["time"].startswith("uncalibrated")
 
 
-def test_kernels_are_scaled_and_messages_that_nothing_waits_for_are_not():
-    made = planned(measured_step_s=3 * planned().chosen.steps["middle"].seconds)
+def test_kernels_are_scaled_and_messages_that_nothing_waits_for_are_not(calibrated):
     for rate in ("middle", "high"):  # at the low one a step this small waits for the host
-        scale = made.cluster.scales[rate]
+        scale = calibrated.cluster.scales[rate]
         assert scale.kernels > 1.5
         assert scale.messages == 1.0
-    other = planned(measured_step_s=made.chosen.steps["middle"].seconds, measured_at="full_shard,full,1,1")
+    other = planned(measured_step_s=calibrated.chosen.steps["middle"].seconds, measured_at="full_shard,full,1,1")
     found = [step.seconds for step in other.chosen.steps.values()]
     assert max(found) > 1.001 * min(found)  # of messages one GPU says nothing: a range
 

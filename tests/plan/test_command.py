@@ -178,10 +178,21 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, tmp_path, seed):
     assert taken
 
 
-def test_what_draws_on_the_screen_is_not_imported_for_json():
-    asked = "import sys, accordion.plan.cli.command; print(*{'rich', 'plotly', 'transformers'} & set(sys.modules))"
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What a process prints: which modules it has before it draws, the table of cards, and whether it froze all as it ended."""
+    asked = (
+        "import atexit, gc, sys, accordion.plan.cli.command; "
+        "print(*{'rich', 'plotly', 'transformers'} & set(sys.modules)); "
+        "atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
+        "from accordion.cli import main; main(['plan', '--gpus-table'])"
+    )
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+    return found.stdout.splitlines()
+
+
+def test_what_draws_on_the_screen_is_not_imported_for_json(lines):
+    assert lines[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -192,10 +203,5 @@ def test_cards_answer_to_the_names_that_people_write(written, name):
     assert gpu_named(written).source == GPUS[name].source
 
 
-def test_no_second_goes_into_a_last_garbage_collection():
-    asked = (
-        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
-        "from accordion.cli import main; main(['plan', '--gpus-table'])"
-    )
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "True"
+def test_no_second_goes_into_a_last_garbage_collection(lines):
+    assert lines[-1] == "True"

@@ -67,6 +67,7 @@ def test_both_engines_are_planned_by_name():
             gpus=2,
             strategy="full_shard",
             checkpoint_activations="none",
+            units=acc.only_blocks(),
             engine=e,
         )
         for e in ("accordion", "fsdp2")

@@ -168,7 +168,7 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
     offload = acc.Offload(optimizer="host", step=step)
-    log = trace(gpt(), TrainingSetup(ranks=1, node=1, sharding={"offload": offload}))
+    log = trace(gpt(2), TrainingSetup(ranks=1, node=1, sharding={"offload": offload}))
     assert peak_of(log).num_bytes > 0
     assert not [name for name in begun if name.startswith("accordion")]
 

@@ -25,7 +25,7 @@ from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.peak import curve_of, peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
-from accordion.plan.result import explanation
+from accordion.plan.result import Plan, explanation
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from tests.support.sample import sampled
@@ -50,28 +50,44 @@ def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
     return TrainingSetup(ranks=ranks, sharding={"precision": BF16, **sharding})
 
 
+TRACED: dict[str, Log] = {}
+
+
+def traced(blocks: int, ranks: int, batch: int = 2, **sharding: object) -> Log:
+    """The log of `gpt` under `run_of`, traced once for all tests: nothing writes to a log."""
+    run = run_of(ranks, **sharding)
+    key = f"{blocks} {batch} {run!r}"
+    if key not in TRACED:
+        TRACED[key] = trace(gpt(blocks, batch=batch), run)
+    return TRACED[key]
+
+
 # -- from some blocks to all
 
 
+ON_HOST = acc.Offload(params="host", optimizer="host")
+
+
 @pytest.mark.parametrize(
-    "sharding",
-    [
-        {},
-        {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"},
-        pytest.param({"strategy": acc.NO_SHARD, "checkpoint_activations": "full"}, marks=pytest.mark.slow),
-        pytest.param({"checkpoint_activations": "every:2"}, marks=pytest.mark.slow),
-        {"units": acc.min_params(60_000)},  # three units a block
-        pytest.param({"units": acc.min_params(17_000), "checkpoint_activations": "full"}, marks=pytest.mark.slow),
-        {"strategy": acc.HYBRID_SHARD, "offload": acc.Offload(params="host", optimizer="host")},  # lands latest
-        pytest.param({"strategy": acc.HYBRID_SHARD}, marks=pytest.mark.slow),
-        pytest.param({"strategy": acc.HYBRID_SHARD_OPTIM, "checkpoint_activations": "full"}, marks=pytest.mark.slow),
-        pytest.param({"offload": acc.Offload(optimizer="host")}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_deep_model_is_that_of_some_blocks_exactly(sharding):
+    ("blocks", "sharding"),
+    sampled([
+        (8, {}),  # six are traced, and the middle one comes thrice
+        (8, {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"}),
+        (11, {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"}),
+        (11, {"strategy": acc.NO_SHARD, "checkpoint_activations": "full"}),
+        (11, {"checkpoint_activations": "every:2"}),
+        (8, {"units": acc.min_params(60_000)}),  # three units a block
+        (11, {"units": acc.min_params(17_000), "checkpoint_activations": "full"}),
+        (11, {"strategy": acc.HYBRID_SHARD, "offload": ON_HOST}),  # nine are traced, for it lands latest
+        (11, {"strategy": acc.HYBRID_SHARD}),
+        (11, {"strategy": acc.HYBRID_SHARD_OPTIM, "checkpoint_activations": "full"}),
+        (11, {"offload": acc.Offload(optimizer="host")}),
+    ], lambda blocks, sharding: blocks == 8 or sharding.get("offload") is ON_HOST),
+)  # fmt: skip
+def test_a_deep_model_is_that_of_some_blocks_exactly(blocks, sharding):
     run = run_of(16, **sharding)
     width = 64 if run.strategy.hybrid else 128  # in the narrow one embedding and head are units of their own
-    subject = gpt(11, width=width)
+    subject = gpt(blocks, width=width)
     whole = trace(subject, run)
     quick, how = log_of(subject, run)
     assert how != "all blocks"
@@ -117,7 +133,7 @@ def test_other_batches_and_ranks_are_straight_lines_between_traces():
         acc.FULL_SHARD, reduce="reduce_scatter"
     )  # messages of a model this small are no exchange on 8 ranks
     pairs = [(1, 8), (2, 8), (1, 2), (4, 4)]
-    logs = {(b, n): trace(gpt(3, batch=b), run_of(n, strategy=strategy)) for b, n in pairs}
+    logs = {(b, n): trace(gpt(2, batch=b), run_of(n, strategy=strategy)) for b, n in pairs}
     family = Family(base=(1, 8, logs[1, 8]), more=(2, logs[2, 8]), fewer=(2, logs[1, 2]))
     made, traced = peak_of(family.at(4, 4)), peak_of(logs[4, 4])
     assert made.num_bytes == pytest.approx(traced.num_bytes, rel=1e-3)
@@ -128,9 +144,9 @@ def test_other_batches_and_ranks_are_straight_lines_between_traces():
 
 
 def test_memory_is_broken_down_by_what_it_is_for():
-    log = trace(gpt(4), run_of(4))
+    log = traced(3, 4)
     peak = peak_of(log)
-    params = sum(p.numel() for p in gpt(4).make().parameters())
+    params = sum(p.numel() for p in gpt(3).make().parameters())
     assert peak.highest["parameters"] == pytest.approx(4 * params / 4, rel=0.02)
     assert peak.highest["optimizer"] == pytest.approx(8 * params / 4, rel=0.02)
     assert peak.highest["gradients"] >= 4 * params / 4
@@ -140,7 +156,7 @@ def test_memory_is_broken_down_by_what_it_is_for():
 
 
 def test_more_ranks_cost_no_more_events():
-    few, many = (trace(gpt(4), run_of(n)) for n in (16, 16384))
+    few, many = (traced(3, n) for n in (16, 16384))
     assert len(many.events) <= 1.1 * len(few.events)
 
 
@@ -256,6 +272,15 @@ def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).float().sum()
 
 
+ONE_CHOICE = {"gpus": 2, "strategy": "full_shard", "checkpoint_activations": "none", "offload": "none"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Plan:
+    """Of one layer, with nothing to choose."""
+    return acc.plan(nn.Linear(64, 64), total, torch.randn(4, 64), **ONE_CHOICE)
+
+
 def test_any_module_is_planned_and_left_as_it_was():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -300,7 +325,7 @@ def test_operators_that_a_gpu_runs_otherwise_stand_for_the_cpus():
         y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
         return F.dropout(F.rms_norm(y, (16,)), 0.1).float().sum()
 
-    made = acc.plan(nn.Linear(16, 16), drops, torch.randn(2, 512, 16), gpus=2, strategy="full_shard")
+    made = acc.plan(nn.Linear(16, 16), drops, torch.randn(2, 512, 16), **ONE_CHOICE)
     assert made.log is not None
     assert set(made.log.substituted) == {"scaled_dot_product_attention", "rms_norm", "dropout"}
     operators = {e.name for e in made.log.events if isinstance(e, Op)}
@@ -315,10 +340,10 @@ def script_of(page: str) -> str:
 
 
 def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
-    config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+    config = {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 256}))
     words = ["plan", "--model", str(tmp_path), "--gpu", "l40s", "--gpus", "2", "--seq", "64", "--micro-batch", "2"]
-    words += ["--checkpoint-activations", "full", "--json", "--html", str(tmp_path / "plan.html")]
+    words += ["--checkpoint-activations", "full", "--units", "blocks", "--json", "--html", str(tmp_path / "plan.html")]
     assert cli.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
@@ -330,11 +355,10 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
         assert set(entry["breakdown_bytes"]) == {c.value for c in Category}
         assert entry["peak_reserved_bytes"] >= entry["peak_allocated_bytes"]
     assert found["fits"] is True
-    tried = [entry["config"] for entry in found["candidates"]]
-    assert {(c["strategy"], c["gpus"]) for c in tried if c["units"].startswith("repeated blocks")} == {
-        ("shard_grad_op", 2), ("shard_optim", 2), ("no_shard", 2), ("full_shard", 1)
+    tried = [entry["config"] for entry in (found, *found["candidates"])]
+    assert {(c["strategy"], c["gpus"]) for c in tried} == {
+        ("full_shard", 2), ("shard_grad_op", 2), ("shard_optim", 2), ("no_shard", 2), ("full_shard", 1)
     }  # fmt: skip
-    assert any(c["units"].startswith("min_params:") for c in tried)
     assert found["fewest_gpus"]["gpus"] == 1
     assert all(entry["why"] for entry in found["candidates"])
     page = (tmp_path / "plan.html").read_text()
@@ -344,33 +368,36 @@ def test_the_command_writes_what_was_asked_for(tmp_path, capsys):
     assert 'src="http' not in page
 
 
-def test_the_fewest_gpus_are_told_only_where_others_were_looked_at():
-    model, batch, fixed = nn.Linear(64, 64), torch.randn(4, 64), {"checkpoint_activations": "none", "offload": "none"}
-    alone = acc.plan(model, total, batch, gpus=8, strategy="full_shard", **fixed)
-    assert alone.fits
-    assert alone.as_dict()["fewest_gpus"] is None
-    looked = acc.plan(model, total, batch, gpus=8, strategy="full_shard", offload="none")
+def test_the_fewest_gpus_are_told_only_where_others_were_looked_at(small):
+    assert small.fits
+    assert small.as_dict()["fewest_gpus"] is None
+    open_ = {**ONE_CHOICE, "checkpoint_activations": None}
+    looked = acc.plan(nn.Linear(64, 64), total, torch.randn(4, 64), **open_)
     assert looked.as_dict()["fewest_gpus"]["gpus"] == 1
 
 
 @pytest.mark.parametrize(
-    ("width", "asked", "change"),
+    ("layers", "width", "asked", "change"),
     sampled([
-        (512, "--gpu-memory-gib 2.40 --micro-batch 8 --checkpoint-activations none --offload none", "--micro-batch 1"),
-        (512, "--gpu-memory-gib 2.23 --micro-batch 1 --checkpoint-activations none --offload none",
+        (4, 512, "--gpu-memory-gib 2.40 --micro-batch 8 --checkpoint-activations none --offload none", "--micro-batch 1"),
+        (4, 512, "--gpu-memory-gib 2.23 --micro-batch 1 --checkpoint-activations none --offload none",
          "--checkpoint-activations full"),
-        (1024, "--gpu-memory-gib 2.40 --micro-batch 1 --checkpoint-activations full --offload none", "--offload optimizer"),
-        (1024, "--gpu-memory-gib 2.44 --micro-batch 1 --checkpoint-activations full --engine fsdp2 --nodes 2",
+        (2, 1024, "--gpu-memory-gib 2.30 --micro-batch 1 --checkpoint-activations full --offload none", "--offload optimizer"),
+        (4, 1024, "--gpu-memory-gib 2.44 --micro-batch 1 --checkpoint-activations full --engine fsdp2 --nodes 2",
          "--gpus 8 --nodes 8"),
-    ], lambda width, asked, change: change == "--offload optimizer"),
+    ], lambda layers, width, asked, change: change == "--offload optimizer"),
 )  # fmt: skip
-def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(tmp_path, capsys, width, asked, change):
-    config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": 4, "num_attention_heads": 4}
+def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(
+    tmp_path, capsys, layers, width, asked, change
+):
+    config = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512, "intermediate_size": 2 * width}))
     asked = f"plan --model {tmp_path} --seq 512 --strategy full_shard --units auto --gpus 2 --json {asked}"
     assert cli.main(asked.split()) == 1
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found, traced = json.loads(said.out), [line for line in said.err.splitlines() if line.startswith("tracing")]
     assert found["fits"] is False
+    assert len(traced) == len(set(traced)) > 0, "each configuration once, for the plan and for what would fit"
     named = found["smallest_change"].partition(" would:")[0]
     assert named == change
     words, flags = asked.split(), named.split()
@@ -381,30 +408,25 @@ def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(tmp_pa
     assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
-def test_the_textbooks_arithmetic():
-    made = acc.plan(nn.Linear(64, 64), total, torch.randn(4, 64), gpus=2, strategy="full_shard")
-    text = "\n".join(" ".join(line) for line in explanation(made))
+def test_the_textbooks_arithmetic(small):
+    text = "\n".join(" ".join(line) for line in explanation(small))
     for figure in ("840 GB", "105 GB on 8", "52.5 GB on 16"):
         assert figure in text
 
 
-def test_fits_leaves_the_margin():
-    made = acc.plan(nn.Linear(64, 64), total, torch.randn(4, 64), gpus=2, strategy="full_shard")
-    memory = made.chosen.memory
+def test_fits_leaves_the_margin(small):
+    memory = small.chosen.memory
     assert memory is not None
     assert memory.needed_bytes == int(memory.largest_reserved * MARGIN) + OUTSIDE_BYTES
     gib = memory.needed_bytes / 2**30
     for factor, fits in ((1.001, True), (0.999, False)):
         assert memory.fits(Cluster(gpu=gpu_named("h100", memory_gib=gib * factor))) is fits
-    assert replace(made.cluster, node=4).node == 4
-    assert extend(made.log, 0, 1, 1, 1, 1.0) is made.log
+    assert replace(small.cluster, node=4).node == 4
+    assert extend(small.log, 0, 1, 1, 1, 1.0) is small.log
 
 
 def test_what_rests_on_the_host_is_none_of_the_cards():
-    on_device, on_host = (
-        trace(gpt(3), run_of(4, **options))
-        for options in ({}, {"offload": acc.Offload(params="host", optimizer="host")})
-    )
+    on_device, on_host = traced(3, 4), traced(3, 4, offload=ON_HOST)
     params = sum(p.numel() for p in gpt(3).make().parameters()) / 4
     assert on_device.host_bytes == 0
     assert on_host.host_bytes >= (2 + 4 + 4 + 8) * params  # rows that travel, masters, gradients, two states

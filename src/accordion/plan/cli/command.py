@@ -284,6 +284,8 @@ def saved(file: str, flag: str) -> dict[str, Any]:
     """A plan that `--json` printed. Raises `UsageError`."""
     try:
         found = json.loads(read_text(Path(file)))
+    except FileNotFoundError:
+        raise UsageError(f"--{flag} {file!r} is not there; it takes what `accordion plan --json` printed.") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"--{flag} {file!r} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict) or "config" not in found:
@@ -352,7 +354,7 @@ def _change(o: Options, made: Plan, seq: int, say: Any) -> str:
     where, kernels = f"model {o.model!r}", made.space.kernels
     num_params = sum(p.numel() for p in trained_model(config, where, kernels).parameters() if p.requires_grad)
     subject_for = partial(language_subject, config, where, seq=seq, kernels=kernels)
-    return smallest_change(subject_for, made.space, made.cluster, num_params, say)
+    return smallest_change(subject_for, made.space, made.cluster, num_params, say, made.found.logs)
 
 
 def counts_of(o: Options) -> tuple[list[int], int]:

@@ -47,14 +47,17 @@ def search(
     say: Say = lambda text: None,
     processes: int = 1,
     fewest: bool = False,
+    known: Mapping[Choice, Log] | None = None,
 ) -> SearchResult:
     """Predict every choice of `space`. `subject_for`: training with that micro-batch. `processes`: 2 has a second one take half
     of the ways of checkpointing, and fewer GPUs. `fewest`: smaller numbers of GPUs are looked at too, with what takes least
-    memory, unless there is one choice alone. Raises `UsageError` where the space is empty.
+    memory, unless there is one choice alone. `known`: logs that a search of the same model and step traced. Raises `UsageError`
+    where the space is empty.
     """
     task = SearchTask(subject_for=subject_for, space=space, cluster=cluster, num_params=num_params)
     every = choices(space, cluster)
     evaluator = Evaluator(task, say)
+    evaluator.traces.traced.update(known or {})
     with ExitStack() as stack:
         # Copies of a hybrid are not fixed by anything but the GPUs; with all else fixed, no other number is asked for.
         is_open = len({replace(c, replicas=1) for c in every}) > 1

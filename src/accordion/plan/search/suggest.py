@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from accordion.config import HOST
+from accordion.plan.events import Log
 from accordion.plan.hardware import GIB, Cluster
 from accordion.plan.search.evaluate import Candidate, Say
 from accordion.plan.search.search import closest, search
-from accordion.plan.search.space import LARGEST_GPUS, NO_OFFLOAD, OFFLOADS, Space
+from accordion.plan.search.space import LARGEST_GPUS, NO_OFFLOAD, OFFLOADS, Choice, Space
 from accordion.plan.trace.setup import Subject
 
 DOUBLINGS = 7  # of the GPUs, at most
@@ -17,12 +18,20 @@ NODE = 8  # GPUs of a machine, where nobody says
 
 
 def smallest_change(
-    subject_for: Callable[[int], Subject], space: Space, cluster: Cluster, num_params: int, say: Say
+    subject_for: Callable[[int], Subject],
+    space: Space,
+    cluster: Cluster,
+    num_params: int,
+    say: Say,
+    known: Mapping[Choice, Log],
 ) -> str:
-    """The first of ever larger changes that makes it fit; each keeps those before it."""
+    """The first of ever larger changes that makes it fit; each keeps those before it. `known`: logs that were traced to find
+    that nothing of `space` fits.
+    """
     smallest: Candidate | None = None
     for flags, attempt, on in _attempts(space, cluster):
-        found = search(subject_for, attempt, on, num_params, say)
+        found = search(subject_for, attempt, on, num_params, say, known=known)
+        known = found.logs
         if found.best is not None:
             needed = f"{found.best.needed_bytes / GIB:,.1f} of {on.card_bytes / GIB:.1f} GiB"
             host = (
