@@ -437,9 +437,8 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         raise UsageError(f"lora_rank is {training.kernels.lora_rank}; it takes 0 (no adapters) to 4,096.")
     shared = {"expert_parallel": fixed.expert_parallel, "tensor_parallel": fixed.tensor_parallel}
     for name, ranks in shared.items():
-        for n in counts:
-            if n % ranks:
-                raise UsageError(f"{name} is {ranks}, which does not divide {n} GPUs; take a divisor.")
+        if max(counts, default=0) % ranks:  # fewer ones that it does not divide are left out
+            raise UsageError(f"{name} is {ranks}, which does not divide {max(counts)} GPUs; take a divisor.")
     if node % fixed.tensor_parallel:
         raise UsageError(
             f"tensor_parallel is {fixed.tensor_parallel}, which does not divide the {node} GPUs of a node; take a divisor."

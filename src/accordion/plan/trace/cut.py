@@ -82,7 +82,7 @@ def _looked_up(module: Any, inside: Callable[..., Tensor], messages: Messages, t
 def _with_summed_gradients(module: nn.Module, messages: Messages, given: Tensor) -> Tensor:
     """That of a layer which each rank has whole, for its own part of what goes through it."""
     twin: Any = copy.copy(module)
-    vars(twin).update({name: _moved(p, _same, messages.sum) for name, p in module.named_parameters(recurse=False)})
+    vars(twin).update({name: _moved(getattr(module, name), _same, messages.sum) for name in module._parameters})
     out: Tensor = type(module).forward(twin, given)
     return out
 
