@@ -157,15 +157,12 @@ def test_other_families_are_cut_by_their_own_plans(tmp_path: Path, family: str, 
 
 
 def test_a_search_and_a_calibration_know_of_shared_layers(file: str) -> None:
-    options = {
-        k: v for k, v in FIXED.items() if k not in ("strategy", "checkpoint_activations", "units", "micro_batch")
-    }
-    options |= {"strategy": "full_shard", "global_batch": 8, "tensor_parallel": OVER, "gpus": [2, 16]}
-    found = acc.plan(file, **options, checkpoint_activations="none")
+    options = {**FIXED, "global_batch": 8, "tensor_parallel": OVER, "gpus": [2, 16]}
+    found = acc.plan(file, **{**options, "micro_batch": None})
     tried = {(c.choice.gpus, c.choice.micro_batch, c.choice.accumulate) for c in found.found.candidates}
     assert tried == {(16, 1, 2), (16, 2, 1)}  # no layers of four ranks on two GPUs
     step_s = 3 * found.chosen.steps["middle"].seconds
-    measured = acc.plan(file, **options, checkpoint_activations="none", micro_batch=2, measured_step_s=step_s)
+    measured = acc.plan(file, **{**options, "micro_batch": found.chosen.choice.micro_batch}, measured_step_s=step_s)
     assert measured.chosen.steps["middle"].seconds == pytest.approx(step_s, rel=1e-2)
 
 
