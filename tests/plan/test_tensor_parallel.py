@@ -32,7 +32,7 @@ SEQ, WIDTH, MLP, LAYERS, VOCAB, OVER = 256, 128, 256, 3, 512, 4
 ACTIVATIONS = 2 * SEQ * WIDTH  # bytes of what goes from layer to layer, in bf16
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "intermediate_size": MLP, "bos_token_id": None, "eos_token_id": None,
+    "num_key_value_heads": 8, "intermediate_size": MLP, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 FIXED: dict[str, Any] = {
     "strategy": "full_shard", "checkpoint_activations": "none", "micro_batch": 1, "offload": "none", "gpus": 16, "seq": SEQ,
