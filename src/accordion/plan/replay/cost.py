@@ -16,6 +16,7 @@ from accordion.plan.events import (
     SECONDARY,
     STEPPER,
     STORE,
+    TENSOR,
     Collective,
     Op,
 )
@@ -122,12 +123,14 @@ def costs_of(
     scale: Scale | None = None,
     secondary: int = 0,
     experts: int = 1,
+    tensor: int = 1,
 ) -> Costs:
     """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across.
 
     `secondary`: neighbours that keep one copy from a forward to its backward. `experts`: neighbours that share a mixture's.
+    `tensor`: GPUs of each rank, neighbours that share its layers.
     """
-    machine = min(ranks, cluster.node)
+    machine = min(ranks, cluster.node // tensor)
     axes = dict.fromkeys(("shard", "replicate"), MeshAxis(ranks=ranks, on_node=machine))
     if hybrid:
         inside = shards or machine
@@ -136,8 +139,11 @@ def costs_of(
             "replicate": MeshAxis(ranks=ranks // inside, on_node=max(1, machine // inside)),
         }
     near = max(1, secondary)
-    axes[SECONDARY] = MeshAxis(ranks=near, on_node=min(near, cluster.node))
+    axes[SECONDARY] = MeshAxis(ranks=near, on_node=min(near, machine))
     axes[EXPERTS] = MeshAxis(ranks=experts, on_node=min(experts, machine))
     axes[EXPERT_DATA] = MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts))
-    drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
-    return Costs(cluster=cluster, rates=rates, axes=axes, on_machine=machine, scale=scale or Scale(), drag=drag)
+    axes[TENSOR] = MeshAxis(ranks=tensor, on_node=tensor)
+    drag = 1 + DRAG * log2(max(1.0, ranks * tensor / MANY_RANKS))
+    return Costs(
+        cluster=cluster, rates=rates, axes=axes, on_machine=machine * tensor, scale=scale or Scale(), drag=drag
+    )

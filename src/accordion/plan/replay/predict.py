@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from accordion.config import checkpointing_named
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.depth import IrregularError, extend, num_traced
@@ -14,6 +12,7 @@ from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.tensor_parallel import num_trained_here
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import longest_run, shortened
@@ -59,9 +58,9 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     count = num_traced(blocks.count, period, _later(run))
     if count == blocks.count:
         return trace(subject, run), "all blocks"
-    whole = _num_elements(model)
+    whole = num_trained_here(model, run.tensor_parallel)
     short = shortened(model, blocks, count)
-    grows = whole / _num_elements(short)
+    grows = whole / num_trained_here(short, run.tensor_parallel)
     try:
         log = trace(replace(subject, make=lambda: short), run)
         extended = extend(log, blocks.first_unit, count, blocks.count, period, grows, blocks.each)
@@ -73,10 +72,6 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
 def _later(run: TrainingSetup) -> int:
     """A reduce between a hybrid's groups lands two blocks later than one inside of them, a copy to the host one later."""
     return 2 * run.strategy.hybrid + (run.sharding.get("offload") is not None)
-
-
-def _num_elements(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
@@ -96,6 +91,14 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
     scale = cluster.scales.get(rate)
     secondary = run.sharding.get("secondary") or 0
     costs = costs_of(
-        cluster, REACHED[rate], run.ranks, run.strategy.hybrid, run.shards, scale, secondary, run.expert_parallel
+        cluster,
+        REACHED[rate],
+        run.ranks,
+        run.strategy.hybrid,
+        run.shards,
+        scale,
+        secondary,
+        run.expert_parallel,
+        run.tensor_parallel,
     )
     return simulate(log, costs, drawn=drawn)

@@ -35,6 +35,7 @@ class Choice:
     """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
     `secondary`: what `shard` takes under that name; 0: nothing. `no_sync`: micro-batches but the last reduce nothing.
     `activations`: of ACTIVATIONS. `expert_parallel`: ranks that share the experts of a mixture; 1: each has all.
+    `tensor_parallel`: neighbours that share layers, and the data of one rank.
 
     `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
     """
@@ -51,11 +52,13 @@ class Choice:
     no_sync: bool = False
     activations: str = DEVICE
     expert_parallel: int = 1
+    tensor_parallel: int = 1
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"secondary shards over {self.secondary}"] if self.secondary else []
         parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
+        parts += [f"layers over {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
         inputs = f" with inputs on the {self.activations}" if self.activations != DEVICE else ""
         parts += [f"checkpointing {self.checkpoint_activations}{inputs}", f"micro-batch {self.micro_batch}"]
         apart = " without reducing" if self.no_sync else ""
@@ -73,7 +76,12 @@ class Choice:
     @property
     def shards(self) -> int:
         """Ranks over which parameters are cut."""
-        return self.gpus // self.replicas
+        return self.ranks // self.replicas
+
+    @property
+    def ranks(self) -> int:
+        """With data of their own."""
+        return self.gpus // self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +105,7 @@ class Space:
     offloads: Sequence[str] = tuple(OFFLOADS)
     activations: Sequence[str] = (DEVICE,)
     expert_parallel: int = 1
+    tensor_parallel: int = 1
     units: Sequence[str] = (AUTO,)
     secondary: int | None = 0
     optimizer: str = "adamw"
@@ -125,10 +134,11 @@ class Space:
             sharding["offload"] = _offload_of(choice)
         return TrainingSetup(
             engine=self.engine,
-            ranks=choice.gpus,
-            node=cluster.node,
+            ranks=choice.ranks,
+            node=cluster.node // choice.tensor_parallel,
             replicas=choice.replicas,
             expert_parallel=choice.expert_parallel,
+            tensor_parallel=choice.tensor_parallel,
             accumulate=choice.num_traced,
             no_sync=choice.no_sync,
             optimizer=self.optimizer,
@@ -194,22 +204,23 @@ def choices(space: Space, cluster: Cluster) -> list[Choice]:
 
 def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
     for gpus in space.gpus:
-        if gpus % space.expert_parallel:
+        if gpus % space.expert_parallel or gpus % space.tensor_parallel:
             continue
         for name in space.strategies:
-            if gpus == 1 and name not in (NO_SHARD.name, space.strategies[0]):
+            if gpus == space.tensor_parallel and name not in (NO_SHARD.name, space.strategies[0]):
                 continue
             for replicas in _replicas(space, strategy_named(name).hybrid, gpus, cluster.node):
                 for checkpointing in space.checkpointing:
                     if checkpointing == "none" and space.activations[0] != DEVICE:
                         continue
                     for micro_batch in space.micro_batches:
-                        accumulate = _accumulate(space, micro_batch, gpus)
+                        accumulate = _accumulate(space, micro_batch, gpus // space.tensor_parallel)
                         if accumulate:
                             choice = Choice(
                                 strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
                                 gpus=gpus, accumulate=accumulate, replicas=replicas, no_sync=space.no_sync,
                                 activations=space.activations[0], expert_parallel=space.expert_parallel,
+                                tensor_parallel=space.tensor_parallel,
                             )  # fmt: skip
                             yield with_secondary(choice, space.secondary or 0) or choice
 
@@ -232,11 +243,11 @@ def _replicas(space: Space, hybrid: bool, gpus: int, node: int) -> Sequence[int]
     return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
 
 
-def _accumulate(space: Space, micro_batch: int, gpus: int) -> int:
+def _accumulate(space: Space, micro_batch: int, ranks: int) -> int:
     """Micro-batches of a step; 0 where the global batch is no multiple."""
     if space.global_batch is None:
         return space.accumulate
-    return 0 if space.global_batch % (gpus * micro_batch) else space.global_batch // (gpus * micro_batch)
+    return 0 if space.global_batch % (ranks * micro_batch) else space.global_batch // (ranks * micro_batch)
 
 
 def check_activations(activations: str, checkpointing: str | None) -> None:
