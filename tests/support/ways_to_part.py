@@ -419,7 +419,8 @@ def table(found: Sequence[Found]) -> str:
         "`python -m tests.support.ways_to_part > docs/ways-to-part.md` runs them and writes this page.",
         "",
         f"{len(found)} ways: {true} are told truly, {silent} are silent, {late} take longer than the time-out plus "
-        f"{MARGIN_S:g} s. {len(harmless)} of the true ones are harmless: no rank waits for another, and nothing is printed.",
+        f"{MARGIN_S:g} s. {len(harmless)} of the true ones are",
+        "harmless: no rank waits for another, and nothing is printed.",
         "",
         "| way | seconds | what the others print | true |",
         "|---|---|---|---|",
