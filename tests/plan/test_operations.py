@@ -54,3 +54,19 @@ def test_weights_whose_rows_are_dealt_out() -> None:
     with Count() as count:
         torch._grouped_mm(a, b, offs=offs)
     assert count.flops == ONE
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
+def test_attention_computes_as_much_with_fewer_heads_of_keys(num_kv_heads: int) -> None:
+    """One product for the scores and one for their sums; back, the scores once more and two of each. Causal ones count half."""
+    q = torch.empty(2, 8, 16, 4, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(2, num_kv_heads, 16, 4, device="meta", dtype=torch.bfloat16)
+    one = 2 * 2 * 8 * 16 * 16 * 4
+    with Count() as forward:
+        out, sums, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, True)
+    assert forward.flops == 2 * one / 2
+    with Count() as backward:
+        torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            out, q, k, k, out, sums, *rest[:2], 16, 16, 0.0, True, *rest[4:6]
+        )
+    assert backward.flops == 5 * one / 2

@@ -46,10 +46,22 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     if known is not None:
         return known(args)
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    if count is not None and _name(func).startswith("_scaled_dot_product"):
+        args = _with_all_heads(func, args)
     flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
     if flops and "attention" in _name(func) and _torch.argument_of(func, "is_causal", args, kwargs):
         flops /= 2  # torch counts it whole
     return flops
+
+
+def _with_all_heads(func: Any, args: Any) -> Any:
+    """Keys and values with as many heads as queries: a kernel computes as much, and torch 2.11 counts nothing else."""
+    at = {argument.name: i for i, argument in enumerate(func._schema.arguments[: len(args)])}
+    heads, args = args[at["query"]].shape[1], list(args)  # (batch, head, token, number of a head)
+    for name in ("key", "value"):
+        if args[at[name]].shape[1] != heads:
+            args[at[name]] = args[at[name]][:, :1].expand(-1, heads, -1, -1)
+    return args
 
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
