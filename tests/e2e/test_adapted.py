@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,11 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": f"add {i % 9}", "completion": f" so it is {i % 5}"}) + "\n" for i in range(40))
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             more = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}] * (i % 3 == 0)
             file.write(json.dumps({"messages": talk + more}) + "\n")
     (folder / "marked.jinja").write_text(TEMPLATE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

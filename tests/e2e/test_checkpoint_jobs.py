@@ -17,7 +17,7 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.convert import export
 from accordion.checkpoint.inspect import diff, verify
-from accordion.train import launch, owner
+from accordion.train import owner
 from tests.e2e.jobs import TINY, lines_of, workers_of
 from tests.support import forked
 
@@ -28,10 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with a cache that the tests of this file share."""
     folder = tmp_path_factory.mktemp("jobs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

@@ -18,7 +18,6 @@ from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.train import launch
 from tests.e2e.jobs import lines_of, until
 from tests.support import forked, own_tasks
 
@@ -30,10 +29,7 @@ FLAGS = ["--launch.device", "cpu", "--launch.nproc", "2", "--train.micro_batch",
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ending")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 
 import accordion as acc
 from accordion import cli
-from accordion.train import launch
 from accordion.train.data import GlobalOrder, Share
 from tests.support import forked, own_tasks
 from tests.support.sample import sampled
@@ -31,10 +30,7 @@ Metrics = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("tasks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

@@ -35,10 +35,7 @@ Metrics = list[dict[str, Any]]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with a cache that the tests of this file share; their ranks come from the fork server."""
     folder = tmp_path_factory.mktemp("train")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from accordion import cli
 from accordion.checkpoint import latest
-from accordion.train import launch, owner
+from accordion.train import owner
 from tests.e2e.jobs import TINY, lines_of, until
 from tests.support import forked, own_tasks
 from tests.support.disks import mounted
@@ -26,11 +26,7 @@ ENDLESS = ["--train.steps", "100000", "--checkpoint.every", "3", "--checkpoint.k
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "start", forked.start)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.chdir(folder)
+    with forked.commands_in(folder):
         yield folder
 
 

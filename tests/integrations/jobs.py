@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 VOCABULARY, LENGTH = 64, 12
 
@@ -112,6 +113,47 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     if engine_of(model) is not None:
         return acc.full_state_dict(model, rank0_only=False)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def held(tensors: Iterable[Tensor]) -> int:
+    """Elements on this rank, in floating point: an optimizer's counts of steps are left out."""
+    from torch.distributed.tensor import DTensor
+
+    locals = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() for t in locals if t.is_floating_point() and t.dim() > 0)
+
+
+@contextmanager
+def sizes_of_steps() -> Iterator[dict[str, int]]:
+    """The elements that this rank holds of parameters, gradients and states in the last step of a torch optimizer."""
+    sizes: dict[str, int] = {}
+
+    def params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        sizes["parameters"] = held(params(optimizer))
+        sizes["gradients"] = held(p.grad for p in params(optimizer) if p.grad is not None)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        sizes["states"] = held(t for state in optimizer.state.values() for t in state.values())
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield sizes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
+    """All ranks together hold what one of DDP's does, and this one about half of it; a collective of two ranks."""
+    together = torch.tensor([ours[key] for key in theirs])
+    torch.distributed.all_reduce(together)
+    assert together.tolist() == list(theirs.values()), "all ranks together hold each element once"
+    assert {"parameters", "gradients", "states"} == set(theirs)
+    for key, whole in theirs.items():
+        assert 0.4 * whole < ours[key] < 0.6 * whole, (key, ours[key], whole)
 
 
 def bytes_held(model: nn.Module) -> int:

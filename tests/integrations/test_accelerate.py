@@ -11,7 +11,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import bytes_held, full, library_job, needs
+from tests.integrations.jobs import assert_held_once, bytes_held, full, library_job, needs, sizes_of_steps
 
 pytestmark = needs("accelerate")
 
@@ -71,7 +71,8 @@ def loop(mesh: Any, order: str) -> None:
 
     with library_job():
         one = accelerator(True)
-        model, *found = learns(one, order)
+        with sizes_of_steps() as mine:
+            model, *found = learns(one, order)
         assert isinstance(one._optimizers[0].optimizer, LocalStep)
         assert one.unwrap_model(model) is model
         assert engine_of(model) is not None
@@ -79,7 +80,9 @@ def loop(mesh: Any, order: str) -> None:
         state = one.get_state_dict(model)
     with library_job():
         one = accelerator(False)
-        model, *expected = learns(one, order)
+        with sizes_of_steps() as whole:
+            model, *expected = learns(one, order)
+        assert_held_once(mine, whole)
         for a, b in zip(found, expected, strict=True):
             assert a == pytest.approx(b, rel=1e-5)
         if mesh.get_local_rank() == 0:

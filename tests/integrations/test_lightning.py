@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import bytes_held, full, needs, torchrun_job
+from tests.integrations.jobs import assert_held_once, bytes_held, full, needs, sizes_of_steps, torchrun_job
 
 pytestmark = needs("lightning")
 
@@ -123,9 +123,11 @@ def trains(mesh: Any, folder: Path, package: str, changes: dict[str, Any]) -> No
         with torchrun_job():
             options = {"sharding": {"precision": acc.Precision()}} if ours else {}
             one, lit = trainer(pl, ours, folder, options, **changes), module(pl)
-            one.fit(lit, data(), data(2, seed=2))
-            found.append((lit, one.callback_metrics["val"]))
-    (theirs, val), (mine, own_val) = found
+            with sizes_of_steps() as sizes:
+                one.fit(lit, data(), data(2, seed=2))
+            found.append((lit, one.callback_metrics["val"], sizes))
+    (theirs, val, whole), (mine, own_val, held) = found
+    assert_held_once(held, whole)
     assert len(mine.losses) == 24
     assert len(mine.norms) == 12
     assert mine.losses == pytest.approx(theirs.losses, rel=1e-5)

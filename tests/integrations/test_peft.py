@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import accordion as acc
-from tests.integrations.jobs import VOCABULARY, full, library_job, llama, needs
+from tests.integrations.jobs import VOCABULARY, full, held, library_job, llama, needs
 
 pytestmark = needs("peft", "transformers")
 
@@ -45,12 +44,6 @@ def tuned(name: str, base: Any = None) -> Any:
 
 def batch(rank: int, step: int) -> Tensor:
     return torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def held(tensors: Iterable[Tensor]) -> int:
-    """Elements on this rank, in floating point: an optimizer's counts of steps are left out."""
-    locals = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() for t in locals if t.is_floating_point() and t.dim() > 0)
 
 
 def most(params: Iterable[Tensor]) -> int:

@@ -16,7 +16,16 @@ import torch
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import bytes_held, full, library_job, llama, needs, sentences
+from tests.integrations.jobs import (
+    assert_held_once,
+    bytes_held,
+    full,
+    library_job,
+    llama,
+    needs,
+    sentences,
+    sizes_of_steps,
+)
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -77,7 +86,11 @@ def alike(theirs: Any, ours: Any, *keys: str, rel: float = 1e-5) -> None:
 
 def trains(mesh: Any, folder: Path, changes: dict[str, Any], rel: float, sharding: Any) -> None:
     with library_job():
-        theirs, ours = (train(trainer(kind, folder, sharding=sharding, **changes)) for kind in (False, True))
+        with sizes_of_steps() as whole:
+            theirs = train(trainer(False, folder, sharding=sharding, **changes))
+        with sizes_of_steps() as mine:
+            ours = train(trainer(True, folder, sharding=sharding, **changes))
+        assert_held_once(mine, whole)
         alike(theirs, ours, rel=rel)
         assert len(history(ours)[0]) == changes.get("max_steps", STEPS)
         assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,17 @@ from tests import pool
 
 # Plotly takes more of the processor for a report than a small run does for all else: one run of each kind draws one.
 NO_REPORT = ["--run.report", "false"]
+
+
+@contextlib.contextmanager
+def commands_in(folder: Path) -> Iterator[None]:
+    """`folder` is where commands are run meanwhile, with a cache of its own; their ranks come from the fork server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start", start)
+        patch.setattr(sys, "path", list(sys.path))  # a command puts a task's folder there
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        yield
 
 
 def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:

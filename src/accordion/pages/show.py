@@ -172,7 +172,8 @@ def laid_out(chart: go.Figure, title: str, unit: str, height: int = 420) -> go.F
 
 def html_table(table: Table) -> str:
     """A phone shows each row as a card."""
-    kinds = [' class="words"' if i in _words(table) else "" for i in range(len(table.columns))]
+    words = _words(table)
+    kinds = [' class="words"' if i in words else "" for i in range(len(table.columns))]
     head = "".join(f"<th{k}>{escape(c)}</th>" for c, k in zip(table.columns, kinds, strict=True))
     rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row, kinds))}</tr>" for row in table.rows)
     kind = ' class="cards"' if len(table.columns) > 2 else ""
