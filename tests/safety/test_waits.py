@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,24 @@ def test_a_crash_is_told_by_the_thread_that_crashed_or_the_main_one(
     told = party_line.crash_of(WORDS.format(first=first).splitlines())
     assert told.startswith(f"(Aborted) at train.py:{line}; gloo lets a process crash")
     assert party_line.crash_of([]) == party_line.crash_of(["stray"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("handled", "says"),
+    [(ValueError("bad sample"), " while it handles ValueError: bad sample"), (RuntimeError("gloo: Broken pipe"), "")],
+)
+def test_who_waits_in_vain_while_it_handles_an_error_tells_of_that_and_of_no_other_wait(
+    handled: Exception, says: str
+) -> None:
+    try:
+        try:
+            raise handled
+        finally:
+            raise RuntimeError("gloo: Timed out waiting")
+    except RuntimeError as error:
+        text = party_line.told(error, "after the backward of step 2")
+    place = r" \(at test_waits.py:\d+ `.*`\)" if says else ""
+    where = r"at test_waits.py:\d+ `.*`"
+    assert re.fullmatch(
+        f"waited for others in vain {where} after the backward of step 2{re.escape(says)}{place}", text
+    ), text

@@ -109,7 +109,9 @@ def told(error: BaseException, phase: str = "") -> str:
         return f"was interrupted (Ctrl-C or SIGINT){when}"
     if is_echo(error) and not isinstance(error, DivergenceError):
         # An error whose handler waits (a barrier in `finally`) is what the others are to be told of: the wait is its echo.
-        return f"waited for others in vain {place or 'in a collective'}{when}{in_hand(error.__context__)}"
+        handled = error.__context__
+        own = "" if handled is None or is_echo(handled) else in_hand(handled)
+        return f"waited for others in vain {place or 'in a collective'}{when}{own}"
     return f"failed{when}: {_named(error, place)}"
 
 
