@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion.plan.tensor_parallel import COLWISE, GATHERED, ROWWISE, SPLIT, SUMMED, VOCABULARY, dim_cut, layers_in
-
-Move = Callable[[Tensor], Tensor]
+from accordion.plan.trace.moves import moved
 
 
 class Messages:
@@ -63,47 +62,29 @@ def cut_layers(model: nn.Module, messages: Messages) -> None:
 def _forward(inside: Callable[..., Tensor], style: str, messages: Messages, given: Tensor) -> Tensor:
     """A linear layer's. `inside`: of this rank's part."""
     if style in (COLWISE, GATHERED):
-        given = _moved(given, _same, messages.sum)
+        given = moved(given, _same, messages.sum)
     elif style == SPLIT:
-        given = _moved(given, messages.split, messages.gather)
+        given = moved(given, messages.split, messages.gather)
     out = inside(given)
     if style in (ROWWISE, SPLIT):
-        return _moved(out, messages.sum, _same)
-    return _moved(out, messages.gather, messages.split) if style == GATHERED else out
+        return moved(out, messages.sum, _same)
+    return moved(out, messages.gather, messages.split) if style == GATHERED else out
 
 
 def _looked_up(module: Any, inside: Callable[..., Tensor], messages: Messages, tokens: Tensor) -> Tensor:
     """An embedding's, of which each rank has some rows: those of other ranks' tokens are 0 here."""
     elsewhere = tokens >= module.weight.shape[0]
     rows = inside(tokens.masked_fill(elsewhere, 0))
-    return _moved(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0), messages.sum, _same)
+    return moved(rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0), messages.sum, _same)
 
 
 def _with_summed_gradients(module: nn.Module, messages: Messages, given: Tensor) -> Tensor:
     """That of a layer which each rank has whole, for its own part of what goes through it."""
     twin: Any = copy.copy(module)
-    vars(twin).update({name: _moved(getattr(module, name), _same, messages.sum) for name in module._parameters})
+    vars(twin).update({name: moved(getattr(module, name), _same, messages.sum) for name in module._parameters})
     out: Tensor = type(module).forward(twin, given)
     return out
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
-
-
-def _moved(tensor: Tensor, there: Move, back: Move) -> Tensor:
-    moved: Tensor = _Moved.apply(tensor, there, back)  # type: ignore[no-untyped-call]
-    return moved
-
-
-class _Moved(torch.autograd.Function):
-    """`there` in the forward, `back` for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
-        return there(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.back(grads[0]), None, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accordion.plan.events import ALL_TO_ALL, EXPERTS
 from accordion.plan.experts import experts_in
+from accordion.plan.trace.moves import Move, moved
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.own_meshes import MeshChoice
 
 EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # of the mesh, the second of neighbours
 ALL_AXES = "dp"  # both as one
 
-Exchange = Callable[[Tensor], Tensor]
+Exchange = Move
 """An all-to-all over the ranks that share experts: rows, as many to each, and as many come."""
 
 
@@ -55,9 +55,9 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)
     exchange(torch.empty(module.num_experts, dtype=torch.int64, device=rows.device))  # how many come to each
-    come, each = _AllToAll.apply(rows, exchange), _AllToAll.apply(each, exchange)  # type: ignore[no-untyped-call]
+    come, each = moved(rows, exchange, exchange), moved(each, exchange, exchange)
     out = type(module).forward(_own(module, num), come, (by_expert % num).unsqueeze(-1), each)
-    back = _AllToAll.apply(out, exchange)  # type: ignore[no-untyped-call]
+    back = moved(out, exchange, exchange)
     order = torch.empty_like(by_expert)
     order[by_expert] = torch.arange(by_expert.numel(), device=order.device)
     summed: Tensor = back[order].view(*chosen.shape, -1).sum(-2)
@@ -70,16 +70,3 @@ def _own(module: nn.Module, num_experts: int) -> nn.Module:
     vars(twin).update({name: getattr(module, name).to_local() for name in module._parameters})
     twin.num_experts = num_experts
     return twin  # type: ignore[no-any-return]
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of their experts; gradients go the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.exchange(grads[0]), None
