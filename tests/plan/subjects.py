@@ -62,11 +62,11 @@ def llama() -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def mixture() -> nn.Module:
+def mixture(num_layers: int = 2) -> nn.Module:
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=2 * WIDTH, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

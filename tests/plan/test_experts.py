@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.plan.events import ALL_TO_ALL, EXPERT_DATA, EXPERTS, Collective, Op
+from accordion.plan.events import ALL_TO_ALL, EXPERT_DATA, EXPERTS, Collective, Enter, Op, StepPhase
 from accordion.plan.experts import experts_in
 from accordion.plan.hardware import GB, GPUS, LATENCY_S, REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import OF_TOKENS
 from accordion.plan.result import Plan
+from tests.plan import subjects
 
 SEQ, WIDTH, MLP, LAYERS, COUNT, CHOSEN = 256, 128, 192, 3, 8, 2
 ROWS = 2 * SEQ * CHOSEN * WIDTH  # bytes of all tokens of a rank for all their experts, in bf16
@@ -127,3 +131,31 @@ def test_what_cannot_be_is_said_before_anything_is_traced(folder: str, options: 
     with pytest.raises(acc.UsageError, match=said) as raised:
         acc.plan(model, **{**FIXED, **{k: v for k, v in options.items() if k != "model"}}, say=told)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_experts_that_are_units_of_their_own_on_numbers_of_gpus_that_they_divide(folder: str, strategy: str) -> None:
+    options = {**FIXED, "units": acc.min_params(60_000), "strategy": strategy, "gpus": [2, COUNT]}
+    found = acc.plan(folder, **options, expert_parallel=COUNT)
+    assert [c.choice.gpus for c in found.found.candidates] == [COUNT]
+    assert found.chosen.memory.peak.num_bytes >= found.chosen.least_bytes
+
+
+def on_meta(num_layers: int) -> nn.Module:
+    with torch.device("meta"):
+        return subjects.mixture(num_layers).train()
+
+
+def test_a_deep_mixture_of_which_every_rank_steps_all_but_experts_is_that_of_some_blocks() -> None:
+    """Of experts a rank steps its share, of the rest all: the step of more blocks grows by both."""
+    subject = replace(subjects.subject_of("mixture", "experts over 4, recomputed"), make=partial(on_meta, 9))
+    run = subjects.run_of("mixture", "experts over 4, recomputed")
+    run = replace(run, sharding={**run.sharding, "strategy": acc.NO_SHARD})
+    quick, how = log_of(subject, run)
+    whole, _ = log_of(subject, run, quick=False)
+    assert how != "all blocks"
+    stepped = []
+    for log in (quick, whole):
+        at = next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP)
+        stepped.append(sum(e.num_bytes for e in log.events[at:] if isinstance(e, Op)))
+    assert stepped[0] == pytest.approx(stepped[1], rel=1e-2)  # clipping has small tensors, which are not repeated

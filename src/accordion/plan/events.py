@@ -84,7 +84,7 @@ class Op:
 
 @dataclass(slots=True)
 class Collective:
-    """One launch. `num_bytes`: of the full tensors. `axis`: of the mesh."""
+    """One launch. `num_bytes`: of the full tensors, or of an all-to-all what one rank sends and keeps. `axis`: of the mesh."""
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int

@@ -27,12 +27,7 @@ def _holds_experts(module: nn.Module) -> bool:
         return False
     if any(p.shape[:1] != (count,) for p in own) or len(own) != len(list(module.parameters())):
         return False
-    return len(inspect.signature(module.forward).parameters) >= ROUTED or _is_wrapped(module)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """transformers' decorator takes whatever the forward below it takes."""
-    return len(inspect.signature(inspect.unwrap(type(module).forward)).parameters) > ROUTED
+    return len(inspect.signature(module.forward).parameters) >= ROUTED
 
 
 def check_experts(model: nn.Module, name: str, ranks: int) -> None:

@@ -113,9 +113,8 @@ class _DiskWalk:
 
     def _landed(self, event: Event) -> Iterator[Event]:
         """What is read goes to the device when somebody wants it there."""
-        found = self._read.pop(event.transfer, None) if isinstance(event, Land) else None
-        if found is not None and isinstance(event, Land):
-            read, copy = found
+        if isinstance(event, Land) and event.transfer in self._read:
+            read, copy = self._read.pop(event.transfer)
             copied = self._next()
             self._batch.copies[self._batch.copies.index(event.transfer)] = copied
             yield Wait(read, HOST)

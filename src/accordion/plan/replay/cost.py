@@ -87,15 +87,19 @@ class Costs:
         return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S)
 
     def of_collective(self, c: Collective) -> float:
-        """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum."""
+        """Seconds of one launch: (n - 1) / n of the full tensors over the slowest link on the way, twice that for a sum; of an
+        all-to-all see `_all_to_all`.
+        """
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0
         latency_s = LATENCY_S["network"] if axis.far else self.cluster.gpu.latency_s
         if c.kind == ALL_TO_ALL:
-            return (self._all_to_all(c.num_bytes / axis.ranks, axis) + latency_s) * self.scale.messages * self.drag
-        sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
-        return (sent / (self.gbps(axis) * GB) + latency_s) * self.scale.messages * self.drag
+            seconds = self._all_to_all(c.num_bytes / axis.ranks, axis)
+        else:
+            sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
+            seconds = sent / (self.gbps(axis) * GB)
+        return (seconds + latency_s) * self.scale.messages * self.drag
 
     def _all_to_all(self, each_bytes: float, axis: MeshAxis) -> float:
         """Seconds in which a rank sends as much to each other: inside of its node, and by its own link to others, at once."""

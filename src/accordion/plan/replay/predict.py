@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from accordion.config import checkpointing_named
+from torch import nn
+
+from accordion.config import Place, checkpointing_named
 from accordion.plan.events import Log
+from accordion.plan.experts import experts_in
 from accordion.plan.extrapolate.depth import IrregularError, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
@@ -58,15 +61,24 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     count = num_traced(blocks.count, period, _later(run))
     if count == blocks.count:
         return trace(subject, run), "all blocks"
-    whole = num_trained_here(model, run.tensor_parallel)
+    whole = _num_stepped(model, run)
     short = shortened(model, blocks, count)
-    grows = whole / num_trained_here(short, run.tensor_parallel)
+    grows = whole / _num_stepped(short, run)
     try:
         log = trace(replace(subject, make=lambda: short), run)
         extended = extend(log, blocks.first_unit, count, blocks.count, period, grows, blocks.each)
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
+
+
+def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
+    """Elements that a rank steps; or all of them, where it steps an equal part of each."""
+    num = num_trained_here(model, run.tensor_parallel)
+    if run.strategy.optim is Place.REPLICATE and run.expert_parallel > 1:
+        experts = [p for module in experts_in(model).values() for p in module.parameters() if p.requires_grad]
+        num -= sum(p.numel() for p in experts) * (run.expert_parallel - 1) // run.expert_parallel
+    return num
 
 
 def _later(run: TrainingSetup) -> int:

@@ -24,9 +24,9 @@ def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
     strategy = strategy_named(choice.strategy)
     over = choice.ranks if strategy.optim_over_replicas else choice.shards
     if strategy.optim.value == "replicate":
-        over = 1
+        over = choice.expert_parallel  # at least: what is no expert is whole on each rank
     stays = strategy.params.value == "replicate" or strategy.keep_until_backward
-    copies = space.compute_bytes if stays and choice.ranks > 1 else 0
+    copies = space.compute_bytes / choice.expert_parallel if stays and choice.ranks > 1 else 0
     num_params //= choice.tensor_parallel  # at least: some layers are whole on each rank
     if choice.offload == NO_OFFLOAD:
         return int(num_params * (space.master_bytes / over + copies))

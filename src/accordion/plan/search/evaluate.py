@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from accordion.config import DEVICE
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.accumulate import step_of_choice
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
@@ -163,7 +162,7 @@ class Evaluator:
         if len(self._space.activations) == 1 or any(c.fits for c in mine):
             return []
         near = [c for c in mine if c.memory is not None and c.choice.checkpoint_activations != "none"]
-        near = sorted(near, key=lambda c: (c.choice.activations != DEVICE, c.needed_bytes))[:BESIDE]
+        near = sorted(near, key=lambda c: c.needed_bytes)[:BESIDE]
         found: list[Candidate] = []
         for place in self._space.activations[1:]:
             found += [self.candidate(replace(c.choice, activations=place)) for c in near]

@@ -166,6 +166,11 @@ class Space:
         """Of the optimizer's states of an element, at least; in the dtype of what is stepped."""
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
+    @property
+    def divided_gpus(self) -> Sequence[int]:
+        """Those of `gpus` that ranks which share experts or layers divide."""
+        return [n for n in self.gpus if n % self.expert_parallel == n % self.tensor_parallel == 0]
+
     def tiers_of(self, choice: Choice) -> Sequence[str]:
         """The offloads to try for a choice. In a search offload goes with what keeps no full copies."""
         strategy = strategy_named(choice.strategy)
@@ -203,9 +208,7 @@ def choices(space: Space, cluster: Cluster) -> list[Choice]:
 
 
 def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
-    for gpus in space.gpus:
-        if gpus % space.expert_parallel or gpus % space.tensor_parallel:
-            continue
+    for gpus in space.divided_gpus:
         for name in space.strategies:
             if gpus == space.tensor_parallel and name not in (NO_SHARD.name, space.strategies[0]):
                 continue

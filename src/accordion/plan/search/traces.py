@@ -83,14 +83,11 @@ class Traces:
         return self._families[key]
 
     def _gpus_like(self, choice: Choice) -> list[int]:
-        if choice.ranks == 1:
+        if choice.ranks == 1 or choice.replicas > 1:
             return [choice.gpus]
-        if choice.replicas > 1:
-            return [choice.gpus]
-        inside = choice.gpus <= self._cluster.node
-        return [n for n in self._space.gpus if n > choice.tensor_parallel and (n <= self._cluster.node) == inside] or [
-            choice.gpus
-        ]
+        inside, alone = choice.gpus <= self._cluster.node, choice.tensor_parallel
+        like = [n for n in self._space.divided_gpus if n > alone and (n <= self._cluster.node) == inside]
+        return like or [choice.gpus]
 
     def _make_family(self, choice: Choice, gpus: list[int]) -> Family | None:
         batches = sorted(self._space.micro_batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion.plan.tensor_parallel import COLWISE, GATHERED, ROWWISE, SPLIT, SUMMED, VOCABULARY, dim_cut, layers_in
-from accordion.plan.trace.moves import moved
+from accordion.plan.trace.moves import moved, with_tensors
 
 
 class Messages:
@@ -80,8 +79,7 @@ def _looked_up(module: Any, inside: Callable[..., Tensor], messages: Messages, t
 
 def _with_summed_gradients(module: nn.Module, messages: Messages, given: Tensor) -> Tensor:
     """That of a layer which each rank has whole, for its own part of what goes through it."""
-    twin: Any = copy.copy(module)
-    vars(twin).update({name: moved(getattr(module, name), _same, messages.sum) for name in module._parameters})
+    twin = with_tensors(module, lambda p: moved(p, _same, messages.sum))
     out: Tensor = type(module).forward(twin, given)
     return out
 

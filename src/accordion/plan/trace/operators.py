@@ -59,7 +59,8 @@ def _with_all_heads(func: Any, args: Any) -> Any:
     at = {argument.name: i for i, argument in enumerate(func._schema.arguments[: len(args)])}
     heads, args = args[at["query"]].shape[1], list(args)  # (batch, head, token, number of a head)
     for name in ("key", "value"):
-        if args[at[name]].shape[1] != heads:
+        own = args[at[name]].shape[1]
+        if own != heads and heads % own == 0:  # else no kernel takes them, and torch says so
             args[at[name]] = args[at[name]][:, :1].expand(-1, heads, -1, -1)
     return args
 

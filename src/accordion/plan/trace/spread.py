@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accordion.plan.events import ALL_TO_ALL, EXPERTS
 from accordion.plan.experts import experts_in
-from accordion.plan.trace.moves import Move, moved
+from accordion.plan.trace.moves import Move, moved, with_tensors
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.own_meshes import MeshChoice
 
@@ -66,7 +65,6 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 def _own(module: nn.Module, num_experts: int) -> nn.Module:
     """The module as a rank computes with it: with its own experts, plain tensors where the engine puts full parameters."""
-    twin: Any = copy.copy(module)
-    vars(twin).update({name: getattr(module, name).to_local() for name in module._parameters})
+    twin = with_tensors(module, lambda p: p.to_local())  # type: ignore[attr-defined]
     twin.num_experts = num_experts
     return twin  # type: ignore[no-any-return]
