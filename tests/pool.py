@@ -32,9 +32,6 @@ from tests import devices
 RANKS = 4
 TIMEOUT_S = 60.0
 GRACE_S = 5.0  # how long the others may still run once one rank has failed: they mostly wait for it in a collective
-# Seen in two of three runs of all tests one day, with torch 2.13: ranks that wait for good in ProcessGroupGloo's
-# constructor, of which the other end has come out. Who makes groups in another order does so again the second time.
-CONNECTING = "in _new_process_group_helper"
 MESH_S = 20.0  # for a mesh's groups; 0.02 s on a quiet machine
 START_S = 60.0
 GROUPS = 32  # each that a rank has costs a thread or two which wake a hundred times a second, for its whole life
@@ -104,17 +101,6 @@ class Pool:
         count, key = math.prod(shape), (tuple(shape), tuple(names))
         if count > self.num_ranks:
             raise ValueError(f"a mesh of shape {shape} needs {count} ranks and the pool has {self.num_ranks}")
-        message = pickle.dumps((fn, args, kwargs))
-        try:
-            return self._answers(key, count, message, timeout_s)
-        except AssertionError as error:
-            if CONNECTING not in str(error):
-                raise
-            print(f"tests: once more, for a rank waited in vain while gloo connects it: {error}", file=sys.stderr)
-            return self._answers(key, count, message, timeout_s)
-
-    def _answers(self, key: MeshKey, count: int, call: bytes, timeout_s: float) -> list[Any]:
-        __tracebackhide__ = True
         try:
             if any(rank.num_groups > GROUPS for rank in self._ranks):
                 self.close()
@@ -123,7 +109,13 @@ class Pool:
             if key not in self._meshes:  # groups are made by all ranks together, members or not
                 _ask(self._ranks, Job(mesh=key), MESH_S)
                 self._meshes.add(key)
-            return _ask(self._ranks[:count], Job(mesh=key, call=call), timeout_s)
+            results = _ask(self._ranks[:count], Job(mesh=key, call=pickle.dumps((fn, args, kwargs))), timeout_s)
+            if len({rank.last_group for rank in self._ranks}) > 1:
+                raise AssertionError(
+                    f"{count} of {self.num_ranks} ranks made a process group. torch names it by a number that the others "
+                    "do not count: the next one of all ranks would wait for good. Take a mesh of the pool, or all ranks."
+                )
+            return results
         except BaseException:
             self.close()
             raise
@@ -188,12 +180,13 @@ def fork_context() -> Any:
 class _Rank:
     """The parent's end of one rank process: owns the process, the pipe to it and the file of its stack dumps.
 
-    `num_groups`: process groups that it had when it answered last.
+    `num_groups`: process groups that it had when it answered last. `last_group`: the number in torch's name of the last
+    that it has made, by which ranks find each other.
     """
 
     def __init__(self, rank: int, serve: Callable[..., None], group: tuple[Any, ...]) -> None:
         context = fork_context()
-        self.rank, self.num_groups = rank, 0
+        self.rank, self.num_groups, self.last_group = rank, 0, 0
         self.dump = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-", suffix=".stack")  # noqa: SIM115
         self.conn, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(rank, theirs, self.dump.name, *group), daemon=True)
@@ -235,7 +228,7 @@ def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
         for conn in wait(list(open_ranks), timeout=left):
             rank = open_ranks.pop(conn)  # type: ignore[index]
             try:
-                good, answer, rank.num_groups = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
+                good, answer, rank.num_groups, rank.last_group = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, ConnectionError):
                 rank.process.join(GRACE_S)
                 good, answer = False, f"the process ended with exit code {rank.process.exitcode}\n{rank.stack()}"
@@ -277,7 +270,7 @@ def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: st
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=300)
     )
-    conn.send_bytes(pickle.dumps((True, None, 0)))
+    conn.send_bytes(pickle.dumps((True, None, *_groups())))
     meshes: dict[MeshKey, DeviceMesh] = {}
     num_modules = 0
     with contextlib.suppress(EOFError):
@@ -296,7 +289,7 @@ def _serve_fake(rank: int, conn: Connection, dump: str) -> None:
 
 
 def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str) -> bytes:
-    """Do one job; returns the pickled (True, result, number of process groups), or (False, traceback, 0)."""
+    """Do one job; returns the pickled (True, result, `_groups`), or (False, traceback, 0, 0)."""
     try:
         job: Job = pickle.loads(message)
         shape, names = job.mesh
@@ -305,9 +298,15 @@ def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str)
             if job.mesh not in meshes:
                 meshes[job.mesh] = DeviceMesh(device_type, torch.arange(size).view(shape), mesh_dim_names=names)
             result = None if job.call is None else _call(job, meshes[job.mesh])
-            return pickle.dumps((True, result, len(dist.distributed_c10d._world.pg_map)))
+            return pickle.dumps((True, result, *_groups()))
     except BaseException as error:  # pytest.fail raises outside of Exception
-        return pickle.dumps((False, "".join(traceback.format_exception(error)), 0))
+        return pickle.dumps((False, "".join(traceback.format_exception(error)), 0, 0))
+
+
+def _groups() -> tuple[int, int]:
+    """How many process groups this rank has, and the number of the last."""
+    world = dist.distributed_c10d._world
+    return len(world.pg_map), world.group_count
 
 
 def _call(job: Job, mesh: DeviceMesh) -> Any:

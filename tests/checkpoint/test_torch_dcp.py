@@ -42,7 +42,7 @@ def made(mesh: Any, strategy: str | None, step: int = 0) -> Pair:
     model = models.seeded(vocab=19, width=10, hidden=7)
     if strategy is None:
         for block in (*model.blocks, model):
-            fully_shard(block, mesh=mesh if mesh.ndim == 1 else mesh._flatten("all"))
+            fully_shard(block, mesh=over_all(mesh))
     else:
         acc.shard(model, mesh, strategy=STRATEGIES[strategy])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -52,6 +52,13 @@ def made(mesh: Any, strategy: str | None, step: int = 0) -> Pair:
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
+
+
+def over_all(mesh: Any) -> Any:
+    """One axis over all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return mesh
+    return mesh["replicate"] if mesh.size(1) == 1 else mesh._flatten("all")
 
 
 def flat(state: Any, name: str = "") -> dict[str, Any]:
@@ -99,7 +106,7 @@ def stored(mesh: Any, strategy: str, writer: str, folder: str, reads: bool) -> d
     """Sharded, by `get_state_dict`, and beside it the bare parameters by name; read by the side that has not written."""
     ours = (writer == "ours") != reads
     model, optimizer = made(mesh, strategy if ours else None, step=5 if reads else 0)
-    group = (mesh if mesh.ndim == 1 else mesh._flatten("all")).get_group()
+    group = over_all(mesh).get_group()
     bare = {name: p.detach() for name, p in model.named_parameters()}
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments, "bare": bare}
