@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -167,56 +167,62 @@ class DivergenceMonitor(Observer):
         self.num_calm = 0
         if self._store is None:
             return None
-        here, text = f"{self._prefix}/met/{self._num_met}", json.dumps(said)
-        same, go = f"{here}/{zlib.crc32(text.encode()):x}", f"{here}/go"
-        self._asked(self._say_here, here, same, go, {**said, **self._facts}, what=said["what"])
-        lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        num_apart, next_s, deadline, waits = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s, False
-        while not self._is_there(go, next_s, said["what"]):
-            self.busy(said["what"])
-            if self.asks_in_vain and not waits:
-                waits = self._say_waits(self._doing(said["what"]))
-            num_apart, next_s = self._look(self._ranks, said["what"], num_apart), POLL_S
-            if time.monotonic() > deadline:
-                text = f"this rank {said['what']}, and other ranks have come to nothing new in {lost_s:g} s"
-                self.fail(f"{text}{self._unheard(self._posts(), ': ')}; {ADVICE}")
-        self.busy(None)
-        if waits:
-            self._say_waits("")
+        here, what, everyone = f"{self._prefix}/met/{self._num_met}", said["what"], len(self._ranks)
+        mine = _as_summand(json.dumps(said), everyone)
+        total = self._asked(self._store.add, f"{here}/all", mine, what=what)
+        if not _is_of_all(total, everyone):
+            total = self._until(lambda: self._total_of_all(f"{here}/all"), what)
         found = None
-        if self._store.get(go) != same.encode():
-            found = {rank: json.loads(self._store.get(f"{here}/{rank}")) for rank in self._ranks}
+        if total != everyone * mine:
+            keys = [f"{here}/{rank}" for rank in self._ranks]
+            self._asked(self._store.set, f"{here}/{self._rank}", json.dumps({**said, **self._facts}), what=what)
+            self._until(lambda: self._store.check(keys), what)
+            found = {r: json.loads(self._store.get(key)) for r, key in zip(self._ranks, keys, strict=True)}
         self.forget()
         self._num_met += 1
         for key in self._passed:  # every rank has passed the one before
             self._store.delete_key(key)
-        of_all = (go, f"{here}/all") if self._rank == self._ranks[0] else ()
-        self._passed = (f"{here}/{self._rank}", same, *of_all)
+        of_all = (f"{here}/all",) if self._rank == self._ranks[0] else ()
+        self._passed = of_all if found is None else (f"{here}/{self._rank}", *of_all)
         return found
 
-    def _say_here(self, here: str, same: str, go: str, said: dict[str, Any]) -> None:
-        """Tell what this rank does; the last one to come, when every rank has said what, lets all go on."""
-        everyone = len(self._ranks)
-        self._store.set(f"{here}/{self._rank}", json.dumps(said))
-        self._store.add(same, 1)
-        if self._store.add(f"{here}/all", 1) == everyone:
-            self._store.set(go, same if self._store.add(same, 0) == everyone else "apart")
+    def _total_of_all(self, key: str) -> int | None:
+        """What all have added up, once the last has come."""
+        total: int = self._store.add(key, 0)
+        return total if _is_of_all(total, len(self._ranks)) else None
+
+    def _until(self, ask: Callable[[], Any], what: str) -> Any:
+        """Wait until `ask` gives something, which other ranks bring about; gives that."""
+        lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
+        num_apart, next_s, deadline, waits = 0, min(PATIENCE_S, lost_s), time.monotonic() + lost_s, False
+        while not (answer := self._asked_for(ask, next_s, what)):
+            self.busy(what)
+            if self.asks_in_vain and not waits:
+                waits = self._say_waits(self._doing(what))
+            num_apart, next_s = self._look(self._ranks, what, num_apart), POLL_S
+            if time.monotonic() > deadline:
+                text = f"this rank {what}, and other ranks have come to nothing new in {lost_s:g} s"
+                self.fail(f"{text}{self._unheard(self._posts(), ': ')}; {ADVICE}")
+        self.busy(None)
+        if waits:
+            self._say_waits("")
+        return answer
 
     def apart(self, said: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """What all ranks have said does not go together."""
         self.fail(f"ranks are not at the same place: {_each(said)}; {advice(said)}")
 
-    def _is_there(self, key: str, timeout_s: float, what: str) -> bool:
-        """Whether a key appears in time. Asked again and again: a wait in the store warns of its time-out on stderr."""
+    def _asked_for(self, ask: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """The first answer that is something, or nothing in time. A wait in the store would warn of its time-out on stderr."""
         deadline, pause_s = time.monotonic() + timeout_s, 5e-5
-        while not self._asked(self._store.check, [key], what=what):
-            if (gone := self._gone(self._ranks)) is not None and not self._asked(self._store.check, [key], what=what):
+        while not (answer := self._asked(ask, what=what)):
+            if (gone := self._gone(self._ranks)) is not None and not (answer := self._asked(ask, what=what)):
                 self._break(f"while this rank {self._doing(what)}, rank {gone[0]} {gone[1]}", of_rank=gone[0])
-            if time.monotonic() > deadline:
-                return False
+            if answer or time.monotonic() > deadline:
+                break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
-        return True
+        return answer
 
     def _asked(self, ask: Callable[..., Any], *args: Any, what: str) -> Any:
         """What the store answers, which ends with the rank that keeps it."""
@@ -461,6 +467,20 @@ class DivergenceMonitor(Observer):
         if (line := self._line()) is not None:
             line.say_failed(self._prefix, f"failed: {text}")
         self._break(text)
+
+
+def _as_summand(text: str, num: int) -> int:
+    """A number of which `num` can be added up below 2 ** 63. The sum tells how many there are, and whether their texts differ.
+
+    One counter of the store is all that a meeting costs so: with 20,000 ranks a digest still has 32 bits.
+    """
+    bits = num.bit_length()
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return 1 + (digest % (1 << 62 - 2 * bits) << bits)
+
+
+def _is_of_all(total: int, num: int) -> bool:
+    return total % (1 << num.bit_length()) == num
 
 
 def monitor_of(context: ShardingContext) -> DivergenceMonitor:
