@@ -260,7 +260,7 @@ BOMBS = {
     "tuples in tuples as a key": metadata_of(b"\x80\x04})" + b"\x85" * 2**18 + b"Ns."),
     "a tuple of tuples twice, as a key": metadata_of(b"\x80\x04" + nested_twice(60) + b"}h\x3cNs."),
     "paths": metadata_of(copies(b"pathlib\nPosixPath", 2**15)),
-    "packed": torch_of(bytes(2**30), compression=zipfile.ZIP_DEFLATED),
+    "packed": torch_of(bytes(2**28), compression=zipfile.ZIP_DEFLATED),
     "sizes": torch_of(copies(b"torch\nSize", 2**15)),
     "many of one": many_of_one,
     "too many of one": lambda path: many_of_one(path, 30000),

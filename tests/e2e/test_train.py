@@ -63,27 +63,28 @@ def test_a_plan_chooses_and_is_held_against_what_was_measured(place, capfd):
 
 @pytest.fixture(scope="module")
 def main_job(place: Path) -> tuple[Metrics, Path]:
-    """Eight steps of what `make train` does on a machine without GPUs."""
-    return train(place / "two", "--launch.device", "cpu", "--train.steps", "8"), place / "two"
+    """Five steps of what `make train` does on a machine without GPUs."""
+    return train(place / "two", "--launch.device", "cpu", "--train.steps", "5", "--train.warmup", "1"), place / "two"
 
 
 def test_the_main_job_learns_and_leaves_its_record(main_job: tuple[Metrics, Path]) -> None:
     found, run_dir = main_job
-    assert losses(found)[0] - losses(found)[-1] >= 1
+    assert losses(found)[0] - losses(found)[-1] >= 0.5
     assert losses(found)[0] == pytest.approx(math.log(4096), abs=0.8)
-    assert [line["step"] for line in found] == list(range(1, 9))
+    assert [line["step"] for line in found] == list(range(1, 6))
     for line in found:
         assert list(line) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes", "skipped"]
         assert line["tokens_per_s"] == pytest.approx(16 * 128 / line["step_s"])
         assert 100e6 < line["peak_bytes"] < 4e9
     assert list(run_dir.glob("events.out.tfevents.*"))
-    saved = {path.name for path in (run_dir / "checkpoints" / "step-000008").iterdir()}
+    saved = {path.name for path in (run_dir / "checkpoints" / "step-000005").iterdir()}
     assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
 @pytest.mark.slow
 def test_one_rank_sees_the_batches_and_losses_of_the_main_job(main_job: tuple[Metrics, Path], place: Path) -> None:
-    flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "8")
+    flags = ("--launch.device", "cpu", "--launch.nproc", "1", "--train.micro_batch", "16", "--train.steps", "5")
+    flags += ("--train.warmup", "1")
     one = losses(train(place / "one", *flags))
     assert one == pytest.approx(losses(main_job[0]), abs=1e-4)
 
@@ -236,7 +237,7 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
     for name, flags in runs.items():
         config = translated(
             read(
-                [*TINY, *forked.NO_REPORT, "--train.steps", "6", "--run.dir", f"variants/{len(names)}/{name}", *flags]
+                [*TINY, *forked.NO_REPORT, "--train.steps", "3", "--run.dir", f"variants/{len(names)}/{name}", *flags]
             ),
             (),
             2,
@@ -244,7 +245,7 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
         jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
     expected = losses(metrics(variants / "full_shard"))
-    assert len(expected) == 6
+    assert len(expected) == 3
     for name in names:
         found = losses(metrics(variants / name))
         assert found == pytest.approx(expected, rel=0, abs=VARIANTS[name][1]), name
@@ -254,14 +255,19 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
     assert losses(by_file) != losses(metrics(variants / "accumulated"))
 
 
-def test_under_torchrun(whole: tuple[Metrics, str], place: Path) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "accordion", "train", *TINY, "--train.steps", "2"]
-    words += forked.NO_REPORT
-    command = [sys.executable, "-m", "torch.distributed.run", *words, "--run.dir", "torchrun", "--train.warmup", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert losses(metrics(place / "torchrun"))[0] == whole[0][0]["loss"]
-    assert done.stdout.count("validation loss") == 1
+@pytest.mark.parametrize("how", ["as under it", pytest.param("by it", marks=pytest.mark.slow)])
+def test_under_torchrun(whole: tuple[Metrics, str], place: Path, capfd: pytest.CaptureFixture[str], how: str) -> None:
+    """`accordion doctor` is started by torchrun itself in every run of the tests."""
+    words = ["train", *TINY, "--train.steps", "2", *forked.NO_REPORT, "--run.dir", how, "--train.warmup", "0"]
+    if how == "by it":
+        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        code = subprocess.run([*starter, "-m", "accordion", *words], check=False).returncode
+    else:
+        code = forked.under_torchrun(words, 2)
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    assert losses(metrics(place / how))[0] == whole[0][0]["loss"]
+    assert said.out.count("validation loss") == 1
 
 
 @pytest.mark.slow
