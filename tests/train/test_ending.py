@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from accordion import cli
+from accordion.checkpoint import save
 from accordion.train import trackers
 from accordion.train.config import Config, LogConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, TIME_IS_OVER, Best, Ending, Signals
@@ -124,6 +127,30 @@ def test_runs_are_told_with_their_state(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["runs", str(tmp_path)]) == 0
     assert "4/10" in capsys.readouterr().out
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
+
+
+def kept(folder: Path, *names: str) -> None:
+    """Checkpoints of those names."""
+    save(folder / names[0], nn.Linear(1, 1))
+    for name in names[1:]:
+        shutil.copytree(folder / names[0], folder / name)
+
+
+def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept(tmp_path / "runs/a/kept", "step-000001")
+    StateFile(Path("runs/a"), 10, "runs/a/kept", leads=True).ended("finished")
+    Path("runs/apart").mkdir()
+    StateFile(Path("runs/apart"), 10, "runs/a/kept", leads=True).ended("finished")
+    Path("runs/strange").mkdir()
+    StateFile(Path("runs/strange"), 10, "runs/strange", leads=True).ended("finished")
+    state = tmp_path / "runs/strange/state.json"
+    state.write_text(state.read_text().replace('"."', '"../a/kept"'))
+    found = {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}
+    assert found == {"a": ("step-000001",), "apart": ("step-000001",), "strange": ()}
+    Path("runs/a").rename("runs/b")
+    kept(tmp_path / "runs/a/kept", "step-000009")
+    assert {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}["b"] == ("step-000001",)
 
 
 def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

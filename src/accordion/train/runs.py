@@ -127,7 +127,7 @@ def _found(folder: Path) -> FoundRun:
         step=last.get("step", 0) if isinstance(last.get("step"), int) else 0,
         steps=None if said is None else said.steps,
         loss=last.get("loss") if isinstance(last.get("loss"), float) else None,
-        checkpoints=_checkpoints(Path(said.checkpoint_dir) if said is not None else folder / "checkpoints"),
+        checkpoints=_checkpoints(folder / "checkpoints" if said is None else said.checkpoints_of(folder)),
         since=None if said is None else said.since,
         seconds=seconds,
     )
