@@ -105,14 +105,23 @@ def told(error: BaseException, phase: str = "") -> str:
     """How others are told that this rank fails with an error, as the end of a sentence that begins with its number."""
     place = _place_of_error(error)
     when = f" {phase}" if phase else ""
-    if isinstance(error, KeyboardInterrupt):
+    waited = is_echo(error) and not isinstance(error, DivergenceError)
+    # An error whose handlers wait (barriers in `finally`) is what the others are to be told of: the waits are its echoes.
+    handled = _handled_by(error) if waited else None
+    if isinstance(handled or error, KeyboardInterrupt):
         return f"was interrupted (Ctrl-C or SIGINT){when}"
-    if is_echo(error) and not isinstance(error, DivergenceError):
-        # An error whose handler waits (a barrier in `finally`) is what the others are to be told of: the wait is its echo.
-        handled = error.__context__
-        own = "" if handled is None or is_echo(handled) else in_hand(handled)
-        return f"waited for others in vain {place or 'in a collective'}{when}{own}"
+    if waited:
+        return f"waited for others in vain {place or 'in a collective'}{when}{in_hand(handled)}"
     return f"failed{when}: {_named(error, place)}"
+
+
+def _handled_by(error: BaseException) -> BaseException | None:
+    """The newest error in whose handlers `error` was raised that is no echo itself; None if there is none."""
+    seen, found = {id(error)}, error.__context__
+    while found is not None and is_echo(found) and id(found) not in seen:
+        seen.add(id(found))
+        found = found.__context__
+    return None if found is None or is_echo(found) else found
 
 
 def _named(error: BaseException, place: str) -> str:
