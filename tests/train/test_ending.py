@@ -153,6 +153,18 @@ def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path, monkeypatc
     assert {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}["b"] == ("step-000001",)
 
 
+def test_checkpoints_are_told_by_step_and_the_best_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StateFile(tmp_path, 2_000_000, str(tmp_path / "checkpoints"), leads=True)
+    kept(tmp_path / "checkpoints", "step-1000000", "step-999999", "best", "step-000002")
+    (tmp_path / "checkpoints/step-000002/manifest.json").unlink()
+    (one,) = runs_in(tmp_path)
+    assert (one.checkpoints, one.best) == (("step-999999", "step-1000000"), True)
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert "2, to 1000000 + best" in capsys.readouterr().out
+
+
 def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package that notes what it is asked."""
     calls: list[Any] = []
