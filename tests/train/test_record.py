@@ -21,7 +21,8 @@ from accordion.train import checkpoints
 from accordion.train.config import Config, TrainConfig
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.rates import lr_at
-from accordion.train.report import page_of
+from accordion.train.report import lines_of, page_of
+from accordion.train.runs import last_line
 from accordion.train.screen import Screen, human, lasting, units_table
 from tests.support.disks import fill, mounted
 
@@ -238,3 +239,12 @@ def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> 
     assert drawn == sorted(set(drawn))
     assert (drawn[0], drawn[-1]) == (1, steps)
     assert len(drawn) >= min(steps, 500)
+
+
+def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tmp_path: Path) -> None:
+    whole = [json.dumps({"step": step, "loss": 2.0}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(["7", whole[0], "[1]", "{}", whole[1], '{"step": 3, "lo']))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+    assert last_line(tmp_path / "metrics.jsonl")["step"] == 2
+    MetricsLog(tmp_path, 2, print, tensorboard=False).__exit__(None, None, None)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole

@@ -21,6 +21,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
+from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.tokens import write_whole
 from accordion.train.trackers import FigureSink
 
@@ -77,7 +78,7 @@ class MetricsLog:
         self._trackers = dict(trackers or {})
         self.validations: list[tuple[int, float]] = []
         self._run_dir, self._say, self._lost = run_dir, say, set[str]()
-        lines = run_dir / "metrics.jsonl"
+        lines = run_dir / METRICS
         events = (
             run_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
         )
@@ -212,12 +213,7 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that was cut off."""
     if not path.exists():
         return
-    kept, text = [], path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept = [line for line, said in lines_in(text) if said["step"] <= step]
     if (new := "".join(line + "\n" for line in kept)) != text:
         write_whole(path, new)

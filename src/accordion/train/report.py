@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -13,6 +12,7 @@ from accordion.pages.machine import describe as machine
 from accordion.pages.page import Chart, Page, Table
 from accordion.train.auto_plan import Expected
 from accordion.train.config import JobConfig, flat
+from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.screen import human, lasting
 
 NAME = "report"
@@ -94,10 +94,4 @@ def _beside(
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     """What `metrics.jsonl` holds, whole lines alone."""
-    found = []
-    for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            continue
-    return found
+    return [said for _, said in lines_in((run_dir / METRICS).read_text(encoding="utf-8", errors="replace"))]

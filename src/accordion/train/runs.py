@@ -13,16 +13,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from accordion.checkpoint.prune import fault_of
+from accordion.checkpoint.prune import BEST, fault_of
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import UsageError
 from accordion.options import place, read
-from accordion.train.checkpoints import BEST, NAME
+from accordion.train.checkpoints import NAME
+from accordion.train.metrics_file import METRICS as METRICS
+from accordion.train.metrics_file import lines_in
 from accordion.train.owner import holder_of, lives_by_signs
 from accordion.train.run_state import RUNNING, state_of
 from accordion.train.screen import PLAIN_WIDTH, lasting
 
-METRICS = "metrics.jsonl"
 KILLED, UNKNOWN = "killed", "unknown"
 DEPTH = 3  # folders below the one that is named in which runs are looked for
 TAIL_BYTES = 4096  # of metrics.jsonl: its last line and more
@@ -161,17 +162,10 @@ def last_line(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            found = [said for _, said in lines_in(file.read().decode(errors="replace"))]
     except OSError:
         return {}
-    for line in reversed(lines):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
+    return found[-1] if found else {}
 
 
 def _written_at(path: Path) -> float | None:
