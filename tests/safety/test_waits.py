@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,10 @@ def test_who_waits_in_vain_because_it_was_interrupted_tells_of_that() -> None:
     for waits in (1, 2):
         text = party_line.told(waited_behind(KeyboardInterrupt(), waits), "in the forward of step 2")
         assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"
+        line, ended = SimpleNamespace(phase=""), list[tuple[str, bool]]()
+        line.say_ended = lambda text, echo, ended=ended: ended.append((text, echo))
+        assert party_line.explain(line, waited_behind(KeyboardInterrupt(), waits)) == ""  # type: ignore[arg-type]
+        assert ended == [("was interrupted (Ctrl-C or SIGINT)", False)], "it ends of itself, and not because of others"
     gone = waited_behind(RuntimeError("gloo: Broken pipe"), 2)
     gone.__context__ = RuntimeError("gloo: Broken pipe")
     gone.__context__.__context__ = gone.__context__
