@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,19 @@ def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tm
     assert last_line(tmp_path / "metrics.jsonl")["step"] == 2
     MetricsLog(tmp_path, 2, print, tensorboard=False).__exit__(None, None, None)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole
+
+
+def test_where_the_record_cannot_be_opened_trackers_are_closed(tmp_path: Path) -> None:
+    class Sink:
+        failed: bool | None = None
+
+        def log(self, values: Mapping[str, float], step: int) -> None:
+            raise AssertionError
+
+        def close(self, *, failed: bool) -> None:
+            self.failed = failed
+
+    sink = Sink()
+    with pytest.raises(FileNotFoundError):
+        MetricsLog(tmp_path / "none", 0, print, {"sink": sink})
+    assert sink.failed

@@ -105,8 +105,8 @@ class _Mlflow:
     """Owns a queue, and the thread that gives what is in it to MLflow.
 
     Its client waits for each answer, and tries a server that is gone again for minutes; no step waits for that. What the server
-    does not take is dropped, and this is told once. The thread ends at `close`; one whose request still waits then ends with it,
-    and sends and says nothing more.
+    does not take is dropped, and this is told once. The thread ends at `close`; one that waits for an answer longer than
+    `CLOSE_S` ends when that comes, sends no figures and says nothing more, and does not hold the end of the process.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class _Mlflow:
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._config, self._name, self._before, self._keep, self._say = config, name, before, keep, say
-        self._waiting: Queue[list[Any] | None] = Queue(MOST_WAITING)  # figures of a step; None: no more will come
+        # Figures of a step, the step, and when they came, in ms since 1970; None: no more will come.
+        self._waiting: Queue[tuple[Mapping[str, float], int, int] | None] = Queue(MOST_WAITING)
         self._status = ""  # with which the run ends there
         self._over = Event()  # whether nothing more is sent and said
         self._lock, self._is_told = Lock(), False
@@ -130,9 +131,8 @@ class _Mlflow:
     def log(self, values: Mapping[str, float], step: int) -> None:
         if self._over.is_set():
             return
-        metric, now = self._entities.Metric, round(1000 * time.time())
         try:
-            self._waiting.put_nowait([metric(key, value, now, step) for key, value in values.items()])
+            self._waiting.put_nowait((dict(values), step, round(1000 * time.time())))
         except Full:
             self._dropped(f"{MOST_WAITING} steps wait for its answer")
 
@@ -159,15 +159,12 @@ class _Mlflow:
         except Exception as error:  # whatever a service or its client says
             self._give_up(error)
             return
-        last: list[Any] | None = []
-        while last is not None and not self._over.is_set():
-            taken = self._taken()
-            last = taken[-1]
-            metrics = [metric for figures in taken for metric in figures or ()]
-            if metrics:
-                self._ask(partial(client.log_batch, run, metrics=metrics))
-            if last is None:
-                self._ask(partial(client.set_terminated, run, status=self._status))
+        goes_on = True
+        while goes_on and not self._over.is_set():
+            taken, goes_on = self._taken()
+            if taken:
+                self._ask(partial(client.log_batch, run, metrics=taken))
+        self._ask(partial(client.set_terminated, run, status=self._status))
 
     def _opened(self) -> tuple[Any, str]:
         """The client, and the run's name with it."""
@@ -192,15 +189,17 @@ class _Mlflow:
             except Exception as error:
                 self._dropped(" ".join(str(error).split()))
 
-    def _taken(self) -> list[list[Any] | None]:
-        """What waits, up to the end; waits for the first of it."""
+    def _taken(self) -> tuple[list[Any], bool]:
+        """Metrics of what waits, and whether more may come; waits for the first."""
         taken = [self._waiting.get()]
         while taken[-1] is not None and len(taken) < AT_ONCE:
             try:
                 taken.append(self._waiting.get_nowait())
             except Empty:
                 break
-        return taken
+        metric = self._entities.Metric
+        found = [metric(k, v, now, step) for values, step, now in filter(None, taken) for k, v in values.items()]
+        return found, taken[-1] is not None
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
@@ -213,5 +212,5 @@ class _Mlflow:
             if not self._is_told and not self._over.is_set():
                 self._is_told = True
                 self._say(
-                    f"some figures are not in mlflow: {why}; training goes on, and so do later ones if it answers"
+                    f"some figures are not in mlflow: {why}; training goes on, and later ones are sent if it answers"
                 )
