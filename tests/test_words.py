@@ -21,7 +21,7 @@ PRIVATE = {  # words that the project once had for what the field or the glossar
     "adopted": "loaded", "apart": "diverged", "bay": "staging buffer", "berth": "slot", "flight": "transfer",
     "habits": "policy", "home": "shard buffer", "lane": "side stream", "lifeline": "watchdog of the store",
     "parked": "offloaded", "parking": "activation offload", "passage": "pipeline", "piece": "chunk",
-    "recipe": "copy of the optimizer", "relay": "secondary shard", "rig": "setup", "room": "memory, or full buffer",
+    "recipe": "copy of the optimizer", "relay": "inner shard", "rig": "setup", "room": "memory, or full buffer",
     "shelf": "file", "sibling": "unit of another rank", "spot": "range of a file", "strip": "span", "wiring": "context",
 }  # fmt: skip
 

@@ -14,9 +14,9 @@ from accordion.state import sharded_engine
 class UnitReport:
     """One unit. Bytes are those of this rank; `optimizer_bytes` counts two states of each trainable element, as Adam keeps.
 
-    `full_bytes`: what the unit takes beside that while it is gathered. `inner_shard_bytes`: what it keeps beside that always,
-    where the optimizer is cut over replicas too. `secondary_bytes`: what it keeps from its forward to its backward, with
-    `shard(secondary=)`.
+    `full_bytes`: what the unit takes beside that while it is gathered. `inner_shard_bytes`: what its inner shards take beside
+    that, always, with `hybrid_shard_optim`. `secondary_bytes`: what its secondary shards take from its forward to its backward,
+    with `shard(secondary=)`.
     """
 
     name: str

@@ -23,7 +23,7 @@ from tests.support.checks import mesh_of
 
 # -- shard buffers, and the full parameters that are gathered from them
 
-TIERS = ("device", "secondary shard", "host", "disk", "subclass")
+TIERS = ("device", "inner shard", "host", "disk", "subclass")
 
 
 def model_in(tier: str, mesh: DeviceMesh, folder: str) -> nn.Module:
@@ -34,7 +34,7 @@ def model_in(tier: str, mesh: DeviceMesh, folder: str) -> nn.Module:
             layer.weight = nn.Parameter(Packed(layer.weight.detach()))
         return acc.shard(model, mesh)
     places = {"host": acc.Offload(params="host"), "disk": acc.Offload(params=f"disk:{folder}")}
-    strategy = acc.HYBRID_SHARD_OPTIM if tier == "secondary shard" else acc.FULL_SHARD
+    strategy = acc.HYBRID_SHARD_OPTIM if tier == "inner shard" else acc.FULL_SHARD
     return acc.shard(models.seeded(), mesh, strategy=strategy, offload=places.get(tier))
 
 
@@ -104,7 +104,7 @@ def takes_gradients(buffer: ShardBuffer, group: Any) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_shard_buffers_of_every_tier_keep_one_contract(world: Any, tmp_path: Path, tier: str) -> None:
-    shape = mesh_of(acc.HYBRID_SHARD_OPTIM if tier == "secondary shard" else acc.FULL_SHARD)
+    shape = mesh_of(acc.HYBRID_SHARD_OPTIM if tier == "inner shard" else acc.FULL_SHARD)
     world.run_mesh(*shape, keeps_the_contract, tier, str(tmp_path))
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion.safety import mixed_tensors
 
 WIDTH = 8
 
@@ -224,6 +225,32 @@ def test_safetensors_imported_later_says_so_too(tmp_path):
     command = [sys.executable, "-c", IMPORTED_LATE, str(tmp_path / "store")]
     said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120)
     assert "safetensors writes whole tensors" in said.stdout, said.stderr
+
+
+class Adafactor(torch.optim.SGD):
+    """Its step meets `error` in an operator."""
+
+    def step(self, error: Exception) -> None:  # type: ignore[override]
+        def fail(*args: Any) -> None:
+            raise error
+
+        mixed_tensors.answer(fail, torch.ops.aten.add_.Tensor, (), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "its_own"),
+    [
+        ("aten.add_.Tensor got mixed torch.Tensor and DTensor, need to convert all", True),
+        ("aten.pow_.Scalar: in-place operations that require placement changes are not supported.", True),
+        ("The size of tensor a (4) must match the size of tensor b (7) at non-singleton dimension 1", False),
+        ("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory", False),
+    ],
+)
+def test_an_error_in_a_step_of_adafactor_tells_of_its_means_if_it_comes_from_them(text: str, its_own: bool) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        Adafactor([nn.Parameter(torch.zeros(1))]).step(RuntimeError(text))
+    notes = getattr(caught.value, "__notes__", [])
+    assert notes == ([mixed_tensors.NO_ADAFACTOR] if its_own else [])
 
 
 ON_ONE_RANK = """

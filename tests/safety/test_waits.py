@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,22 +128,44 @@ def test_a_crash_is_told_by_the_thread_that_crashed_or_the_main_one(
     assert party_line.crash_of([]) == party_line.crash_of(["stray"]) == ""
 
 
+def waited_behind(handled: BaseException, waits: int) -> BaseException:
+    """What comes of `handled` where so many handlers around it wait in vain."""
+    try:
+        try:
+            if waits == 1:
+                raise handled
+            raise waited_behind(handled, waits - 1)
+        finally:
+            raise RuntimeError("gloo: Timed out waiting")
+    except RuntimeError as error:
+        return error
+
+
 @pytest.mark.parametrize(
     ("handled", "says"),
     [(ValueError("bad sample"), " while it handles ValueError: bad sample"), (RuntimeError("gloo: Broken pipe"), "")],
 )
+@pytest.mark.parametrize("waits", [1, 2])
 def test_who_waits_in_vain_while_it_handles_an_error_tells_of_that_and_of_no_other_wait(
-    handled: Exception, says: str
+    waits: int, handled: Exception, says: str
 ) -> None:
-    try:
-        try:
-            raise handled
-        finally:
-            raise RuntimeError("gloo: Timed out waiting")
-    except RuntimeError as error:
-        text = party_line.told(error, "after the backward of step 2")
+    text = party_line.told(waited_behind(handled, waits), "after the backward of step 2")
     place = r" \(at test_waits.py:\d+ `.*`\)" if says else ""
     where = r"at test_waits.py:\d+ `.*`"
     assert re.fullmatch(
         f"waited for others in vain {where} after the backward of step 2{re.escape(says)}{place}", text
     ), text
+
+
+def test_who_waits_in_vain_because_it_was_interrupted_tells_of_that() -> None:
+    for waits in (1, 2):
+        text = party_line.told(waited_behind(KeyboardInterrupt(), waits), "in the forward of step 2")
+        assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"
+        line, ended = SimpleNamespace(phase=""), list[tuple[str, bool]]()
+        line.say_ended = lambda text, echo, ended=ended: ended.append((text, echo))
+        assert party_line.explain(line, waited_behind(KeyboardInterrupt(), waits)) == ""  # type: ignore[arg-type]
+        assert ended == [("was interrupted (Ctrl-C or SIGINT)", False)], "it ends of itself, and not because of others"
+    gone = waited_behind(RuntimeError("gloo: Broken pipe"), 2)
+    gone.__context__ = RuntimeError("gloo: Broken pipe")
+    gone.__context__.__context__ = gone.__context__
+    assert " while it handles " not in party_line.told(gone)

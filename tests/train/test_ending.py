@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import sys
+import threading
+import time
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from accordion import cli
+from accordion.checkpoint import save
+from accordion.train import trackers
 from accordion.train.config import Config, LogConfig
 from accordion.train.ending import GOES_ON, IS_PREEMPTED, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
@@ -122,6 +129,42 @@ def test_runs_are_told_with_their_state(tmp_path: Path, capsys: pytest.CaptureFi
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
 
 
+def kept(folder: Path, *names: str) -> None:
+    """Checkpoints of those names."""
+    save(folder / names[0], nn.Linear(1, 1))
+    for name in names[1:]:
+        shutil.copytree(folder / names[0], folder / name)
+
+
+def test_a_run_that_was_moved_has_its_own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept(tmp_path / "runs/a/kept", "step-000001")
+    StateFile(Path("runs/a"), 10, "runs/a/kept", leads=True).ended("finished")
+    Path("runs/apart").mkdir()
+    StateFile(Path("runs/apart"), 10, "runs/a/kept", leads=True).ended("finished")
+    Path("runs/strange").mkdir()
+    StateFile(Path("runs/strange"), 10, "runs/strange", leads=True).ended("finished")
+    state = tmp_path / "runs/strange/state.json"
+    state.write_text(state.read_text().replace('"."', '"../a/kept"'))
+    found = {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}
+    assert found == {"a": ("step-000001",), "apart": ("step-000001",), "strange": ()}
+    Path("runs/a").rename("runs/b")
+    kept(tmp_path / "runs/a/kept", "step-000009")
+    assert {Path(one.folder).name: one.checkpoints for one in runs_in(Path("runs"))}["b"] == ("step-000001",)
+
+
+def test_checkpoints_are_told_by_step_and_the_best_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StateFile(tmp_path, 2_000_000, str(tmp_path / "checkpoints"), leads=True)
+    kept(tmp_path / "checkpoints", "step-1000000", "step-999999", "best", "step-000002")
+    (tmp_path / "checkpoints/step-000002/manifest.json").unlink()
+    (one,) = runs_in(tmp_path)
+    assert (one.checkpoints, one.best) == (("step-999999", "step-1000000"), True)
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert "2, to 1000000 + best" in capsys.readouterr().out
+
+
 def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the package that notes what it is asked."""
     calls: list[Any] = []
@@ -145,8 +188,8 @@ def test_figures_go_to_wandb_and_one_that_fails_is_left_out(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "wandb", module)
     config, said = Config(log=LogConfig(wandb="mine", tensorboard=False)), list[str]()
     for goes_on in (False, True):
-        trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=said.append)
-        with MetricsLog(tmp_path, 0, said.append, trackers, tensorboard=False) as log:
+        opened = trackers_of(config, tmp_path, goes_on=goes_on, say=said.append)
+        with MetricsLog(tmp_path, 0, said.append, opened, tensorboard=False) as log:
             log.step(step(1))
             log.validation(1, 2.0)
             if goes_on:
@@ -166,10 +209,142 @@ def test_mlflow_keeps_one_run_over_starts(tmp_path: Path, monkeypatch: pytest.Mo
     uri = f"file:{tmp_path}/ml"
     config = Config(log=LogConfig(mlflow="mine", mlflow_uri=uri))
     for number, goes_on in ((1, False), (2, True)):
-        trackers = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)
-        with MetricsLog(tmp_path, number - 1, print, trackers) as log:
+        opened = trackers_of(config, tmp_path, goes_on=goes_on, say=pytest.fail)
+        with MetricsLog(tmp_path, number - 1, print, opened) as log:
             log.step(step(number))
     client = tracking.MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED"]
     assert [metric.step for metric in client.get_metric_history(runs[0].info.run_id, "loss")] == [1, 2]
+
+
+class FakeMlflow:
+    """A stand-in for the package whose server answers while `answers` is set; `fails`: what it answers then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.answers, self.fails = threading.Event(), list[Exception]()
+        self.answers.set()
+        tracking, entities = types.ModuleType("mlflow.tracking"), types.ModuleType("mlflow.entities")
+        tracking.MlflowClient = lambda tracking_uri: self  # type: ignore[attr-defined]
+        entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
+        entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
+        for module in (tracking, entities):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def get_experiment_by_name(self, name: str) -> None:
+        self._asked("experiment", name)
+
+    def create_experiment(self, name: str) -> str:
+        return "1"
+
+    def create_run(self, experiment: str, run_name: str) -> Any:
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="r"))
+
+    def get_run(self, run: str) -> Any:
+        return types.SimpleNamespace(data=types.SimpleNamespace(params={"train.seed": "0"}))
+
+    def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
+        self._asked("figures", metrics) if metrics else self._asked("settings", params)
+
+    def set_terminated(self, run: str, status: str) -> None:
+        self._asked("end", status)
+
+    def _asked(self, what: str, with_what: Any) -> None:
+        self.calls.append((what, with_what))
+        self.answers.wait(10)
+        if self.fails:
+            raise self.fails.pop()
+
+    def losses(self) -> list[int]:
+        """Of which steps it has the loss, in the order in which it got them."""
+        return [step for what, said in self.calls if what == "figures" for key, _, step in said if key == "loss"]
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMlflow]:
+    fake = FakeMlflow(monkeypatch)
+    yield fake
+    fake.answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "accordion-mlflow":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def record(folder: Path, say: Callable[[str], None]) -> MetricsLog:
+    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
+    opened = trackers_of(config, folder, goes_on=False, say=say)
+    return MetricsLog(folder, 0, say, opened, tensorboard=False)
+
+
+def test_no_step_waits_for_mlflow_and_what_waited_is_sent_at_once(tmp_path: Path, mlflow: FakeMlflow) -> None:
+    mlflow.answers.clear()
+    with record(tmp_path, pytest.fail) as log:
+        for number in range(1, 51):
+            log.step(step(number))
+        log.validation(50, 2.0)
+        assert [what for what, _ in mlflow.calls] in ([], ["experiment"])
+        mlflow.answers.set()
+    asked = [what for what, _ in mlflow.calls]
+    assert asked[:2] == ["experiment", "settings"]
+    assert asked[-1] == "end"
+    assert asked.count("figures") <= 2
+    assert mlflow.losses() == list(range(1, 51))
+    assert ("validation_loss", 2.0, 50) in mlflow.calls[-2][1]
+    settings = dict(mlflow.calls[1][1])
+    assert settings["log.mlflow"] == "mine"
+    assert "train.seed" not in settings, "the server has it already"
+    assert mlflow.calls[-1] == ("end", "FINISHED")
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"mlflow": "r"}
+    assert "accordion-mlflow" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_mlflow_server_that_is_gone_costs_figures_and_one_warning(tmp_path: Path, mlflow: FakeMlflow) -> None:
+    said: list[str] = []
+    with record(tmp_path, said.append) as log:
+        wait_for(lambda: (tmp_path / "trackers.json").exists() and mlflow.calls[-1][0] == "settings")
+        for number in range(1, 4):
+            mlflow.fails = [OSError("the server\nis gone")] if number < 3 else []
+            log.step(step(number))
+            wait_for(lambda now=number: mlflow.losses()[-1:] == [now] and not mlflow.fails)
+    assert mlflow.losses() == [1, 2, 3], "it is asked again each time"
+    assert len(said) == 1
+    assert "some figures are not in mlflow: the server is gone; training goes on" in said[0]
+    assert mlflow.calls[-1] == ("end", "FINISHED")
+    mlflow.fails = [OSError("none there")]
+    said.clear()
+    with record(tmp_path, said.append) as log:
+        log.step(step(1))
+    assert said == ["not recorded in mlflow: none there; training goes on"]
+
+
+def test_what_waits_for_mlflow_is_bounded_and_so_is_the_end(
+    tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.3)
+    said: list[str] = []
+    mlflow.answers.clear()
+    with record(tmp_path, said.append) as log:
+        for number in range(1, 9):
+            log.step(step(number))
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert [text.partition(";")[0] for text in said] == [
+        "some figures are not in mlflow: 3 steps wait for its answer",
+        "not all figures are in mlflow: it has not taken them in 0.3 s at the end of the run",
+    ]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "accordion-mlflow")
+    before = list(mlflow.calls)
+    mlflow.answers.set()
+    [thread.join(10) for thread in threading.enumerate() if thread.name == "accordion-mlflow"]
+    assert "figures" not in {what for what, _ in mlflow.calls[len(before) :]}
+    assert len(said) == 2

@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accordion.checkpoint import save
 from accordion.describe import Report, UnitReport
 from accordion.train import checkpoints
-from accordion.train.config import TrainConfig
+from accordion.train.config import Config, TrainConfig
 from accordion.train.metrics import MetricsLog, StepMetrics, peak_bytes
 from accordion.train.rates import lr_at
-from accordion.train.screen import Screen, human, units_table
+from accordion.train.report import lines_of, page_of
+from accordion.train.runs import last_line
+from accordion.train.screen import Screen, human, lasting, units_table
 from tests.support.disks import fill, mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -221,3 +224,44 @@ def test_the_newest_stays_whatever_its_number(tmp_path: Path) -> None:
     saved(tmp_path, 7, 9)
     saved(tmp_path, 5, keep=1)
     assert checkpoints.path_of(tmp_path, 5).is_dir()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 1000, 1001, 2000])
+def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> None:
+    """The first step takes 10 s, and is left out of the median alone."""
+    lines = [{**asdict(line(step)), "step_s": 10.0 if step == 1 else 1.0} for step in range(1, steps + 1)]
+    units = Report(strategy="full_shard", world=2, total_params=1, unsharded_bytes=1, units=())
+    page = page_of(Config(), lines, [], "cpu", "finished", units, None)
+    told = {row[0]: row[2] for row in page.tables[0].rows}
+    assert told["time of all steps"] == lasting(10 + steps - 1)
+    assert told["a step"] == ("10 s (median)" if steps == 1 else "1 s (median)")
+    drawn = [int(at) for at in page.charts[0].series["training"]]
+    assert len(drawn) <= 1000
+    assert drawn == sorted(set(drawn))
+    assert (drawn[0], drawn[-1]) == (1, steps)
+    assert len(drawn) >= min(steps, 500)
+
+
+def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tmp_path: Path) -> None:
+    whole = [json.dumps({"step": step, "loss": 2.0}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(["7", whole[0], "[1]", "{}", whole[1], '{"step": 3, "lo']))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+    assert last_line(tmp_path / "metrics.jsonl")["step"] == 2
+    MetricsLog(tmp_path, 2, print, tensorboard=False).__exit__(None, None, None)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole
+
+
+def test_where_the_record_cannot_be_opened_trackers_are_closed(tmp_path: Path) -> None:
+    class Sink:
+        failed: bool | None = None
+
+        def log(self, values: Mapping[str, float], step: int) -> None:
+            raise AssertionError
+
+        def close(self, *, failed: bool) -> None:
+            self.failed = failed
+
+    sink = Sink()
+    with pytest.raises(FileNotFoundError):
+        MetricsLog(tmp_path / "none", 0, print, {"sink": sink})
+    assert sink.failed

@@ -18,7 +18,7 @@ from accordion.checkpoint.storage.folders import Folder, Local, changes_now, fol
 from accordion.errors import CheckpointError, UsageError
 
 NUMBER = re.compile(r"(\d+)$")
-OF_NO_SERIES = ("best",)  # what `accordion train` keeps by name, however many of the others stay
+BEST = "best"  # what `accordion train` keeps by name, however many of the others stay
 NO_CHECKPOINTS = ("lost+found",)  # what a file system has in its first folder, for its administrator alone
 NEVER = 2**63  # when something was written of which no time is known: it may be the newest
 
@@ -179,7 +179,7 @@ def prune(folder: str | os.PathLike[str], keep: int, *, dry: bool = False) -> li
     if not keep:
         raise UsageError(f"keep is {keep}; the last good checkpoint is never removed, so it takes 1 or more.")
     at = folder_at(folder)
-    found = _good(_by_age(at, lambda name: name not in OF_NO_SERIES))
+    found = _good(_by_age(at, lambda name: name != BEST))
     doomed = found[:-keep]
     if doomed:
         sound = next((i for i in reversed(range(len(found))) if not faults_in(found[i].folder)), 0)

@@ -18,7 +18,7 @@ from accordion.engine.streams import SideStream, Waiter
 class ShardingContext:
     """Over which ranks a model is spread. `replicate` has one rank where every rank keeps rows of its own.
 
-    `cut_twice`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: a secondary shard.
+    `cut_twice`: the optimizer's rows are cut over `replicate` too, and gathered over it once a step: an inner shard.
     `keeps_full`: full copies outlive a step. `scale`: what sums over all ranks are multiplied by. `where`: for messages, which
     ranks these are, if they are not all of the model's.
     """
@@ -43,7 +43,7 @@ class ShardingContext:
         return self.shard.num_ranks * self.replicate.num_ranks
 
     def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """How a tensor is cut, the outermost cut first: over `shard`, then, for a secondary shard, over `replicate`.
+        """How a tensor is cut, the outermost cut first: over `shard`, then, for an inner shard, over `replicate`.
 
         Where rows do not divide evenly this is not what torch's strided placement does; its redistribution is never used.
         """

@@ -67,7 +67,7 @@ class FullBuffer:
     """Owns the storage in which full tensors of one dtype stand, each parameter-major and padded to chunk * num_ranks rows.
 
     Writes of a gather go through `raw`, whose version counter is not the views': autograd may have saved a view,
-    and its storage is let go and filled again before the backward reads it. In a `secondary shard` tensors lie as shards do, the
+    and its storage is let go and filled again before the backward reads it. In an inner shard tensors lie as shards do, the
     cut dim first.
     """
 
@@ -141,7 +141,7 @@ class AxisGather:
         self._axis, self._msg, self._full_buffer = axis, msg, full_buffer
         cast = shard_buffer.dtype != full_buffer.flat.dtype or num == 1 or shard_buffer.off_device
         self.off_device = shard_buffer.off_device
-        # Alone on its axis everything is copied; a secondary shard asks for it.
+        # Alone on its axis everything is copied; an inner shard asks for it.
         copied = range(len(msg.cuts)) if num == 1 else [*msg.whole, *(msg.direct if cast else ())]
         self._to, self._source = [full_buffer.own[i] for i in copied], [shard_buffer.padded[i] for i in copied]
         self._fulls = [full_buffer.rows[i] for i in msg.direct]

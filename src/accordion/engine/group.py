@@ -33,7 +33,7 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
     return outer, message([context.levels(c)[1][1] for c in cuts], dtype.itemsize)
 
 
-class SecondaryShard(ShardBuffer):
+class InnerShard(ShardBuffer):
     """Stands between the two axes of a hybrid: this rank's shard of `shard`, gathered over `replicate` once a step."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Group(ABC):
     full_buffer: FullMemory | None
     views: list[Tensor]
     message: Message  # how the shards travel
-    _inner: Message  # how those of a secondary shard do
+    _inner: Message  # how those of an inner shard do
     alias = False
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
@@ -128,12 +128,12 @@ class Group(ABC):
 
     @property
     def inner_shard_bytes(self) -> int:
-        """What a secondary shard takes that is kept always."""
+        """What inner shards take: they are kept always."""
         return 0
 
     @property
     def secondary_bytes(self) -> int:
-        """What a secondary shard takes that is kept from a forward to its backward."""
+        """What secondary shards take: they are kept from a forward to its backward."""
         return 0
 
     def version(self) -> int:
@@ -194,14 +194,14 @@ class CutGroup(Group):
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         super().__init__(context, planned, place)
-        self._gatherings: list[AxisGather] = []  # to the secondary shard, if there is one, and to the full buffer
+        self._gatherings: list[AxisGather] = []  # to the inner shard, if there is one, and to the full buffer
         params, dtype = self.params, self.dtype
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(context, cuts, dtype)
         rank, late = context.shard.rank, context.gather_stream.late
         if context.cut_twice:
             over = context.replicate
-            self._inner_shard = SecondaryShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
+            self._inner_shard = InnerShard(self.message, self._inner, over.rank, dtype, context.device, poison=late)
         own = over.rank if context.cut_twice else rank
         self.shard_buffer = context.shard_buffers(self.index, self._inner, own, [p.dtype for p in params], dtype)
         tagged = self._inner_shard if context.cut_twice else self.shard_buffer

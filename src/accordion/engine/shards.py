@@ -17,7 +17,7 @@ Allocate = Callable[[int, torch.dtype], Tensor]
 """(numel, dtype) -> a 1-D tensor of zeros."""
 
 NO_VERSION = -1
-"""The version of shards that a buffer shows which shows none, or not surely the newest; true versions begin at 0."""
+"""In place of a version, which is 0 or more: the buffer shows no shards, or maybe old ones."""
 
 
 class ShardBuffer:

@@ -21,6 +21,9 @@ from accordion.engine.engine import Engine
 
 PLACE = "_accordion_place"  # the attribute by which a sharded parameter tells its name and its unit's
 MIXED = "got mixed torch.Tensor and DTensor"
+PLACED_ANEW = (
+    "in-place operations that require placement changes"  # as torch's Adafactor meets it; transformers' is `MIXED`
+)
 NO_ADAFACTOR = (
     "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each sharded parameter "
     "only; take AdamW, whose states are sharded too."
@@ -64,9 +67,10 @@ def answer(known: Callable[..., Any] | None, operator: Any, args: tuple[Any, ...
     try:
         return (known or _torch.unanswered)(operator, args, kwargs)
     except RuntimeError as error:
-        if _in_a_step_of_adafactor(sys._getframe(1)):
+        text = str(error)
+        if (MIXED in text or PLACED_ANEW in text) and _in_a_step_of_adafactor(sys._getframe(1)):
             error.add_note(NO_ADAFACTOR)
-        elif MIXED in str(error):
+        elif MIXED in text:
             met = list(_dtensors_of((*args, *kwargs.values())))
             place = next(filter(None, map(_place_of, met)), None)
             words = _words_of(*place) if place else _words_by_memory_or_shape(met, sys._getframe(1))

@@ -105,14 +105,30 @@ def told(error: BaseException, phase: str = "") -> str:
     """How others are told that this rank fails with an error, as the end of a sentence that begins with its number."""
     place = _place_of_error(error)
     when = f" {phase}" if phase else ""
-    if isinstance(error, KeyboardInterrupt):
+    if _was_interrupted(error):
         return f"was interrupted (Ctrl-C or SIGINT){when}"
-    if is_echo(error) and not isinstance(error, DivergenceError):
-        # An error whose handler waits (a barrier in `finally`) is what the others are to be told of: the wait is its echo.
-        handled = error.__context__
-        own = "" if handled is None or is_echo(handled) else in_hand(handled)
-        return f"waited for others in vain {place or 'in a collective'}{when}{own}"
+    if _waited_in_vain(error):
+        # An error whose handlers wait (barriers in `finally`) is what the others are to be told of: the waits are its echoes.
+        return f"waited for others in vain {place or 'in a collective'}{when}{in_hand(_handled_by(error))}"
     return f"failed{when}: {_named(error, place)}"
+
+
+def _waited_in_vain(error: BaseException) -> bool:
+    """Whether it is an echo as a backend words it; ours say more."""
+    return is_echo(error) and not isinstance(error, DivergenceError)
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    return isinstance(_handled_by(error) if _waited_in_vain(error) else error, KeyboardInterrupt)
+
+
+def _handled_by(error: BaseException) -> BaseException | None:
+    """The newest error in whose handlers `error` was raised that is no echo itself; None if there is none."""
+    seen, found = {id(error)}, error.__context__
+    while found is not None and is_echo(found) and id(found) not in seen:
+        seen.add(id(found))
+        found = found.__context__
+    return None if found is None or is_echo(found) else found
 
 
 def _named(error: BaseException, place: str) -> str:
@@ -620,11 +636,12 @@ def explain(line: PartyLine, error: BaseException) -> str:
     Gives what was printed.
     """
     said = ""
-    if is_echo(error) and not isinstance(error, DivergenceError):
+    interrupted = _was_interrupted(error)
+    if _waited_in_vain(error) and not interrupted:
         line.doing = told(error)
         said = why_in_vain(line, told(error, line.phase), echo_s(error))
         print(f"accordion: {said}", file=sys.stderr, flush=True)
-    line.say_ended(told(error, line.phase), echo=is_echo(error))
+    line.say_ended(told(error, line.phase), echo=is_echo(error) and not interrupted)
     return said
 
 

@@ -21,6 +21,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
+from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.tokens import write_whole
 from accordion.train.trackers import FigureSink
 
@@ -74,16 +75,20 @@ class MetricsLog:
         tensorboard: bool = True,
     ) -> None:
         """Go on after `first_step` steps: what an earlier run wrote beyond is dropped. Raises `OSError` where that fails."""
-        lines = run_dir / "metrics.jsonl"
-        _keep_until(lines, first_step)
-        events = (
-            run_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
-        )
-        self._lines = _Growing(lines, b"")
-        self._events = _Growing(events, _first_events(first_step)) if tensorboard else None
         self._trackers = dict(trackers or {})
         self.validations: list[tuple[int, float]] = []
         self._run_dir, self._say, self._lost = run_dir, say, set[str]()
+        lines = run_dir / METRICS
+        events = (
+            run_dir / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{first_step}"
+        )
+        try:
+            _keep_until(lines, first_step)
+            self._lines = _Growing(lines, b"")
+            self._events = _Growing(events, _first_events(first_step)) if tensorboard else None
+        except OSError:
+            self._close_trackers(failed=True)
+            raise
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -92,8 +97,7 @@ class MetricsLog:
         self._lines.close()
         if self._events is not None:
             self._events.close()
-        for name in list(self._trackers):
-            self._to(name, lambda tracker: tracker.close(failed=error is not None))
+        self._close_trackers(failed=error is not None)
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step; what is not finite (a loss that diverged) is null in JSON and absent from TensorBoard."""
@@ -114,6 +118,10 @@ class MetricsLog:
         for name in list(self._trackers):
             self._to(name, lambda tracker: tracker.log(values, step))
         return {} if self._events is None else {self._events: _scalars(values, step)}
+
+    def _close_trackers(self, *, failed: bool) -> None:
+        for name in list(self._trackers):
+            self._to(name, lambda tracker: tracker.close(failed=failed))
 
     def _to(self, name: str, do: Callable[[FigureSink], None]) -> None:
         try:
@@ -205,12 +213,7 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that was cut off."""
     if not path.exists():
         return
-    kept, text = [], path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept = [line for line, said in lines_in(text) if said["step"] <= step]
     if (new := "".join(line + "\n" for line in kept)) != text:
         write_whole(path, new)

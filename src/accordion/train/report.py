@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -13,10 +12,11 @@ from accordion.pages.machine import describe as machine
 from accordion.pages.page import Chart, Page, Table
 from accordion.train.auto_plan import Expected
 from accordion.train.config import JobConfig, flat
+from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.screen import human, lasting
 
 NAME = "report"
-MOST_POINTS = 1000  # of a curve; of more, every n-th is drawn
+MOST_POINTS = 1000  # of a curve; of more, every n-th is drawn, and the last
 SPEEDS = ("tokens_per_s", "samples_per_s")
 
 
@@ -30,7 +30,7 @@ def page_of(
     expected: Expected | None,
 ) -> Page:
     """`lines`: of metrics.jsonl. `validations`: step and loss. `ended`: why the run ended."""
-    thinned = lines[:: max(1, len(lines) // MOST_POINTS)]
+    thinned = _thinned(lines)
 
     def curve(key: str, scale: float = 1.0) -> dict[str, float]:
         return {str(line["step"]): line[key] * scale for line in thinned if line.get(key) is not None}
@@ -59,6 +59,11 @@ def page_of(
     )
 
 
+def _thinned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    every = max(1, -(-(len(lines) - 1) // (MOST_POINTS - 1)))
+    return [*lines[:-1:every], *lines[-1:]]
+
+
 def _beside(
     config: JobConfig,
     lines: Sequence[dict[str, Any]],
@@ -68,7 +73,7 @@ def _beside(
 ) -> list[list[str]]:
     """The first step makes optimizer state, and is left out of the median."""
     peak = max((line["peak_bytes"] for line in lines), default=0)
-    seconds = [line["step_s"] for line in lines[1:] or lines]
+    seconds = [line["step_s"] for line in lines]
     kept = sum(unit.parameter_bytes + unit.gradient_bytes + unit.optimizer_bytes for unit in units.units)
     rows = [
         ["steps", str(config.train.steps), str(lines[-1]["step"] if lines else 0)],
@@ -78,7 +83,7 @@ def _beside(
     ]
     if seconds:
         planned = "" if expected is None else "{:.2g} to {:.2g} s".format(*expected.step_s)
-        rows.append(["a step", planned, f"{median(seconds):.3g} s (median)"])
+        rows.append(["a step", planned, f"{median(seconds[1:] or seconds):.3g} s (median)"])
     if expected is not None:
         rows.append(["peak of a rank, `--plan auto`", human(expected.peak_bytes), human(peak)])
     if validations:
@@ -89,10 +94,4 @@ def _beside(
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     """What `metrics.jsonl` holds, whole lines alone."""
-    found = []
-    for text in (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            continue
-    return found
+    return [said for _, said in lines_in((run_dir / METRICS).read_text(encoding="utf-8", errors="replace"))]

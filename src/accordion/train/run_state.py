@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -21,7 +22,10 @@ LONGEST = 500  # characters of why
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """`since`: when this start of the run began, `until`: when it ended; both in seconds since 1970. `why`: in one line."""
+    """`since`: when this start of the run began, `until`: when it ended; both in seconds since 1970. `why`: in one line.
+
+    `checkpoint_dir`: as seen from the run folder if it lies inside, so that a run may be moved; else its absolute path.
+    """
 
     state: str
     why: str = ""
@@ -29,6 +33,10 @@ class RunState:
     checkpoint_dir: str
     since: float
     until: float | None = None
+
+    def checkpoints_of(self, run_dir: Path) -> Path:
+        """The folder of checkpoints of the run that lies in `run_dir` now."""
+        return run_dir / ("checkpoints" if ".." in Path(self.checkpoint_dir).parts else self.checkpoint_dir)
 
 
 class StateFile(AbstractContextManager["StateFile"]):
@@ -39,8 +47,12 @@ class StateFile(AbstractContextManager["StateFile"]):
     def __init__(self, run_dir: Path, steps: int, checkpoint_dir: str, *, leads: bool) -> None:
         """`leads`: this rank says that the run trains and how it ended."""
         self._path, self._leads = run_dir / FILE, leads
+        at, home = Path(os.path.abspath(checkpoint_dir)), os.path.abspath(run_dir)
         self._now = RunState(
-            state=RUNNING, steps=steps, checkpoint_dir=str(Path(checkpoint_dir).resolve()), since=time.time()
+            state=RUNNING,
+            steps=steps,
+            checkpoint_dir=str(at.relative_to(home) if at.is_relative_to(home) else at),
+            since=time.time(),
         )
         if leads:
             self._write(self._now)

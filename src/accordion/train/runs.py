@@ -13,16 +13,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from accordion.checkpoint.prune import fault_of
+from accordion.checkpoint.prune import BEST, fault_of
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import UsageError
 from accordion.options import place, read
-from accordion.train.checkpoints import BEST, NAME
+from accordion.train.checkpoints import NAME
+from accordion.train.metrics_file import METRICS as METRICS
+from accordion.train.metrics_file import lines_in
 from accordion.train.owner import holder_of, lives_by_signs
 from accordion.train.run_state import RUNNING, state_of
 from accordion.train.screen import PLAIN_WIDTH, lasting
 
-METRICS = "metrics.jsonl"
 KILLED, UNKNOWN = "killed", "unknown"
 DEPTH = 3  # folders below the one that is named in which runs are looked for
 TAIL_BYTES = 4096  # of metrics.jsonl: its last line and more
@@ -46,7 +47,10 @@ class RunsOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRun:
-    """A run as its folder tells. `seconds`: how long its last start has run; `checkpoints`: names, the oldest first."""
+    """A run as its folder tells. `seconds`: how long its last start has run.
+
+    `checkpoints`: names of those of steps, the oldest first; `best`: whether there is one of that name too. Complete ones alone.
+    """
 
     folder: str
     state: str
@@ -55,6 +59,7 @@ class FoundRun:
     steps: int | None
     loss: float | None
     checkpoints: tuple[str, ...]
+    best: bool
     since: float | None
     seconds: float | None
 
@@ -110,6 +115,7 @@ def _folders(folder: Path) -> list[Path]:
 
 def _found(folder: Path) -> FoundRun:
     said, last = state_of(folder), last_line(folder / METRICS)
+    kept = folder / "checkpoints" if said is None else said.checkpoints_of(folder)
     state, why, until = UNKNOWN, "", None
     if said is not None:
         state, why, until = said.state, said.why, said.until
@@ -127,23 +133,28 @@ def _found(folder: Path) -> FoundRun:
         step=last.get("step", 0) if isinstance(last.get("step"), int) else 0,
         steps=None if said is None else said.steps,
         loss=last.get("loss") if isinstance(last.get("loss"), float) else None,
-        checkpoints=_checkpoints(Path(said.checkpoint_dir) if said is not None else folder / "checkpoints"),
+        checkpoints=_checkpoints(kept),
+        best=_is_complete(kept / BEST),
         since=None if said is None else said.since,
         seconds=seconds,
     )
 
 
 def _checkpoints(folder: Path) -> tuple[str, ...]:
-    """Complete ones alone."""
-    names = [p.name for p in _folders(folder) if NAME.fullmatch(p.name) or p.name == BEST] if folder.is_dir() else []
-    good = []
-    for name in sorted(names, key=lambda name: (name != BEST, name)):
-        try:
-            if fault_of(folder_at(folder / name)) is None:
-                good.append(name)
-        except OSError:
-            continue
-    return tuple(good)
+    """Those of steps, by number: names of more than six digits do not sort as text."""
+    names = [p.name for p in _folders(folder) if NAME.fullmatch(p.name)]
+    return tuple(name for name in sorted(names, key=_step_of) if _is_complete(folder / name))
+
+
+def _step_of(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return path.is_dir() and fault_of(folder_at(path)) is None
+    except OSError:
+        return False
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -151,17 +162,10 @@ def last_line(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            found = [said for _, said in lines_in(file.read().decode(errors="replace"))]
     except OSError:
         return {}
-    for line in reversed(lines):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
+    return found[-1] if found else {}
 
 
 def _written_at(path: Path) -> float | None:
@@ -178,14 +182,14 @@ def _table(found: Sequence[FoundRun]) -> Table:
     for name in ("step", "loss", "checkpoints", "began", "for"):
         table.add_column(name, justify="right")
     for one in found:
-        kept = [name for name in one.checkpoints if name != BEST]
-        newest = f"{len(kept)}, to {int(kept[-1].rpartition('-')[2])}" if kept else "0"
+        kept = one.checkpoints
+        newest = f"{len(kept)}, to {_step_of(kept[-1])}" if kept else "0"
         table.add_row(
             one.folder,
             one.state,
             f"{one.step}/{one.steps}" if one.steps is not None else str(one.step),
             "" if one.loss is None else f"{one.loss:.4f}",
-            newest + (" + best" if BEST in one.checkpoints else ""),
+            newest + (" + best" if one.best else ""),
             "" if one.since is None else time.strftime("%m-%d %H:%M", time.localtime(one.since)),
             "" if one.seconds is None else lasting(one.seconds),
         )
