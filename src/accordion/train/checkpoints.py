@@ -95,6 +95,15 @@ def _extra(path: Path) -> Mapping[str, Any]:
     return extra
 
 
+def best_in(folder: Path) -> tuple[float, int] | None:
+    """Validation loss and step of what is kept as the best in `folder`; None where nothing is, or nobody can tell."""
+    try:
+        best = _extra(folder / BEST)["best"]
+        return float(best["loss"]), int(best["step"])
+    except (UsageError, KeyError, TypeError, ValueError):
+        return None
+
+
 def check_run(path: Path, steps: int) -> None:
     """Raise `UsageError` where the run is over before `path`."""
     extra = _extra(path)

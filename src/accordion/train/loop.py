@@ -68,8 +68,8 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
             screen.note(line)
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
-        if run.owes_validation:
-            _validate(run, done, screen, log)
+        if run.owes_validation and _validate(run, done, screen, log):
+            _save(run, done, screen, last=_over(run) is not None, name=checkpoints.BEST)
         screen.start(done, config.train.steps)
         seen: list[StepMetrics] = []
 
@@ -93,7 +93,7 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
             at_the_end = step == config.train.steps and config.train.keep_best
             run.owes_validation = _due(config.train.eval_every, step) or at_the_end
             if run.owes_validation and not run.ending.decided and _validate(run, step, screen, log):
-                lost = _save(run, step, screen, last=False, name=checkpoints.BEST) or lost
+                _save(run, step, screen, last=False, name=checkpoints.BEST)
             why = _over(run) or ("finished" if step == config.train.steps else None)
             if why or _due(config.checkpoint.every, step):
                 steps.settle()
@@ -663,6 +663,8 @@ def _resume(run: Run, screen: Screen) -> int:
     run.scaler.load_state_dict(extra["scaler"])
     run.skips.total = int(extra.get("skipped", 0))
     run.best.load(extra.get("best", run.best.state()))
+    if run.config.train.keep_best:
+        run.best.loss, run.best.step = _kept_best(run)
     run.owes_validation = bool(extra.get("owes_validation"))
     run.done = done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
@@ -676,6 +678,13 @@ def _resume(run: Run, screen: Screen) -> int:
     return done
 
 
+def _kept_best(run: Run) -> tuple[float | None, int]:
+    """Loss and step of the best that the folder holds, which later ones are to be below; the same on all ranks."""
+    found = [checkpoints.best_in(Path(run.prepared.checkpoint_dir)) if run.place.rank == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0] or (None, 0)
+
+
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Settings of the maths that differ from those of the checkpoint, as `key old -> new`."""
     keys = [
@@ -687,7 +696,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bool:
-    """Whether it is the best so far, and kept as such. All ranks answer alike."""
+    """Whether it is the best so far, and to be kept as such. All ranks answer alike."""
     began_s = time.perf_counter()
     found = run.prepared.work.validate(run.model, run.share, run.device)
     run.owes_validation, run.validated = False, step
@@ -706,8 +715,8 @@ def _finish(
 ) -> None:
     """The end: validation loss, where things lie, and what the trained model does; no more of it than there is time for."""
     has_time = not run.ending.decided
-    if has_time and run.validated != steps:
-        _validate(run, steps, screen, log)
+    if has_time and run.validated != steps and _validate(run, steps, screen, log):
+        _save(run, steps, screen, last=True, name=checkpoints.BEST)
     if why != "finished":
         screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {why}")
     folder = Path(run.prepared.checkpoint_dir)
@@ -716,10 +725,8 @@ def _finish(
     at = held or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
-    if run.best.loss is not None and run.config.train.keep_best:
-        screen.note(
-            f"best: {folder / checkpoints.BEST}, validation loss {run.best.loss:.4f} after {run.best.step} steps"
-        )
+    if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
+        screen.note(f"best: {folder / checkpoints.BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if not has_time:
         screen.note("the same command goes on from there")
         return

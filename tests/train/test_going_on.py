@@ -1,0 +1,118 @@
+"""What a run keeps, what it goes on from and how it ends: runs of one process, through `accordion.fit`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import accordion as acc
+from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.train.ending import SIGNALS
+from accordion.train.fitting import Fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "run.report": False, "log.tensorboard": False}
+BEST = {"train_eval_every": 3, "train_keep_best": True}
+
+
+class Curve:
+    """A weight that counts the steps, and a validation loss that a table gives for each count, 5.0 where it has none.
+
+    `signal_at`: the step of this start in which a signal comes.
+    """
+
+    def __init__(self, losses: Mapping[int, float] | None = None, signal_at: int = -1) -> None:
+        self.losses = losses or {}
+        self.left = signal_at + 1  # one forward is tried before there are ranks
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    def init(self, model: nn.Module) -> None:
+        nn.init.zeros_(model.weight)
+
+    def dataset(self, split: str) -> TensorDataset:
+        return TensorDataset(torch.ones(8, 1))
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=1.0)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        found = -model(batch[0]).mean()
+        if not model.training:
+            return torch.tensor(self.losses.get(-round(float(found)), 5.0))
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return found
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Iterator[Callable[..., Fit]]:
+    """`fit(task, train_steps=3)` trains with `train.steps` 3 in the run folder `tmp_path / "run"`."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def start(task: object, **options: object) -> Fit:
+        given = {key.replace("_", ".", 1): value for key, value in options.items()}
+        return acc.fit(task, options={**QUIET, "run.dir": str(tmp_path / "run"), **given})
+
+    yield start
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def preempted(fit: Callable[..., Fit], task: Curve, **options: object) -> None:
+    with pytest.raises(SystemExit) as raised:
+        fit(task, **options)
+    assert raised.value.code == 75
+
+
+def extra_of(checkpoint: Path) -> dict[str, Any]:
+    return dict(read_manifest(checkpoint_at(checkpoint)).extra)
+
+
+def test_a_validation_that_was_owed_keeps_the_best_too(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is preempted with a validation due, which turns out to be the best one."""
+    best, task = tmp_path / "run" / "checkpoints" / "best", Curve({3: 2.0, 6: 3.0})
+    preempted(fit, Curve(signal_at=3), train_steps=6, **BEST)
+    assert not best.exists()
+    fit(task, train_steps=6, **BEST)
+    assert extra_of(best)["step"] == 3
+    assert f"best: {best}, validation loss 2.0000 after 3 steps" in capsys.readouterr().out
+
+
+def test_the_best_that_is_told_of_is_the_one_that_is_kept(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where best ones are kept from the second start on, what was lower before counts for nothing."""
+    best, often = tmp_path / "run" / "checkpoints" / "best", {"train_eval_every": 2}
+    fit(Curve({2: 1.0, 4: 3.0}), train_steps=4, **often)
+    assert not best.exists()
+    often["train_keep_best"] = True
+    for steps in (4, 6):
+        fit(Curve({4: 3.0, 6: 4.0}), train_steps=steps, **often)
+        assert extra_of(best)["step"] == 4
+        assert f"best: {best}, validation loss 3.0000 after 4 steps" in capsys.readouterr().out
+
+
+def test_a_best_that_could_not_be_written_is_not_told_of(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "run" / "checkpoints" / "best"
+    best.parent.mkdir(parents=True)
+    best.write_text("no folder, so that no save takes it")
+    fit(Curve(), train_steps=3, checkpoint_on_error="continue", **BEST)
+    said = capsys.readouterr().out
+    assert "best exists and is no checkpoint but a file" in said
+    assert "best: " not in said
