@@ -76,6 +76,10 @@ def preempted(fit: Callable[..., Fit], task: Curve, **options: object) -> None:
     assert raised.value.code == 75
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder).parent) for path in folder.rglob("manifest.json"))
+
+
 def extra_of(checkpoint: Path) -> dict[str, Any]:
     return dict(read_manifest(checkpoint_at(checkpoint)).extra)
 
@@ -85,7 +89,8 @@ def test_a_validation_that_was_owed_keeps_the_best_too(
 ) -> None:
     """The run is preempted with a validation due, which turns out to be the best one."""
     best, task = tmp_path / "run" / "checkpoints" / "best", Curve({3: 2.0, 6: 3.0})
-    preempted(fit, Curve(signal_at=3), train_steps=6, **BEST)
+    preempted(fit, Curve(signal_at=3), train_steps=6, checkpoint_resume="none", **BEST)
+    assert "the same command with --checkpoint.resume auto goes on from there" in capsys.readouterr().out
     assert not best.exists()
     fit(task, train_steps=6, **BEST)
     assert extra_of(best)["step"] == 3
@@ -116,3 +121,41 @@ def test_a_best_that_could_not_be_written_is_not_told_of(
     said = capsys.readouterr().out
     assert "best exists and is no checkpoint but a file" in said
     assert "best: " not in said
+
+
+def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_after_that(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is abandoned is kept and is no more the newest; the same command goes on behind a preemption, also on other ranks."""
+    folder = tmp_path / "run" / "checkpoints"
+    fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
+    before = (folder / "step-000006" / "manifest.json").read_bytes()
+    back: dict[str, object] = {"checkpoint_resume": "best", "train_steps": 9, **BEST}
+    preempted(fit, Curve(signal_at=2), **back)
+    assert "the same command goes on from there" in capsys.readouterr().out
+    abandoned = ["abandoned-1/step-000004", "abandoned-1/step-000006"]
+    assert names_in(folder) == [*abandoned, "best", "step-000002", "step-000005"]
+    assert (folder / "abandoned-1" / "step-000006" / "manifest.json").read_bytes() == before
+    found = fit(Curve({6: 1.0, 9: 4.0}), **{**back, "train_micro_batch": 1, "train_accumulate": 2})
+    said = capsys.readouterr().out
+    assert f"has gone on from {folder / 'best'} to {folder / 'step-000005'} already" in said
+    assert "resumed" in said
+    assert (found.step, found.checkpoint) == (9, str(folder / "step-000009"))
+    assert f"best: {folder / 'best'}, validation loss 1.0000 after 6 steps" in said
+    fit(Curve({6: 1.0}), **{**back, "train_steps": 7})
+    assert "best: 6 of 7 steps are done" in capsys.readouterr().out
+    assert names_in(folder) == [
+        *abandoned, "abandoned-2/step-000009", "best", "step-000002", "step-000005", "step-000007"
+    ]  # fmt: skip
+
+
+def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    fit(Curve({3: 2.0}), train_steps=4, checkpoint_every=2, **BEST)
+    (folder / "step-000004").rename(folder / ".step-000004.01234567.old")  # as a save that was killed leaves it
+    path = str(folder / "step-000002")
+    fit(Curve({3: 3.0}), train_steps=3, checkpoint_resume=path, **BEST)
+    assert names_in(folder) == [
+        "abandoned-1/.step-000004.01234567.old", "abandoned-1/best", "best", "step-000002", "step-000003"
+    ]  # fmt: skip
+    assert (extra_of(folder / "best")["best"]["loss"], extra_of(folder / "abandoned-1" / "best")["step"]) == (3.0, 3)

@@ -162,7 +162,7 @@ def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Scre
     """Have the run's folders, or raise `UsageError`; before anything in them is changed."""
     # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
     claim = Claim(prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
-    now = checkpoints.choose(Path(prepared.checkpoint_dir), config.checkpoint.resume, lambda line: None)
+    now = checkpoints.choose(Path(prepared.checkpoint_dir), config, lambda line: None)
     if (None if now is None else str(now)) != prepared.resume:
         claim.release()
         raise UsageError(
@@ -637,11 +637,17 @@ def _not_kept(run: Run, step: int, error: CheckpointError) -> CheckpointError:
     """For the end of a run that trained on past the failure and has nothing to show for its last steps."""
     newest = checkpoints.kept(Path(run.prepared.checkpoint_dir))
     kept = (
-        f"the newest checkpoint is {newest}, from which the same command goes on"
+        f"the newest checkpoint is {newest}, from which {_same_command(run)} goes on"
         if newest
         else "there is no checkpoint"
     )
     return CheckpointError(f"the weights after step {step} were not kept, {kept}: {error}")
+
+
+def _same_command(run: Run) -> str:
+    """What goes on from the newest checkpoint."""
+    refuses = run.config.checkpoint.resume == "none"
+    return "the same command with --checkpoint.resume auto" if refuses else "the same command"
 
 
 def _not_written(run: Run, error: CheckpointError, screen: Screen) -> None:
@@ -663,14 +669,20 @@ def _resume(run: Run, screen: Screen) -> int:
     run.scaler.load_state_dict(extra["scaler"])
     run.skips.total = int(extra.get("skipped", 0))
     run.best.load(extra.get("best", run.best.state()))
-    if run.config.train.keep_best:
-        run.best.loss, run.best.step = _kept_best(run)
     run.owes_validation = bool(extra.get("owes_validation"))
     run.done = done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
+    if run.config.checkpoint.resume != "auto" and run.place.rank == 0:
+        # They would be the newest for every later start. Only now, when the one to go back to is known to load.
+        aside = checkpoints.set_aside(Path(run.prepared.checkpoint_dir), done)
+        if aside is not None:
+            screen.note(f"checkpoints of later steps are in {aside} now")
+    if run.config.train.keep_best:
+        run.best.loss, run.best.step = _kept_best(run)
     if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
-    changed = _changes(extra["config"], flat(run.config))
+    before, now = extra["config"], flat(run.config)
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in checkpoints.differing(before, now)]
     if changed:
         screen.note(f"changed since: {', '.join(changed)}")
     if done == run.config.train.steps:
@@ -683,16 +695,6 @@ def _kept_best(run: Run) -> tuple[float | None, int]:
     found = [checkpoints.best_in(Path(run.prepared.checkpoint_dir)) if run.place.rank == 0 else None]
     dist.broadcast_object_list(found)
     return found[0] or (None, 0)
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Settings of the maths that differ from those of the checkpoint, as `key old -> new`."""
-    keys = [
-        key
-        for key in now
-        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
-    ]
-    return [f"{key} {before[key]} -> {now[key]}" for key in keys if key in before and before[key] != now[key]]
 
 
 def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bool:
@@ -728,6 +730,6 @@ def _finish(
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
         screen.note(f"best: {folder / checkpoints.BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if not has_time:
-        screen.note("the same command goes on from there")
+        screen.note(f"{_same_command(run)} goes on from there")
         return
     run.prepared.work.finish(run.model, run.device, run.config.train.seed, screen)

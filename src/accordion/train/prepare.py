@@ -145,7 +145,7 @@ def _folders(config: JobConfig, name: str, place: _Place) -> tuple[Folders, Path
         _check_writable(path)
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
     place.ask(folders)
-    return folders, checkpoints.choose(folder, config.checkpoint.resume, place.say)
+    return folders, checkpoints.choose(folder, config, place.say)
 
 
 def _make(folders: Folders) -> None:
