@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -159,3 +161,16 @@ def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp
         "abandoned-1/.step-000004.01234567.old", "abandoned-1/best", "best", "step-000002", "step-000003"
     ]  # fmt: skip
     assert (extra_of(folder / "best")["best"]["loss"], extra_of(folder / "abandoned-1" / "best")["step"]) == (3.0, 3)
+
+
+class LongToRead(Curve):
+    """Half a second goes by until its data is there, which is read before there are ranks."""
+
+    def dataset(self, split: str) -> TensorDataset:
+        time.sleep(0 if dist.is_initialized() else 0.25)
+        return super().dataset(split)
+
+
+def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
+    found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
+    assert (found.state, found.step) == ("stopped", 1)
