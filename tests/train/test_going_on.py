@@ -174,3 +174,19 @@ class LongToRead(Curve):
 def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
     found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
     assert (found.state, found.step) == ("stopped", 1)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"train_patience": 1, "train_eval_every": 2}, {"train_hours": 1e-6}], ids=["patience", "hours"]
+)
+def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
+    fit: Callable[..., Fit], limit: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = 4 if "train_patience" in limit else 1
+    found = fit(Curve(), train_steps=steps, **limit)
+    said = capsys.readouterr().out
+    assert (found.state, found.why, found.step) == ("finished", "", steps)
+    assert "stopped after" not in said
+    assert "goes on from there" not in said
+    fit(Curve(), train_steps=steps, **limit)
+    assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out

@@ -30,7 +30,7 @@ from accordion.offload.step.deferred_step import engines_of
 from accordion.optim import ELEMENTWISE, clip_grad_norm_, scale_gradients, wrap_optimizer
 from accordion.shard.api import shard as shard_model
 from accordion.state import no_sync
-from accordion.train import checkpoints
+from accordion.train import checkpoints, run_state
 from accordion.train.auto_plan import beside
 from accordion.train.batches import Batches, on_device
 from accordion.train.config import JobConfig, as_yaml, flat
@@ -44,7 +44,6 @@ from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
 from accordion.train.rates import LearningRates, rates_of
 from accordion.train.report import lines_of, page_of
-from accordion.train.run_state import StateFile
 from accordion.train.screen import Screen
 from accordion.train.tokens import write_whole
 from accordion.train.trackers import trackers_of
@@ -58,7 +57,9 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
         state = stack.enter_context(
-            StateFile(Path(prepared.run_dir), config.train.steps, prepared.checkpoint_dir, leads=place.rank == 0)
+            run_state.StateFile(
+                Path(prepared.run_dir), config.train.steps, prepared.checkpoint_dir, leads=place.rank == 0
+            )
         )
         device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
         _agree(config, prepared, place)
@@ -69,7 +70,7 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
         if run.owes_validation and _validate(run, done, screen, log):
-            _save(run, done, screen, last=_over(run) is not None, name=checkpoints.BEST)
+            _save(run, done, screen, last=_over(run, done) is not None, name=checkpoints.BEST)
         screen.start(done, config.train.steps)
         seen: list[StepMetrics] = []
 
@@ -83,8 +84,8 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
 
         steps = stack.enter_context(Steps(run, screen, tell))
         lost: CheckpointError | None = None  # why the last step's weights were not kept
-        step, why = done, _over(run)
-        while why is None:
+        step, over = done, _over(run, done)
+        while over is None:
             step += 1
             steps.take(step)
             if run.ending.decided or step == config.train.steps or _due(config.train.eval_every, step):
@@ -94,23 +95,23 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
             run.owes_validation = _due(config.train.eval_every, step) or at_the_end
             if run.owes_validation and not run.ending.decided and _validate(run, step, screen, log):
                 _save(run, step, screen, last=False, name=checkpoints.BEST)
-            why = _over(run) or ("finished" if step == config.train.steps else None)
-            if why or _due(config.checkpoint.every, step):
+            over = _over(run, step)
+            if over is not None or _due(config.checkpoint.every, step):
                 steps.settle()
-                lost = _save(run, step, screen, last=why is not None)
-            if not why and _due(config.train.sample_every, step):
+                lost = _save(run, step, screen, last=over is not None)
+            if over is None and _due(config.train.sample_every, step):
                 steps.settle()
                 screen.note(f"after {step} steps:")
                 prepared.work.finish(run.model, device, config.train.seed, screen)
         screen.stop()
-        _finish(run, step, why, screen, log, lost)
+        _finish(run, step, over, screen, log, lost)
         if prepared.expected is not None and seen:
             screen.note(beside(prepared.expected, seen, device.type))
         if lost is not None:
             raise _not_kept(run, step, lost)
-        state.ended(why if why in ("finished", "preempted") else "stopped", why if " " in why else "")
+        state.ended(over.state, over.why)
         if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
-            _report(run, why, log, screen)
+            _report(run, over, log, screen)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     dist.destroy_process_group()
     if claim is not None:
@@ -118,7 +119,7 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
     return PREEMPTED if run.ending.decided == IS_PREEMPTED else 0
 
 
-def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
+def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
     """Write report.html; a run is worth more than its page, so what fails is told."""
     folder = Path(run.prepared.run_dir)
     try:
@@ -132,7 +133,7 @@ def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
             lines_of(folder),
             log.validations,
             run.device.type,
-            why,
+            over.why or over.state,
             describe(run.model),
             run.prepared.expected,
         )
@@ -147,15 +148,25 @@ def _due(every: int, step: int) -> bool:
     return every != 0 and step % every == 0
 
 
-def _over(run: Run) -> str | None:
-    """Why nothing is trained any more, None where something is; the same on all ranks."""
+@dataclass(frozen=True, slots=True)
+class Over:
+    """That nothing is trained any more. `state`: as `state.json` has it. `why`: a sentence where the state does not say it."""
+
+    state: str
+    why: str = ""
+
+
+def _over(run: Run, step: int) -> Over | None:
+    """Whether training ends behind `step`, None where it goes on; the same on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
-        return "preempted"
+        return Over(run_state.PREEMPTED)
+    if step >= run.config.train.steps:
+        return Over(run_state.FINISHED)
     if run.ending.decided == TIME_IS_OVER:
-        return f"train.hours {run.config.train.hours:g} are over"
+        return Over(run_state.STOPPED, f"train.hours {run.config.train.hours:g} are over")
     if run.best.is_over:
-        return f"no lower validation loss in {run.best.waited} validations (train.patience)"
-    return "finished" if run.done >= run.config.train.steps else None
+        return Over(run_state.STOPPED, f"no lower validation loss in {run.best.waited} validations (train.patience)")
+    return None
 
 
 def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
@@ -713,14 +724,15 @@ def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bo
 
 
 def _finish(
-    run: Run, steps: int, why: str, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None
+    run: Run, steps: int, over: Over, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None
 ) -> None:
     """The end: validation loss, where things lie, and what the trained model does; no more of it than there is time for."""
     has_time = not run.ending.decided
     if has_time and run.validated != steps and _validate(run, steps, screen, log):
         _save(run, steps, screen, last=True, name=checkpoints.BEST)
-    if why != "finished":
-        screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {why}")
+    is_finished = over.state == run_state.FINISHED
+    if not is_finished:
+        screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {over.why or over.state}")
     folder = Path(run.prepared.checkpoint_dir)
     newest = checkpoints.path_of(folder, steps)
     held = str(newest) if lost is None and newest.is_dir() else None
@@ -730,6 +742,7 @@ def _finish(
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
         screen.note(f"best: {folder / checkpoints.BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if not has_time:
-        screen.note(f"{_same_command(run)} goes on from there")
+        left_out = "makes up for the last validation, for which no time was left"
+        screen.note(f"{_same_command(run)} {left_out if is_finished else 'goes on from there'}")
         return
     run.prepared.work.finish(run.model, run.device, run.config.train.seed, screen)
