@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import accordion as acc
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.pages import show
 from accordion.train.ending import SIGNALS
 from accordion.train.fitting import Fit
 
@@ -190,3 +191,14 @@ def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
     assert "goes on from there" not in said
     fit(Curve(), train_steps=steps, **limit)
     assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_drawn_is_told_of_and_the_run_is_finished(
+    fit: Callable[..., Fit], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(page: object) -> str:
+        raise ValueError("of the one\nthat draws")
+
+    monkeypatch.setattr(show, "as_html", broken)
+    assert fit(Curve(), train_steps=1, run_report=True).state == "finished"
+    assert "no report.html: ValueError: of the one that draws\n" in capsys.readouterr().out

@@ -138,8 +138,8 @@ def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
             run.prepared.expected,
         )
         write_whole(folder / f"{found.name}.html", as_html(found))
-    except OSError as error:  # the folder is gone, or the disk is full
-        screen.note(f"no report.html: {error.strerror or error}")
+    except Exception as error:  # no room, or whatever plotly says; the other ranks wait for this one
+        screen.note(f"no report.html: {' '.join(f'{type(error).__name__}: {error}'.split())}")
         return
     screen.note(f"report: {folder / found.name}.html")
 
