@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import accordion as acc
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.errors import UsageError
 from accordion.pages import show
 from accordion.train.ending import SIGNALS
 from accordion.train.fitting import Fit
@@ -202,3 +203,17 @@ def test_a_page_that_cannot_be_drawn_is_told_of_and_the_run_is_finished(
     monkeypatch.setattr(show, "as_html", broken)
     assert fit(Curve(), train_steps=1, run_report=True).state == "finished"
     assert "no report.html: ValueError: of the one that draws\n" in capsys.readouterr().out
+
+
+class NothingHeldOut(Curve):
+    def dataset(self, split: str) -> Any:
+        return super().dataset(split) if split == "train" else None
+
+
+@pytest.mark.parametrize("key", ["patience", "keep_best"])
+def test_what_compares_validations_is_refused_without_data_for_them(
+    fit: Callable[..., Fit], tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(UsageError, match=f"train.{key} compares validations, and the task 'Nothing"):
+        fit(NothingHeldOut(), train_steps=2, train_eval_every=1, **{f"train_{key}": 1 if key == "patience" else True})
+    assert not list(tmp_path.iterdir())

@@ -184,7 +184,7 @@ def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
         checkpoints.check_task(resume)
         checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
     share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
-    work = replace(work, size=check_data(work, share))
+    work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     _make(folders)
     return _prepared(folders, work, place, resume)
