@@ -135,7 +135,7 @@ def _step_of(path: Path) -> int:
         return int(name.rpartition("-")[2])
     try:
         return int(_extra(path)["step"]) if name == BEST else -1
-    except (UsageError, TypeError, ValueError):
+    except UsageError:
         return -1
 
 
@@ -165,7 +165,8 @@ def _extra(path: Path) -> Mapping[str, Any]:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
-    if not isinstance(extra, dict) or not {"step", "config"} <= set(extra) or not {"tokenizer", "task"} & set(extra):
+    is_one = isinstance(extra, dict) and isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)
+    if not is_one or not {"tokenizer", "task"} & set(extra):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
 
@@ -182,7 +183,7 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 def check_run(path: Path, steps: int) -> None:
     """Raise `UsageError` where the run is over before `path`."""
     extra = _extra(path)
-    if not isinstance(extra["step"], int) or extra["step"] > steps:
+    if extra["step"] > steps:
         raise UsageError(
             f"checkpoint {str(path)!r} is at step {extra['step']}, beyond train.steps {steps}; raise train.steps or take another "
             "run.dir."

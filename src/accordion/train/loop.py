@@ -77,7 +77,7 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         def tell(metrics: StepMetrics) -> None:
             seen.append(metrics)
             screen.step(metrics)
-            run.ending.took("step", metrics.step_s)
+            run.ending.step_took(metrics.step_s)
             _measure(run)
             if log is not None:
                 log.step(metrics)
@@ -206,8 +206,8 @@ class Run:
     done: int = 0
     owes_validation: bool = False
     validated: int = -1  # the step behind which it was last
-    behind: tuple[Saving, float] | None = None  # the save under way, and since when
-    saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
+    under_way: tuple[Saving, float] | None = None  # the save under way, and since when
+    saves_in_background: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
 def _join(place: RankPlace, store: Store, kind: str, timeout: timedelta) -> torch.device:
@@ -291,7 +291,7 @@ def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch
         and not engines_of(optimizer)
         and _is_fused(optimizer),
         sums_locally=strategy.grads is Place.REPLICATE,
-        saves_behind=config.checkpoint.background and not offload.uses_disk,
+        saves_in_background=config.checkpoint.background and not offload.uses_disk,
     )
 
 
@@ -625,11 +625,13 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool, name: str | None =
     except CheckpointError as error:  # of the save before, which says nothing of this one
         _not_written(run, error, screen)
     try:
-        behind, began_s = run.saves_behind and not last, time.perf_counter()
+        background, began_s = run.saves_in_background and not last, time.perf_counter()
         keep, only = 0 if name else options.keep, run.prepared.work.kept()
-        saving = save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=keep, only=only)
-        run.behind = saving, began_s
-        if not behind:
+        saving = save(
+            path, run.model, run.optimizer, extra=extra, state=state, background=background, keep=keep, only=only
+        )
+        run.under_way = saving, began_s
+        if not background:
             _measure(run)
     except CheckpointError as error:
         _not_written(run, error, screen)
@@ -639,9 +641,9 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool, name: str | None =
 
 def _measure(run: Run) -> None:
     """How long the save under way took, if it is done."""
-    if run.behind is not None and run.behind[0].is_done:
-        run.ending.save_took(time.perf_counter() - run.behind[1])
-        run.behind = None
+    if run.under_way is not None and run.under_way[0].is_done:
+        run.ending.save_took(time.perf_counter() - run.under_way[1])
+        run.under_way = None
 
 
 def _not_kept(run: Run, step: int, error: CheckpointError) -> CheckpointError:
@@ -715,7 +717,7 @@ def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bo
     run.owes_validation, run.validated = False, step
     if found is None:
         return False
-    run.ending.took("validation", time.perf_counter() - began_s)
+    run.ending.validation_took(time.perf_counter() - began_s)
     is_best = run.best.look(step, found.loss) and run.config.train.keep_best
     screen.note(f"validation loss {found.loss:.4f} after {step} steps{found.words}{', the best so far' * is_best}")
     if log is not None:
