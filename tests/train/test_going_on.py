@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accordion as acc
-from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.reading import faults_in, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import UsageError
 from accordion.pages import show
@@ -217,3 +219,32 @@ def test_what_compares_validations_is_refused_without_data_for_them(
     with pytest.raises(UsageError, match=f"train.{key} compares validations, and the task 'Nothing"):
         fit(NothingHeldOut(), train_steps=2, train_eval_every=1, **{f"train_{key}": 1 if key == "patience" else True})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_best_that_is_saved_anyway_is_not_written_twice(
+    fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a checkpoint of its own all the same, which stays when that of its step is removed; also behind a kill."""
+    folder = tmp_path / "run" / "checkpoints"
+    monkeypatch.chdir(tmp_path)
+    often: dict[str, object] = {"run_dir": "run", "checkpoint_every": 3, "checkpoint_keep": 1, **BEST}
+    fit(Curve({3: 2.0}), train_steps=3, **often)
+    (file,) = (folder / "step-000003").glob("*.safetensors")
+    assert file.samefile(folder / "best" / file.name)
+    assert not (folder / "step-000003" / "manifest.json").samefile(folder / "best" / "manifest.json")
+    shutil.rmtree(folder / "best")  # as if it had been killed before that
+    fit(Curve({3: 2.0, 6: 3.0}), train_steps=6, **often)
+    assert names_in(folder) == ["best", "step-000006"]
+    assert extra_of(folder / "best")["step"] == 3
+    assert faults_in(checkpoint_at(folder / "best")) == []
+
+
+def test_the_best_is_saved_by_itself_where_files_take_no_second_name(
+    fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    fit(Curve({3: 2.0}), train_steps=3, checkpoint_every=3, **BEST)
+    assert names_in(tmp_path / "run" / "checkpoints") == ["best", "step-000003"]

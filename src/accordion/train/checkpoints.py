@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import read_manifest
-from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.checkpoint.storage.folders import Local, checkpoint_at
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 from accordion.train.config import JobConfig, flat
@@ -165,10 +169,13 @@ def _extra(path: Path) -> Mapping[str, Any]:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
-    is_one = isinstance(extra, dict) and isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)
-    if not is_one or not {"tokenizer", "task"} & set(extra):
+    if not isinstance(extra, dict) or not {"tokenizer", "task"} & set(extra) or not _says_where(extra):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
+
+
+def _says_where(extra: Mapping[str, Any]) -> bool:
+    return isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)
 
 
 def best_in(folder: Path) -> tuple[float, int] | None:
@@ -178,6 +185,47 @@ def best_in(folder: Path) -> tuple[float, int] | None:
         return float(best["loss"]), int(best["step"])
     except (UsageError, KeyError, TypeError, ValueError):
         return None
+
+
+def can_link(folder: Path) -> bool:
+    """Whether the file system of `folder` gives a file a second name."""
+    try:
+        with TemporaryDirectory(dir=folder, prefix=".") as made:
+            Path(made, "a").touch()
+            os.link(Path(made, "a"), Path(made, "b"))
+    except OSError:
+        return False
+    return True
+
+
+def keep_as_best(folder: Path, step: int) -> None:
+    """Keep the checkpoint after `step` as the best too, if it says that it is: its files get second names, and nothing is copied.
+
+    Nothing is done where it is kept already, or where there is no such checkpoint. Raises `CheckpointError`.
+    """
+    source, target = Local(path_of(folder, step)), Local(folder / BEST)
+    try:
+        best = _extra(source.path).get("best")
+    except UsageError:  # it was not written, which is told elsewhere
+        return
+    if not isinstance(best, dict) or best.get("step") != step or best_in(folder) == (best.get("loss"), step):
+        return
+    try:
+        begun = target.begin(secrets.token_hex(4))
+        try:
+            for name in source.sizes():
+                if name != MANIFEST:
+                    os.link(source.path / name, begun.path / name)
+            text = memoryview(source.read(MANIFEST))
+            with begun.create(MANIFEST, len(text)) as file:  # not linked: by its time checkpoints are told apart
+                file.write(text)
+            target.commit(begun)
+        except BaseException:
+            with suppress(OSError):  # the first failure is what counts
+                begun.discard()
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be kept as {target}: {error.strerror or error}.") from None
 
 
 def check_run(path: Path, steps: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ from accordion.train.tokens import write_whole
 from accordion.train.trackers import trackers_of
 from accordion.units import units_named
 
+T = TypeVar("T")
+
 
 def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str) -> int:
     """Train as `config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` where a signal ended the run early."""
@@ -78,7 +80,6 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
             seen.append(metrics)
             screen.step(metrics)
             run.ending.step_took(metrics.step_s)
-            _measure(run)
             if log is not None:
                 log.step(metrics)
 
@@ -88,15 +89,18 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         while over is None:
             step += 1
             steps.take(step)
+            _look_after_save(run, screen)
             if run.ending.decided or step == config.train.steps or _due(config.train.eval_every, step):
                 steps.settle()
             # Validated before it is saved, so that what is saved knows of it.
             at_the_end = step == config.train.steps and config.train.keep_best
             run.owes_validation = _due(config.train.eval_every, step) or at_the_end
-            if run.owes_validation and not run.ending.decided and _validate(run, step, screen, log):
-                _save(run, step, screen, last=False, name=checkpoints.BEST)
+            is_best = run.owes_validation and not run.ending.decided and _validate(run, step, screen, log)
             over = _over(run, step)
-            if over is not None or _due(config.checkpoint.every, step):
+            saves = over is not None or _due(config.checkpoint.every, step)
+            if is_best and not (saves and run.links):
+                _save(run, step, screen, last=False, name=checkpoints.BEST)
+            if saves:
                 steps.settle()
                 lost = _save(run, step, screen, last=over is not None)
             if over is None and _due(config.train.sample_every, step):
@@ -183,6 +187,15 @@ def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Scre
     return claim
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A save, since when by `time.perf_counter`, and of which step; None of the best."""
+
+    saving: Saving
+    began_s: float
+    step: int | None
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """What the parts of the loop share. `done`: steps when it began; `owes_validation`: of the step that was done last."""
@@ -206,7 +219,8 @@ class Run:
     done: int = 0
     owes_validation: bool = False
     validated: int = -1  # the step behind which it was last
-    under_way: tuple[Saving, float] | None = None  # the save under way, and since when
+    under_way: UnderWay | None = None
+    links: bool  # the best is kept, and is a link of its step's checkpoint where that is saved anyway
     saves_in_background: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
@@ -291,8 +305,17 @@ def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch
         and not engines_of(optimizer)
         and _is_fused(optimizer),
         sums_locally=strategy.grads is Place.REPLICATE,
+        links=options.keep_best and _of_first(place, lambda: checkpoints.can_link(Path(prepared.checkpoint_dir))),
         saves_in_background=config.checkpoint.background and not offload.uses_disk,
     )
+
+
+def _of_first(place: RankPlace, ask: Callable[[], T]) -> T:
+    """What the first rank finds, for all of them."""
+    found: list[Any] = [ask() if place.rank == 0 else None]
+    dist.broadcast_object_list(found)
+    answer: T = found[0]
+    return answer
 
 
 def _mesh(strategy: Strategy, prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
@@ -624,26 +647,40 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool, name: str | None =
         saver_of(run.model).wait()
     except CheckpointError as error:  # of the save before, which says nothing of this one
         _not_written(run, error, screen)
+    _look_after_save(run, screen)
     try:
         background, began_s = run.saves_in_background and not last, time.perf_counter()
         keep, only = 0 if name else options.keep, run.prepared.work.kept()
         saving = save(
             path, run.model, run.optimizer, extra=extra, state=state, background=background, keep=keep, only=only
         )
-        run.under_way = saving, began_s
+        run.under_way = UnderWay(saving, began_s, None if name else step)
         if not background:
-            _measure(run)
+            _look_after_save(run, screen)
     except CheckpointError as error:
         _not_written(run, error, screen)
         return error
     return None
 
 
-def _measure(run: Run) -> None:
-    """How long the save under way took, if it is done."""
-    if run.under_way is not None and run.under_way[0].is_done:
-        run.ending.save_took(time.perf_counter() - run.under_way[1])
-        run.under_way = None
+def _look_after_save(run: Run, screen: Screen) -> None:
+    """If the save under way is done: note how long it took, and have it be the best too if it is."""
+    saved = run.under_way
+    if saved is None or not saved.saving.is_done:
+        return
+    run.ending.save_took(time.perf_counter() - saved.began_s)
+    run.under_way = None
+    if saved.step is not None:
+        _link_best(run, saved.step, screen)
+
+
+def _link_best(run: Run, step: int, screen: Screen) -> None:
+    """Have the checkpoint after `step` be the best too if it is."""
+    if run.links and run.place.rank == 0:
+        try:
+            checkpoints.keep_as_best(Path(run.prepared.checkpoint_dir), step)
+        except CheckpointError as error:
+            _not_written(run, error, screen)
 
 
 def _not_kept(run: Run, step: int, error: CheckpointError) -> CheckpointError:
@@ -690,8 +727,12 @@ def _resume(run: Run, screen: Screen) -> int:
         aside = checkpoints.set_aside(Path(run.prepared.checkpoint_dir), done)
         if aside is not None:
             screen.note(f"checkpoints of later steps are in {aside} now")
+    folder = Path(run.prepared.checkpoint_dir)
+    if Path(path).resolve() == checkpoints.path_of(folder, done).resolve():
+        _link_best(run, done, screen)  # where a run was killed between the two
     if run.config.train.keep_best:
-        run.best.loss, run.best.step = _kept_best(run)
+        # What the folder holds later ones are to be below, wherever this run comes from.
+        run.best.loss, run.best.step = _of_first(run.place, lambda: checkpoints.best_in(folder)) or (None, 0)
     if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
     before, now = extra["config"], flat(run.config)
@@ -701,13 +742,6 @@ def _resume(run: Run, screen: Screen) -> int:
     if done == run.config.train.steps:
         screen.note("nothing is left to train; raise train.steps to go on, or take another run.dir to start over")
     return done
-
-
-def _kept_best(run: Run) -> tuple[float | None, int]:
-    """Loss and step of the best that the folder holds, which later ones are to be below; the same on all ranks."""
-    found = [checkpoints.best_in(Path(run.prepared.checkpoint_dir)) if run.place.rank == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0] or (None, 0)
 
 
 def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bool:
