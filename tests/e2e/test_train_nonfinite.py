@@ -132,7 +132,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     for name, (*_, flags) in JOBS.items():
         more = ["--train.steps", "4", "--checkpoint.every", "1", "--run.dir", str(folder / name)]
         config = read([*TINY, *more, *flags])
-        jobs[name] = config, prepare(config, 2, 2, folder / "cache", lambda line: None)
+        jobs[name] = config, prepare(config, 2, 2, folder / "cache", lambda line: None, began_s=0.0)
     assert forked.start(troubled, (folder, jobs), 2) == 0
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second  # every rank says the same

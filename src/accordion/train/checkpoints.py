@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import read_manifest
-from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.checkpoint.storage.folders import Local, checkpoint_at
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
+from accordion.train.config import JobConfig, flat
 
 BEST = "best"  # name of what `train.keep_best` keeps, beside those of the steps
 NAME = re.compile(r"step-\d{6,}")
+ASIDE = "abandoned"  # with a number behind it: the folder of what came behind the step that a run went back to
 SHOWN = 3  # tensors named in a message of one line
+# Keys of `train` in which two starts of one command may differ: the number of ranks decides them, or the time that is left.
+OF_A_START = ("train.accumulate", "train.micro_batch", "train.hours")
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -24,11 +33,13 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
-def choose(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
     """The checkpoint that `checkpoint.resume` means, None for a fresh start. Raises `UsageError` where it is none.
 
-    `say`: is told which newer ones were passed over and why.
+    Where an earlier start of the same command has gone on from there, the checkpoint that it came to: a job that is queued
+    again goes forward. `say`: is told which newer ones were passed over and why.
     """
+    resume = config.checkpoint.resume
     if resume in ("auto", "none"):
         try:
             found = newest(folder)
@@ -60,8 +71,76 @@ def choose(folder: Path, resume: str, say: Callable[[str], None]) -> Path | None
         raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto', 'none' nor 'best' nor a folder; {valid}")
     if not (path / MANIFEST).is_file() and (inside := kept(path)) is not None:
         raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
-    _extra(path)
-    return path
+    later = _of_same_command(folder, path, config)
+    if later is None:
+        return path
+    say(
+        f"this same command has gone on from {path} to {later} already, and goes on from there; move that away to go back once "
+        "more."
+    )
+    return later
+
+
+def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
+    """The newest checkpoint beyond `origin` that a start with the settings of `config` has written; None if there is none."""
+    found, step = None, _extra(origin)["step"]
+    for path in (folder / BEST, kept(folder)):
+        try:
+            extra = _extra(Path(path)) if path is not None else None
+        except UsageError:
+            continue
+        if extra is not None and extra["step"] > step and _is_of(extra["config"], config):
+            found, step = Path(str(path)), extra["step"]
+    return found
+
+
+def _is_of(before: Mapping[str, Any], config: JobConfig) -> bool:
+    """Whether `before`, the settings that a checkpoint keeps, are those of the same command as `config`."""
+    now, key = flat(config), "checkpoint.resume"
+    return before.get(key) == now[key] and not set(differing(before, now)) - set(OF_A_START)
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings of the maths that differ, of those that both have."""
+    keys = [
+        key
+        for key in now
+        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
+    ]
+    return [key for key in keys if key in before and before[key] != now[key]]
+
+
+def set_aside(folder: Path, step: int) -> Path | None:
+    """Move the checkpoints in `folder` that are beyond `step` into a folder of their own there, so that they are kept, and are
+    no longer the newest. Where to; None if there are none. Raises `CheckpointError`.
+    """
+    beyond = [path for path in folder.iterdir() if path.is_dir() and _step_of(path) > step] if folder.is_dir() else []
+    if not beyond:
+        return None
+    number = 1
+    try:
+        while (aside := folder / f"{ASIDE}-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in beyond:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"what is beyond step {step} in {folder} cannot be moved into {aside.name}: {error.strerror or error}; move it "
+            "away, or take another run.dir."
+        ) from None
+    return aside
+
+
+def _step_of(path: Path) -> int:
+    """Of which step a folder is, be it complete or not; -1 for what is no checkpoint of a run."""
+    name = claims.replaced(path.name) or path.name  # a save that was killed may have left it under a hidden name
+    if NAME.fullmatch(name):
+        return int(name.rpartition("-")[2])
+    try:
+        return int(_extra(path)["step"]) if name == BEST else -1
+    except UsageError:
+        return -1
 
 
 def _check_free(folder: Path, taken: Path) -> None:
@@ -90,15 +169,69 @@ def _extra(path: Path) -> Mapping[str, Any]:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
-    if not isinstance(extra, dict) or not {"step", "config"} <= set(extra) or not {"tokenizer", "task"} & set(extra):
+    if not isinstance(extra, dict) or not {"tokenizer", "task"} & set(extra) or not _says_where(extra):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
+
+
+def _says_where(extra: Mapping[str, Any]) -> bool:
+    return isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)
+
+
+def best_in(folder: Path) -> tuple[float, int] | None:
+    """Validation loss and step of what is kept as the best in `folder`; None where nothing is, or nobody can tell."""
+    try:
+        best = _extra(folder / BEST)["best"]
+        return float(best["loss"]), int(best["step"])
+    except (UsageError, KeyError, TypeError, ValueError):
+        return None
+
+
+def can_link(folder: Path) -> bool:
+    """Whether the file system of `folder` gives a file a second name."""
+    try:
+        with TemporaryDirectory(dir=folder, prefix=".") as made:
+            Path(made, "a").touch()
+            os.link(Path(made, "a"), Path(made, "b"))
+    except OSError:
+        return False
+    return True
+
+
+def keep_as_best(folder: Path, step: int) -> None:
+    """Keep the checkpoint after `step` as the best too, if it says that it is: its files get second names, and nothing is copied.
+
+    Nothing is done where it is kept already, or where there is no such checkpoint. Raises `CheckpointError`.
+    """
+    source, target = Local(path_of(folder, step)), Local(folder / BEST)
+    try:
+        best = _extra(source.path).get("best")
+    except UsageError:  # it was not written, which is told elsewhere
+        return
+    if not isinstance(best, dict) or best.get("step") != step or best_in(folder) == (best.get("loss"), step):
+        return
+    try:
+        begun = target.begin(secrets.token_hex(4))
+        try:
+            for name in source.sizes():
+                if name != MANIFEST:
+                    os.link(source.path / name, begun.path / name)
+            text = memoryview(source.read(MANIFEST))
+            with begun.create(MANIFEST, len(text)) as file:  # not linked: by its time checkpoints are told apart
+                file.write(text)
+            target.commit(begun)
+        except BaseException:
+            with suppress(OSError):  # the first failure is what counts
+                begun.discard()
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be kept as {target}: {error.strerror or error}.") from None
 
 
 def check_run(path: Path, steps: int) -> None:
     """Raise `UsageError` where the run is over before `path`."""
     extra = _extra(path)
-    if not isinstance(extra["step"], int) or extra["step"] > steps:
+    if extra["step"] > steps:
         raise UsageError(
             f"checkpoint {str(path)!r} is at step {extra['step']}, beyond train.steps {steps}; raise train.steps or take another "
             "run.dir."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
 from functools import partial
@@ -131,19 +132,21 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """The subcommand: start the ranks, or be one where torchrun or srun started this process. Returns the exit code."""
+    began_s = time.time()
     values = _values(words)
     config, named = _configured(values), frozenset(values)
     place = launch.place_of(environ)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
     if place is not None:
-        launch.guarded(_watched_rank, config, named, cache)
+        launch.guarded(_watched_rank, config, named, cache, began_s)
         return 0
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(spread(config, named, world), named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
     config, expected = planned(config, named, world, device, Screen().note, task)
     screen = Screen()
-    prepared = prepare(config, world, world, cache, screen.note, partial(check_free, job=None), screen.examples)
+    ask = partial(check_free, job=None)
+    prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, began_s=began_s)
     prepared = replace(prepared, expected=expected)
     return launch.start(loop.train, (config, prepared, device), world)
 
@@ -154,7 +157,9 @@ def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *res
         return _started_rank(place, store, config, *rest)
 
 
-def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path) -> int:
+def _started_rank(
+    place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
+) -> int:
     """Train: the first on each host prepares for the others."""
     device, world = launch.choose(config.launch, place, devices_here())
     config = translated(spread(config, named, world), named, world)
@@ -169,7 +174,10 @@ def _started_rank(place: launch.RankPlace, store: Store, config: JobConfig, name
         if place.rank == 0:  # elsewhere it may have them already when others look
             check_free(folders, place.job)
 
+    local_world, show = place.local_world, screen.examples
     prepared = launch.once_per_host(
-        place, store, lambda: prepare(config, world, place.local_world, cache, screen.note, ask, screen.examples)
+        place,
+        store,
+        lambda: prepare(config, world, local_world, cache, screen.note, ask, show, began_s=began_s),
     )
     return loop.train(place, store, config, prepared, device)

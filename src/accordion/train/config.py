@@ -212,7 +212,8 @@ class CheckpointConfig:
         background: training goes on while a checkpoint is written; the last one is waited for
         on_error: where one cannot be written: `stop` ends the run, `continue` says so and trains on
         resume: `auto` goes on from the newest in `checkpoint.dir` where there is one, `none` refuses a folder that
-            holds some, `best` goes on from what `train.keep_best` kept, a path goes on from that one
+            holds some, `best` goes on from what `train.keep_best` kept, a path goes on from that one; of the latter two the same
+            command goes forward when it is started again, and checkpoints of later steps go into a folder `abandoned-1`
     """
 
     dir: str | None = None

@@ -51,13 +51,15 @@ class Ending:
         writes.
         """
         self._signals, self._limit_s, self._began_s, self._clock = signals, 3600 * hours, began_s, clock
-        self._longest = {"step": 0.0, "validation": 0.0}
+        self._step_s = self._validation_s = 0.0
         self._first_save_s, self._save_s = state_bytes / SLOW_DISK, 0.0
         self.decided = GOES_ON
 
-    def took(self, what: str, seconds: float) -> None:
-        """`what`: "step" or "validation"."""
-        self._longest[what] = max(self._longest[what], seconds)
+    def step_took(self, seconds: float) -> None:
+        self._step_s = max(self._step_s, seconds)
+
+    def validation_took(self, seconds: float) -> None:
+        self._validation_s = max(self._validation_s, seconds)
 
     def save_took(self, seconds: float) -> None:
         self._save_s = max(self._save_s, seconds)
@@ -69,7 +71,7 @@ class Ending:
         if not self._limit_s:
             return GOES_ON
         # Two steps, since an accelerator's figures are read one step later, and a save that may be under way besides the last.
-        needed_s = 2 * self._longest["step"] + self._longest["validation"] + 2 * (self._save_s or self._first_save_s)
+        needed_s = 2 * self._step_s + self._validation_s + 2 * (self._save_s or self._first_save_s)
         return TIME_IS_OVER if self._clock() + needed_s > self._began_s + self._limit_s else GOES_ON
 
     def heard(self, most: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +52,7 @@ def fitted(
     task: object, config: str | None, options: Mapping[str, Any], environ: Mapping[str, str], cache: Path
 ) -> Fit:
     """As `accordion.fit`."""
+    began_s = time.time()
     if dist.is_initialized():
         raise UsageError("fit makes the process group itself, and there is one; call it without init_process_group.")
     loaded, values = of_object(task), _values(config, options)
@@ -70,7 +72,7 @@ def fitted(
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
         job, expected = planned(job, frozenset(values), world, device, say, loaded)
-        prepared = prepare(job, 1, 1, cache, say, partial(check_free, job=None), task=task)
+        prepared = prepare(job, 1, 1, cache, say, partial(check_free, job=None), task=task, began_s=began_s)
         prepared = replace(prepared, expected=expected)
     else:
         if job.train.plan != "none":
@@ -84,7 +86,7 @@ def fitted(
                 check_free(folders, here.job)
 
         prepared = launch.once_per_host(
-            place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task)
+            place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task, began_s=began_s)
         )
     with watched_store(store, place.rank, job.launch.timeout_s):
         code = loop.train(place, store, job, prepared, device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from accordion.offload.step.deferred_step import engines_of
 from accordion.optim import ELEMENTWISE, clip_grad_norm_, scale_gradients, wrap_optimizer
 from accordion.shard.api import shard as shard_model
 from accordion.state import no_sync
-from accordion.train import checkpoints
+from accordion.train import checkpoints, run_state
 from accordion.train.auto_plan import beside
 from accordion.train.batches import Batches, on_device
 from accordion.train.config import JobConfig, as_yaml, flat
@@ -44,11 +44,12 @@ from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
 from accordion.train.rates import LearningRates, rates_of
 from accordion.train.report import lines_of, page_of
-from accordion.train.run_state import StateFile
 from accordion.train.screen import Screen
 from accordion.train.tokens import write_whole
 from accordion.train.trackers import trackers_of
 from accordion.units import units_named
+
+T = TypeVar("T")
 
 
 def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str) -> int:
@@ -58,7 +59,9 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
         state = stack.enter_context(
-            StateFile(Path(prepared.run_dir), config.train.steps, prepared.checkpoint_dir, leads=place.rank == 0)
+            run_state.StateFile(
+                Path(prepared.run_dir), config.train.steps, prepared.checkpoint_dir, leads=place.rank == 0
+            )
         )
         device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
         _agree(config, prepared, place)
@@ -68,49 +71,51 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
             screen.note(line)
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
-        if run.owes_validation:
-            _validate(run, done, screen, log)
+        if run.owes_validation and _validate(run, done, screen, log):
+            _save(run, done, screen, last=_over(run, done) is not None, name=checkpoints.BEST)
         screen.start(done, config.train.steps)
         seen: list[StepMetrics] = []
 
         def tell(metrics: StepMetrics) -> None:
             seen.append(metrics)
             screen.step(metrics)
-            run.ending.took("step", metrics.step_s)
-            _measure(run)
+            run.ending.step_took(metrics.step_s)
             if log is not None:
                 log.step(metrics)
 
         steps = stack.enter_context(Steps(run, screen, tell))
         lost: CheckpointError | None = None  # why the last step's weights were not kept
-        step, why = done, _over(run)
-        while why is None:
+        step, over = done, _over(run, done)
+        while over is None:
             step += 1
             steps.take(step)
+            _look_after_save(run, screen)
             if run.ending.decided or step == config.train.steps or _due(config.train.eval_every, step):
                 steps.settle()
             # Validated before it is saved, so that what is saved knows of it.
             at_the_end = step == config.train.steps and config.train.keep_best
             run.owes_validation = _due(config.train.eval_every, step) or at_the_end
-            if run.owes_validation and not run.ending.decided and _validate(run, step, screen, log):
-                lost = _save(run, step, screen, last=False, name=checkpoints.BEST) or lost
-            why = _over(run) or ("finished" if step == config.train.steps else None)
-            if why or _due(config.checkpoint.every, step):
+            is_best = run.owes_validation and not run.ending.decided and _validate(run, step, screen, log)
+            over = _over(run, step)
+            saves = over is not None or _due(config.checkpoint.every, step)
+            if is_best and not (saves and run.links):
+                _save(run, step, screen, last=False, name=checkpoints.BEST)
+            if saves:
                 steps.settle()
-                lost = _save(run, step, screen, last=why is not None)
-            if not why and _due(config.train.sample_every, step):
+                lost = _save(run, step, screen, last=over is not None)
+            if over is None and _due(config.train.sample_every, step):
                 steps.settle()
                 screen.note(f"after {step} steps:")
                 prepared.work.finish(run.model, device, config.train.seed, screen)
         screen.stop()
-        _finish(run, step, why, screen, log, lost)
+        _finish(run, step, over, screen, log, lost)
         if prepared.expected is not None and seen:
             screen.note(beside(prepared.expected, seen, device.type))
         if lost is not None:
             raise _not_kept(run, step, lost)
-        state.ended(why if why in ("finished", "preempted") else "stopped", why if " " in why else "")
+        state.ended(over.state, over.why)
         if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
-            _report(run, why, log, screen)
+            _report(run, over, log, screen)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     dist.destroy_process_group()
     if claim is not None:
@@ -118,7 +123,7 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
     return PREEMPTED if run.ending.decided == IS_PREEMPTED else 0
 
 
-def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
+def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
     """Write report.html; a run is worth more than its page, so what fails is told."""
     folder = Path(run.prepared.run_dir)
     try:
@@ -132,13 +137,13 @@ def _report(run: Run, why: str, log: MetricsLog, screen: Screen) -> None:
             lines_of(folder),
             log.validations,
             run.device.type,
-            why,
+            over.why or over.state,
             describe(run.model),
             run.prepared.expected,
         )
         write_whole(folder / f"{found.name}.html", as_html(found))
-    except OSError as error:  # the folder is gone, or the disk is full
-        screen.note(f"no report.html: {error.strerror or error}")
+    except Exception as error:  # no room, or whatever plotly says; the other ranks wait for this one
+        screen.note(f"no report.html: {' '.join(f'{type(error).__name__}: {error}'.split())}")
         return
     screen.note(f"report: {folder / found.name}.html")
 
@@ -147,22 +152,32 @@ def _due(every: int, step: int) -> bool:
     return every != 0 and step % every == 0
 
 
-def _over(run: Run) -> str | None:
-    """Why nothing is trained any more, None where something is; the same on all ranks."""
+@dataclass(frozen=True, slots=True)
+class Over:
+    """That nothing is trained any more. `state`: as `state.json` has it. `why`: a sentence where the state does not say it."""
+
+    state: str
+    why: str = ""
+
+
+def _over(run: Run, step: int) -> Over | None:
+    """Whether training ends behind `step`, None where it goes on; the same on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
-        return "preempted"
+        return Over(run_state.PREEMPTED)
+    if step >= run.config.train.steps:
+        return Over(run_state.FINISHED)
     if run.ending.decided == TIME_IS_OVER:
-        return f"train.hours {run.config.train.hours:g} are over"
+        return Over(run_state.STOPPED, f"train.hours {run.config.train.hours:g} are over")
     if run.best.is_over:
-        return f"no lower validation loss in {run.best.waited} validations (train.patience)"
-    return "finished" if run.done >= run.config.train.steps else None
+        return Over(run_state.STOPPED, f"no lower validation loss in {run.best.waited} validations (train.patience)")
+    return None
 
 
 def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
     """Have the run's folders, or raise `UsageError`; before anything in them is changed."""
     # What is left of an earlier start ends by itself: a time-out in a collective, and one more where it then asks the store.
     claim = Claim(prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
-    now = checkpoints.choose(Path(prepared.checkpoint_dir), config.checkpoint.resume, lambda line: None)
+    now = checkpoints.choose(Path(prepared.checkpoint_dir), config, lambda line: None)
     if (None if now is None else str(now)) != prepared.resume:
         claim.release()
         raise UsageError(
@@ -170,6 +185,15 @@ def _claim(config: JobConfig, prepared: Prepared, place: RankPlace, screen: Scre
             f"from was {prepared.resume} and is {now}; start again."
         )
     return claim
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A save, since when by `time.perf_counter`, and of which step; None of the best."""
+
+    saving: Saving
+    began_s: float
+    step: int | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,8 +219,9 @@ class Run:
     done: int = 0
     owes_validation: bool = False
     validated: int = -1  # the step behind which it was last
-    behind: tuple[Saving, float] | None = None  # the save under way, and since when
-    saves_behind: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
+    under_way: UnderWay | None = None
+    links: bool  # the best is kept, and is a link of its step's checkpoint where that is saved anyway
+    saves_in_background: bool  # not with states on disk: a copy of them in memory is what they are there to avoid
 
 
 def _join(place: RankPlace, store: Store, kind: str, timeout: timedelta) -> torch.device:
@@ -280,8 +305,17 @@ def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch
         and not engines_of(optimizer)
         and _is_fused(optimizer),
         sums_locally=strategy.grads is Place.REPLICATE,
-        saves_behind=config.checkpoint.background and not offload.uses_disk,
+        links=options.keep_best and _of_first(place, lambda: checkpoints.can_link(Path(prepared.checkpoint_dir))),
+        saves_in_background=config.checkpoint.background and not offload.uses_disk,
     )
+
+
+def _of_first(place: RankPlace, ask: Callable[[], T]) -> T:
+    """What the first rank finds, for all of them."""
+    found: list[Any] = [ask() if place.rank == 0 else None]
+    dist.broadcast_object_list(found)
+    answer: T = found[0]
+    return answer
 
 
 def _mesh(strategy: Strategy, prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
@@ -613,35 +647,57 @@ def _save(run: Run, step: int, screen: Screen, *, last: bool, name: str | None =
         saver_of(run.model).wait()
     except CheckpointError as error:  # of the save before, which says nothing of this one
         _not_written(run, error, screen)
+    _look_after_save(run, screen)
     try:
-        behind, began_s = run.saves_behind and not last, time.perf_counter()
+        background, began_s = run.saves_in_background and not last, time.perf_counter()
         keep, only = 0 if name else options.keep, run.prepared.work.kept()
-        saving = save(path, run.model, run.optimizer, extra=extra, state=state, background=behind, keep=keep, only=only)
-        run.behind = saving, began_s
-        if not behind:
-            _measure(run)
+        saving = save(
+            path, run.model, run.optimizer, extra=extra, state=state, background=background, keep=keep, only=only
+        )
+        run.under_way = UnderWay(saving, began_s, None if name else step)
+        if not background:
+            _look_after_save(run, screen)
     except CheckpointError as error:
         _not_written(run, error, screen)
         return error
     return None
 
 
-def _measure(run: Run) -> None:
-    """How long the save under way took, if it is done."""
-    if run.behind is not None and run.behind[0].is_done:
-        run.ending.save_took(time.perf_counter() - run.behind[1])
-        run.behind = None
+def _look_after_save(run: Run, screen: Screen) -> None:
+    """If the save under way is done: note how long it took, and have it be the best too if it is."""
+    saved = run.under_way
+    if saved is None or not saved.saving.is_done:
+        return
+    run.ending.save_took(time.perf_counter() - saved.began_s)
+    run.under_way = None
+    if saved.step is not None:
+        _link_best(run, saved.step, screen)
+
+
+def _link_best(run: Run, step: int, screen: Screen) -> None:
+    """Have the checkpoint after `step` be the best too if it is."""
+    if run.links and run.place.rank == 0:
+        try:
+            checkpoints.keep_as_best(Path(run.prepared.checkpoint_dir), step)
+        except CheckpointError as error:
+            _not_written(run, error, screen)
 
 
 def _not_kept(run: Run, step: int, error: CheckpointError) -> CheckpointError:
     """For the end of a run that trained on past the failure and has nothing to show for its last steps."""
     newest = checkpoints.kept(Path(run.prepared.checkpoint_dir))
     kept = (
-        f"the newest checkpoint is {newest}, from which the same command goes on"
+        f"the newest checkpoint is {newest}, from which {_same_command(run)} goes on"
         if newest
         else "there is no checkpoint"
     )
     return CheckpointError(f"the weights after step {step} were not kept, {kept}: {error}")
+
+
+def _same_command(run: Run) -> str:
+    """What goes on from the newest checkpoint."""
+    refuses = run.config.checkpoint.resume == "none"
+    return "the same command with --checkpoint.resume auto" if refuses else "the same command"
 
 
 def _not_written(run: Run, error: CheckpointError, screen: Screen) -> None:
@@ -666,9 +722,21 @@ def _resume(run: Run, screen: Screen) -> int:
     run.owes_validation = bool(extra.get("owes_validation"))
     run.done = done = int(extra["step"])
     screen.note(f"resumed from {path}: {done} of {run.config.train.steps} steps are done")
+    if run.config.checkpoint.resume != "auto" and run.place.rank == 0:
+        # They would be the newest for every later start. Only now, when the one to go back to is known to load.
+        aside = checkpoints.set_aside(Path(run.prepared.checkpoint_dir), done)
+        if aside is not None:
+            screen.note(f"checkpoints of later steps are in {aside} now")
+    folder = Path(run.prepared.checkpoint_dir)
+    if Path(path).resolve() == checkpoints.path_of(folder, done).resolve():
+        _link_best(run, done, screen)  # where a run was killed between the two
+    if run.config.train.keep_best:
+        # What the folder holds later ones are to be below, wherever this run comes from.
+        run.best.loss, run.best.step = _of_first(run.place, lambda: checkpoints.best_in(folder)) or (None, 0)
     if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
-    changed = _changes(extra["config"], flat(run.config))
+    before, now = extra["config"], flat(run.config)
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in checkpoints.differing(before, now)]
     if changed:
         screen.note(f"changed since: {', '.join(changed)}")
     if done == run.config.train.steps:
@@ -676,24 +744,14 @@ def _resume(run: Run, screen: Screen) -> int:
     return done
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Settings of the maths that differ from those of the checkpoint, as `key old -> new`."""
-    keys = [
-        key
-        for key in now
-        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
-    ]
-    return [f"{key} {before[key]} -> {now[key]}" for key in keys if key in before and before[key] != now[key]]
-
-
 def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bool:
-    """Whether it is the best so far, and kept as such. All ranks answer alike."""
+    """Whether it is the best so far, and to be kept as such. All ranks answer alike."""
     began_s = time.perf_counter()
     found = run.prepared.work.validate(run.model, run.share, run.device)
     run.owes_validation, run.validated = False, step
     if found is None:
         return False
-    run.ending.took("validation", time.perf_counter() - began_s)
+    run.ending.validation_took(time.perf_counter() - began_s)
     is_best = run.best.look(step, found.loss) and run.config.train.keep_best
     screen.note(f"validation loss {found.loss:.4f} after {step} steps{found.words}{', the best so far' * is_best}")
     if log is not None:
@@ -702,25 +760,25 @@ def _validate(run: Run, step: int, screen: Screen, log: MetricsLog | None) -> bo
 
 
 def _finish(
-    run: Run, steps: int, why: str, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None
+    run: Run, steps: int, over: Over, screen: Screen, log: MetricsLog | None, lost: CheckpointError | None
 ) -> None:
     """The end: validation loss, where things lie, and what the trained model does; no more of it than there is time for."""
     has_time = not run.ending.decided
-    if has_time and run.validated != steps:
-        _validate(run, steps, screen, log)
-    if why != "finished":
-        screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {why}")
+    if has_time and run.validated != steps and _validate(run, steps, screen, log):
+        _save(run, steps, screen, last=True, name=checkpoints.BEST)
+    is_finished = over.state == run_state.FINISHED
+    if not is_finished:
+        screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {over.why or over.state}")
     folder = Path(run.prepared.checkpoint_dir)
     newest = checkpoints.path_of(folder, steps)
     held = str(newest) if lost is None and newest.is_dir() else None
     at = held or (checkpoints.kept(folder) if lost is not None else None) or run.prepared.resume
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
-    if run.best.loss is not None and run.config.train.keep_best:
-        screen.note(
-            f"best: {folder / checkpoints.BEST}, validation loss {run.best.loss:.4f} after {run.best.step} steps"
-        )
+    if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
+        screen.note(f"best: {folder / checkpoints.BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if not has_time:
-        screen.note("the same command goes on from there")
+        left_out = "makes up for the last validation, for which no time was left"
+        screen.note(f"{_same_command(run)} {left_out if is_finished else 'goes on from there'}")
         return
     run.prepared.work.finish(run.model, run.device, run.config.train.seed, screen)

@@ -209,7 +209,7 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
         )
 
 
-def check_data(work: OwnTask, share: Share) -> int | None:
+def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
     """How many samples there are to train on, None where nobody can say. Raises `UsageError`."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
@@ -220,6 +220,12 @@ def check_data(work: OwnTask, share: Share) -> int | None:
         held_out = data_of(work.loaded, "validation", share.rank, share.world)
         if held_out is not None:
             kind_of(held_out, "validation")
+        elif options.patience or options.keep_best:
+            key = "patience" if options.patience else "keep_best"
+            raise UsageError(
+                f"train.{key} compares validations, and the task {work.loaded.name!r} has no data for them: its "
+                "dataset('validation') gave None; give some, or leave the key out."
+            )
     if kind != "dataset":
         return None
     if len(data) < share.global_batch:

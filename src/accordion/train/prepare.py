@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 
@@ -54,8 +53,8 @@ Show = Callable[[list[list[Part]]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run. `began_s`: when it
-    was made, by `time.time` of this machine."""
+    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run. `began_s`: when
+    this start of the run began, by `time.time` of this machine."""
 
     run_dir: str
     checkpoint_dir: str
@@ -63,7 +62,7 @@ class Prepared:
     replicas: int
     resume: str | None
     expected: Expected | None = None
-    began_s: float = field(default_factory=time.time)
+    began_s: float
 
     @property
     def folders(self) -> Folders:
@@ -79,15 +78,18 @@ def prepare(
     ask: Callable[[Folders], None] = lambda folders: None,
     show: Show = lambda examples: None,
     task: object | None = None,
+    *,
+    began_s: float,
 ) -> Prepared:
     """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
 
     `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
     `ask`: called with the run's folders before they are looked into; may raise. `show`: called with examples that will be
-    learnt. `task`: what is trained where `config` names no class of it.
+    learnt. `task`: what is trained where `config` names no class of it. `began_s`: when this start of the run began.
     """
     try:
-        place = _Place(world=world, replicas=_replicas(config, world, local_world), say=say, ask=ask, show=show)
+        replicas = _replicas(config, world, local_world)
+        place = _Place(world=world, replicas=replicas, began_s=began_s, say=say, ask=ask, show=show)
         _check_shards(config, place)
         check_trackers(config.log)
         if isinstance(config, Config):
@@ -115,10 +117,11 @@ def _cached(cache: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a run will be, and whom to ask and tell."""
+    """Where a run will be and since when, and whom to ask and tell."""
 
     world: int
     replicas: int
+    began_s: float
     say: Say
     ask: Callable[[Folders], None]
     show: Show
@@ -145,7 +148,7 @@ def _folders(config: JobConfig, name: str, place: _Place) -> tuple[Folders, Path
         _check_writable(path)
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
     place.ask(folders)
-    return folders, checkpoints.choose(folder, config.checkpoint.resume, place.say)
+    return folders, checkpoints.choose(folder, config, place.say)
 
 
 def _make(folders: Folders) -> None:
@@ -163,6 +166,7 @@ def _prepared(folders: Folders, work: Work, place: _Place, resume: Path | None) 
         work=work,
         replicas=place.replicas,
         resume=None if resume is None else str(resume),
+        began_s=place.began_s,
     )
 
 
@@ -180,7 +184,7 @@ def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
         checkpoints.check_task(resume)
         checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
     share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
-    work = replace(work, size=check_data(work, share))
+    work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     _make(folders)
     return _prepared(folders, work, place, resume)

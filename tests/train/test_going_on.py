@@ -1,0 +1,250 @@
+"""What a run keeps, what it goes on from and how it ends: runs of one process, through `accordion.fit`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import accordion as acc
+from accordion.checkpoint.reading import faults_in, read_manifest
+from accordion.checkpoint.storage.folders import checkpoint_at
+from accordion.errors import UsageError
+from accordion.pages import show
+from accordion.train.ending import SIGNALS
+from accordion.train.fitting import Fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "run.report": False, "log.tensorboard": False}
+BEST = {"train_eval_every": 3, "train_keep_best": True}
+
+
+class Curve:
+    """A weight that counts the steps, and a validation loss that a table gives for each count, 5.0 where it has none.
+
+    `signal_at`: the step of this start in which a signal comes.
+    """
+
+    def __init__(self, losses: Mapping[int, float] | None = None, signal_at: int = -1) -> None:
+        self.losses = losses or {}
+        self.left = signal_at + 1  # one forward is tried before there are ranks
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    def init(self, model: nn.Module) -> None:
+        nn.init.zeros_(model.weight)
+
+    def dataset(self, split: str) -> TensorDataset:
+        return TensorDataset(torch.ones(8, 1))
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=1.0)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        found = -model(batch[0]).mean()
+        if not model.training:
+            return torch.tensor(self.losses.get(-round(float(found)), 5.0))
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return found
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Iterator[Callable[..., Fit]]:
+    """`fit(task, train_steps=3)` trains with `train.steps` 3 in the run folder `tmp_path / "run"`."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def start(task: object, **options: object) -> Fit:
+        given = {key.replace("_", ".", 1): value for key, value in options.items()}
+        return acc.fit(task, options={**QUIET, "run.dir": str(tmp_path / "run"), **given})
+
+    yield start
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def preempted(fit: Callable[..., Fit], task: Curve, **options: object) -> None:
+    with pytest.raises(SystemExit) as raised:
+        fit(task, **options)
+    assert raised.value.code == 75
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder).parent) for path in folder.rglob("manifest.json"))
+
+
+def extra_of(checkpoint: Path) -> dict[str, Any]:
+    return dict(read_manifest(checkpoint_at(checkpoint)).extra)
+
+
+def test_a_validation_that_was_owed_keeps_the_best_too(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is preempted with a validation due, which turns out to be the best one."""
+    best, task = tmp_path / "run" / "checkpoints" / "best", Curve({3: 2.0, 6: 3.0})
+    preempted(fit, Curve(signal_at=3), train_steps=6, checkpoint_resume="none", **BEST)
+    assert "the same command with --checkpoint.resume auto goes on from there" in capsys.readouterr().out
+    assert not best.exists()
+    fit(task, train_steps=6, **BEST)
+    assert extra_of(best)["step"] == 3
+    assert f"best: {best}, validation loss 2.0000 after 3 steps" in capsys.readouterr().out
+
+
+def test_the_best_that_is_told_of_is_the_one_that_is_kept(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where best ones are kept from the second start on, what was lower before counts for nothing."""
+    best, often = tmp_path / "run" / "checkpoints" / "best", {"train_eval_every": 2}
+    fit(Curve({2: 1.0, 4: 3.0}), train_steps=4, **often)
+    assert not best.exists()
+    often["train_keep_best"] = True
+    for steps in (4, 6):
+        fit(Curve({4: 3.0, 6: 4.0}), train_steps=steps, **often)
+        assert extra_of(best)["step"] == 4
+        assert f"best: {best}, validation loss 3.0000 after 4 steps" in capsys.readouterr().out
+
+
+def test_a_best_that_could_not_be_written_is_not_told_of(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = tmp_path / "run" / "checkpoints" / "best"
+    best.parent.mkdir(parents=True)
+    best.write_text("no folder, so that no save takes it")
+    fit(Curve(), train_steps=3, checkpoint_on_error="continue", **BEST)
+    said = capsys.readouterr().out
+    assert "best exists and is no checkpoint but a file" in said
+    assert "best: " not in said
+
+
+def test_going_back_to_the_best_leaves_what_came_behind_it_and_goes_forward_after_that(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is abandoned is kept and is no more the newest; the same command goes on behind a preemption, also on other ranks."""
+    folder = tmp_path / "run" / "checkpoints"
+    fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
+    before = (folder / "step-000006" / "manifest.json").read_bytes()
+    back: dict[str, object] = {"checkpoint_resume": "best", "train_steps": 9, **BEST}
+    preempted(fit, Curve(signal_at=2), **back)
+    assert "the same command goes on from there" in capsys.readouterr().out
+    abandoned = ["abandoned-1/step-000004", "abandoned-1/step-000006"]
+    assert names_in(folder) == [*abandoned, "best", "step-000002", "step-000005"]
+    assert (folder / "abandoned-1" / "step-000006" / "manifest.json").read_bytes() == before
+    found = fit(Curve({6: 1.0, 9: 4.0}), **{**back, "train_micro_batch": 1, "train_accumulate": 2})
+    said = capsys.readouterr().out
+    assert f"has gone on from {folder / 'best'} to {folder / 'step-000005'} already" in said
+    assert "resumed" in said
+    assert (found.step, found.checkpoint) == (9, str(folder / "step-000009"))
+    assert f"best: {folder / 'best'}, validation loss 1.0000 after 6 steps" in said
+    fit(Curve({6: 1.0}), **{**back, "train_steps": 7})
+    assert "best: 6 of 7 steps are done" in capsys.readouterr().out
+    assert names_in(folder) == [
+        *abandoned, "abandoned-2/step-000009", "best", "step-000002", "step-000005", "step-000007"
+    ]  # fmt: skip
+
+
+def test_a_best_of_abandoned_steps_is_set_aside_too(fit: Callable[..., Fit], tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    fit(Curve({3: 2.0}), train_steps=4, checkpoint_every=2, **BEST)
+    (folder / "step-000004").rename(folder / ".step-000004.01234567.old")  # as a save that was killed leaves it
+    path = str(folder / "step-000002")
+    fit(Curve({3: 3.0}), train_steps=3, checkpoint_resume=path, **BEST)
+    assert names_in(folder) == [
+        "abandoned-1/.step-000004.01234567.old", "abandoned-1/best", "best", "step-000002", "step-000003"
+    ]  # fmt: skip
+    assert (extra_of(folder / "best")["best"]["loss"], extra_of(folder / "abandoned-1" / "best")["step"]) == (3.0, 3)
+
+
+class LongToRead(Curve):
+    """Half a second goes by until its data is there, which is read before there are ranks."""
+
+    def dataset(self, split: str) -> TensorDataset:
+        time.sleep(0 if dist.is_initialized() else 0.25)
+        return super().dataset(split)
+
+
+def test_a_time_limit_counts_the_preparation(fit: Callable[..., Fit]) -> None:
+    found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
+    assert (found.state, found.step) == ("stopped", 1)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"train_patience": 1, "train_eval_every": 2}, {"train_hours": 1e-6}], ids=["patience", "hours"]
+)
+def test_a_run_whose_last_step_is_done_is_finished_whatever_else_would_end_it(
+    fit: Callable[..., Fit], limit: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = 4 if "train_patience" in limit else 1
+    found = fit(Curve(), train_steps=steps, **limit)
+    said = capsys.readouterr().out
+    assert (found.state, found.why, found.step) == ("finished", "", steps)
+    assert "stopped after" not in said
+    assert "goes on from there" not in said
+    fit(Curve(), train_steps=steps, **limit)
+    assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_drawn_is_told_of_and_the_run_is_finished(
+    fit: Callable[..., Fit], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(page: object) -> str:
+        raise ValueError("of the one\nthat draws")
+
+    monkeypatch.setattr(show, "as_html", broken)
+    assert fit(Curve(), train_steps=1, run_report=True).state == "finished"
+    assert "no report.html: ValueError: of the one that draws\n" in capsys.readouterr().out
+
+
+class NothingHeldOut(Curve):
+    def dataset(self, split: str) -> Any:
+        return super().dataset(split) if split == "train" else None
+
+
+@pytest.mark.parametrize("key", ["patience", "keep_best"])
+def test_what_compares_validations_is_refused_without_data_for_them(
+    fit: Callable[..., Fit], tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(UsageError, match=f"train.{key} compares validations, and the task 'Nothing"):
+        fit(NothingHeldOut(), train_steps=2, train_eval_every=1, **{f"train_{key}": 1 if key == "patience" else True})
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_best_that_is_saved_anyway_is_not_written_twice(
+    fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a checkpoint of its own all the same, which stays when that of its step is removed; also behind a kill."""
+    folder = tmp_path / "run" / "checkpoints"
+    monkeypatch.chdir(tmp_path)
+    often: dict[str, object] = {"run_dir": "run", "checkpoint_every": 3, "checkpoint_keep": 1, **BEST}
+    fit(Curve({3: 2.0}), train_steps=3, **often)
+    (file,) = (folder / "step-000003").glob("*.safetensors")
+    assert file.samefile(folder / "best" / file.name)
+    assert not (folder / "step-000003" / "manifest.json").samefile(folder / "best" / "manifest.json")
+    shutil.rmtree(folder / "best")  # as if it had been killed before that
+    fit(Curve({3: 2.0, 6: 3.0}), train_steps=6, **often)
+    assert names_in(folder) == ["best", "step-000006"]
+    assert extra_of(folder / "best")["step"] == 3
+    assert faults_in(checkpoint_at(folder / "best")) == []
+
+
+def test_the_best_is_saved_by_itself_where_files_take_no_second_name(
+    fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    fit(Curve({3: 2.0}), train_steps=3, checkpoint_every=3, **BEST)
+    assert names_in(tmp_path / "run" / "checkpoints") == ["best", "step-000003"]
