@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from accordion.config import nearest
 from accordion.devices import devices_here
 from accordion.errors import UsageError
 from accordion.options import made, options_of
+from accordion.safety.party_line import explain, lines_of_job
 from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
@@ -86,8 +88,8 @@ def fitted(
         prepared = launch.once_per_host(
             place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task)
         )
-    with watched_store(store, place.rank, job.launch.timeout_s):
-        code = loop.train(place, store, job, prepared, device)
+    with watched_store(store, place.rank, job.launch.timeout_s), ExitStack() as held, _told_to_others():
+        code = loop.train(place, store, job, prepared, device, held)
     if code:
         sys.exit(code)
     run_dir = Path(prepared.run_dir)
@@ -100,6 +102,18 @@ def fitted(
         loss=last.get("loss"),
         checkpoint=checkpoints.kept(Path(prepared.checkpoint_dir)),
     )
+
+
+@contextmanager
+def _told_to_others() -> Iterator[None]:
+    """What is raised in here goes to the other ranks, as where it ends the program: that needs the process group, which ends."""
+    try:
+        yield
+    except BaseException as error:
+        for line in lines_of_job():
+            with suppress(Exception):  # it is a help, and never in the way of the error itself
+                explain(line, error)
+        raise
 
 
 def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
