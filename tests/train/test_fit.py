@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class Task:
-    """Calls `at` behind as many losses of the training as `number` says."""
+    """Calls `at` in the loss of training or of validation whose number is `number`."""
 
-    def __init__(self, number: int = 0, at: Any = None) -> None:
-        self._left, self._at = number, at
+    def __init__(self, number: int = 0, at: Any = None, *, trains: bool = True) -> None:
+        self._left, self._at, self._trains = number, at, trains
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 1)
@@ -29,7 +31,7 @@ class Task:
         return TensorDataset(torch.arange(64.0).reshape(16, 4) / 64)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        if model.training and dist.is_initialized():
+        if model.training is self._trains and dist.is_initialized():
             self._left -= 1
             if self._left == 0:
                 self._at()
@@ -57,3 +59,20 @@ def test_after_a_run_that_raised_the_same_program_goes_on_with_it(
     assert (found.state, found.step) == ("finished", 4)
     assert "2 of 4 steps are done" in capsys.readouterr().out
     del failed
+
+
+def test_a_signal_too_late_for_the_run_is_for_the_program(tmp_path: Path) -> None:
+    """In the last validation nothing is decided any more; in a step it ends the run by its code, and is not sent again."""
+    taken: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
+    try:
+        send = partial(signal.raise_signal, signal.SIGTERM)
+        found = fit(tmp_path / "late", Task(1, send, trains=False))
+        assert (found.state, taken) == ("finished", [signal.SIGTERM])
+        with pytest.raises(SystemExit) as ended:
+            fit(tmp_path / "early", Task(2, send))
+        assert (ended.value.code, taken) == (75, [signal.SIGTERM])
+        send()
+        assert len(taken) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -24,6 +24,7 @@ from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import JobConfig, check, spread
 from accordion.train.deepspeed import translated
+from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.owner import check_free
 from accordion.train.prepare import Folders, prepare
@@ -88,10 +89,11 @@ def fitted(
         prepared = launch.once_per_host(
             place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task)
         )
-    with watched_store(store, place.rank, job.launch.timeout_s), ExitStack() as held, _told_to_others():
-        code = loop.train(place, store, job, prepared, device, held)
-    if code:
-        sys.exit(code)
+    with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
+        with ExitStack() as held, _told_to_others():
+            code = loop.train(place, store, job, prepared, device, signals, held)
+        if code:
+            sys.exit(code)
     run_dir = Path(prepared.run_dir)
     state, last = state_of(run_dir), last_line(run_dir / METRICS)
     return Fit(

@@ -52,16 +52,22 @@ from accordion.units import units_named
 
 
 def train(
-    place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str, held: ExitStack | None = None
+    place: RankPlace,
+    store: Store,
+    config: JobConfig,
+    prepared: Prepared,
+    kind: str,
+    signals: Signals | None = None,
+    held: ExitStack | None = None,
 ) -> int:
     """Train as `config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` where a signal ended the run early.
 
-    `held`: takes what gives folders and process group back, for a process that goes on where the run fails. Without it a run that
-    fails keeps both until its process ends.
+    A process that goes on behind the run gives the two last. `signals`: noted in here; else the handlers stay. `held`: takes what
+    gives folders and process group back; else a run that fails keeps both until its process ends.
     """
+    signals = Signals() if signals is None else signals
     held = ExitStack() if held is None else held
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
         if claim is not None:
@@ -421,7 +427,7 @@ class Steps:
     def _metrics(self, taken: Taken) -> StepMetrics:
         """Waits for the device where it has not come so far; without the time, which goes on."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
-        self._run.ending.heard(wish)
+        self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
         return StepMetrics(
             step=taken.step,
