@@ -82,6 +82,29 @@ def test_a_signal_goes_to_the_programs_own_handlers_unless_the_program_ends_by_i
     assert handled == [signal.SIGTERM, signal.SIGUSR1]
 
 
+TASK_THAT_IS_ASKED_TO_END = """
+import signal
+from tests.support.own_tasks import Slow
+
+class Task(Slow):
+    def dataset(self, split):
+        signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_in_the_preparation_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], handled: list[int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("asked_to_end.py").write_text(TASK_THAT_IS_ASKED_TO_END)
+    assert cli.main(["train", "--task", "asked_to_end.py", "--run.dir", "r", "--launch.device", "cpu"]) == 75
+    assert capsys.readouterr().err == "accordion: ended by a signal before the first step; nothing was to be saved.\n"
+    assert not Path("r").exists()
+    signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
+
+
 def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -> None:
     best = Best(patience=2, min_delta=0.1)
     assert best.look(1, 3.0)
