@@ -136,7 +136,9 @@ def test_the_command_starts_ranks_with_what_the_file_says(
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(command, "prepare", lambda *given, began_s: Prepared())
-    monkeypatch.setattr(command.launch, "start", lambda entry, args, world: started.append((args[0], world)) or 0)
+    monkeypatch.setattr(
+        command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
+    )
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
     words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]

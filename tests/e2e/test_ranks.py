@@ -133,6 +133,18 @@ def test_a_rank_that_does_not_communicate_is_ended_too(
     assert "ZeroDivisionError: planted in rank 1" in capfd.readouterr().err
 
 
+def asks_its_launcher(place: RankPlace, store: Store, launcher: int) -> None:
+    if place.rank == 0:
+        os.kill(launcher, signal.SIGTERM)
+    _sleep(place, store)
+
+
+def test_ranks_that_handle_no_signals_are_ended_by_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """No word of steps or saves: `accordion generate` has none."""
+    assert forked.launched(asks_its_launcher, (os.getpid(),), 2) == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == "accordion: ended by SIGTERM\n"
+
+
 def succeeds(place: RankPlace, store: Store, folder: str) -> None:
     join(place, store)
     answer = launch.once_per_host(place, store, lambda: place.rank)

@@ -33,11 +33,11 @@ def commands_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
+def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int, signals: object = None) -> int:
     """Takes the place of `launch.start` where that is not what is tested; the exit code.
 
     Ranks have this process's environment, and what they write is written here once they have ended; the first that fails
-    ends the others.
+    ends the others. `signals` is what they do in this process, which starts no ranks.
     """
     return _started(launch.guarded, (entry, *args), nproc, grace_s=0.0)
 

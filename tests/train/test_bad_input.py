@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many ranks were asked for; none starts."""
     asked: list[int] = []
-    monkeypatch.setattr(launch, "start", lambda entry, args, nproc: asked.append(nproc) or 0)
+    monkeypatch.setattr(launch, "start", lambda entry, args, nproc, signals: asked.append(nproc) or 0)
     return asked
 
 

@@ -20,9 +20,10 @@ from torch import nn
 
 from accordion import cli
 from accordion.checkpoint import save
+from accordion.train import ending as ending_module
 from accordion.train import trackers
 from accordion.train.config import Config, LogConfig
-from accordion.train.ending import GOES_ON, IS_PREEMPTED, TIME_IS_OVER, Best, Ending, Signals
+from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
 from accordion.train.run_state import StateFile
@@ -32,10 +33,23 @@ from accordion.train.trackers import trackers_of
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before() -> None:
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that the program's own handlers took."""
+    taken: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: taken.append(number)) for number in SIGNALS}
+    yield taken
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before(
+    monkeypatch: pytest.MonkeyPatch, handled: list[int]
+) -> None:
     now = [1000.0]
+    monkeypatch.setattr(ending_module, "time", types.SimpleNamespace(time=lambda: now[0]))
     with Signals() as signals:
-        ending = Ending(signals, hours=1, began_s=1000, state_bytes=20_000_000_000, clock=lambda: now[0])
+        ending = Ending(signals, hours=1, began_s=1000, state_bytes=20_000_000_000)
         now[0] += 3600 - 401
         assert ending.wish() == GOES_ON
         now[0] += 2
@@ -49,11 +63,52 @@ def test_a_time_limit_leaves_room_for_steps_and_saves_as_long_as_those_before() 
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ending.wish() == IS_PREEMPTED
-        ending.heard(TIME_IS_OVER)
-        ending.heard(GOES_ON)
+        ending.decide(TIME_IS_OVER)
+        ending.decide(GOES_ON)
         assert ending.decided == TIME_IS_OVER
-        signals.came = False  # so that this process gets its own handlers back
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert not handled
+    assert handled == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_a_signal_goes_to_the_programs_own_handlers_unless_the_program_ends_by_its_code(
+    handled: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def ends_by(error: BaseException) -> None:
+        with Signals():
+            signal.raise_signal(signal.SIGTERM)
+            raise error
+
+    for error in (SystemExit(75), ValueError("no room")):
+        with pytest.raises(type(error)):
+            ends_by(error)
+        assert handled == ([signal.SIGTERM] if isinstance(error, ValueError) else [])
+    assert capsys.readouterr().err == "accordion: a signal came, and then ValueError: no room\n"
+    signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGTERM, signal.SIGUSR1]
+
+
+TASK_THAT_IS_ASKED_TO_END = """
+import signal
+from tests.support.own_tasks import Slow
+
+class Task(Slow):
+    def dataset(self, split):
+        signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_in_the_preparation_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], handled: list[int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("asked_to_end.py").write_text(TASK_THAT_IS_ASKED_TO_END)
+    assert cli.main(["train", "--task", "asked_to_end.py", "--run.dir", "r", "--launch.device", "cpu"]) == 75
+    assert capsys.readouterr().err == "accordion: ended by a signal before the first step; nothing was to be saved.\n"
+    assert not Path("r").exists()
+    signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
 
 
 def test_patience_counts_from_the_last_clear_gain_and_the_best_is_the_lowest() -> None:

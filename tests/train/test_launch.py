@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from accordion.devices import Devices
 from accordion.errors import UsageError
 from accordion.train import launch
 from accordion.train.config import LaunchConfig
-from accordion.train.launch import RankPlace, choose, first_host, place_of
+from accordion.train.launch import Forwarding, NothingStartedError, RankPlace, choose, first_host, place_of
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -125,3 +127,23 @@ def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
         assert not any(own.check(["where"]) for own in stores)
         stores[2].set("where", start)
         assert [own.get("where").decode() for own in stores] == [start] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_command_only_before_there_were_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    """None is left where all have ended; what came of them counts."""
+    before, sign = signal.getsignal(number), tmp_path / "begun"
+    with pytest.raises(NothingStartedError), Forwarding():
+        signal.raise_signal(number)
+    with Forwarding() as signals, signals.to_ranks(str(sign)):
+        with pytest.raises(NothingStartedError):
+            signal.raise_signal(number)
+        sign.touch()
+        signal.raise_signal(number)
+    sign.unlink()
+    with Forwarding() as signals:
+        with signals.to_ranks(str(sign)):
+            pass
+        signal.raise_signal(number)
+    assert signals.came
+    assert signal.getsignal(number) == before

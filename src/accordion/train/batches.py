@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.tasks.loaded import is_indexed, is_loader
 from accordion.train.data import GlobalOrder, Share, loader_of
+from accordion.train.loader_workers import sheltered
 
 Collate = Callable[[list[Any]], Any]
 
@@ -145,6 +147,7 @@ class LoaderBatches:
 
     def __init__(self, loader: Any, seed: int) -> None:
         self._loader, self._draws = loader, Draws(seed)
+        weakref.finalize(self, sheltered(loader))  # comes before the pass below is dropped, which ends workers
         self._generators = {id(g): (g, g.initial_seed()) for g in _generators_of(loader)}
         self._epoch, self._num_read = 0, 0
         self._batches: Iterator[Any] | None = None
@@ -326,7 +329,15 @@ def _of_samples(items: Iterator[Any], share: Share, collate: Collate, indexed: A
 
 
 def _of_loader(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
-    batches, last = begun(loader, 0), None
+    end_shelter = sheltered(loader)
+    try:
+        yield from _in_step(loader, begun(loader, 0), device)
+    finally:
+        end_shelter()
+
+
+def _in_step(loader: Any, batches: Iterator[Any], device: torch.device) -> Iterator[tuple[Any, int]]:
+    last = None
     while True:
         batch = next(batches, loader)  # itself: no batch
         has = torch.full((), int(batch is not loader), device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass, replace
@@ -21,6 +22,7 @@ from accordion.train import launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import Config, JobConfig, as_yaml, check, spread
 from accordion.train.deepspeed import translated
+from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.owner import check_free
 from accordion.train.prepare import Folders, prepare
 from accordion.train.run_files import content_of, flattened, split, values_of_file
@@ -140,6 +142,16 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if place is not None:
         launch.guarded(_watched_rank, config, named, cache, began_s)
         return 0
+    try:
+        with launch.Forwarding() as signals:
+            return _starting(config, named, cache, signals, began_s)
+    except launch.NothingStartedError:
+        print("accordion: ended by a signal before the first step; nothing was to be saved.", file=sys.stderr)
+        return PREEMPTED
+
+
+def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
+    """Prepare, and start the ranks; the exit code. Raises `NothingStartedError`."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(spread(config, named, world), named, world)
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
@@ -148,7 +160,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     ask = partial(check_free, job=None)
     prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, began_s=began_s)
     prepared = replace(prepared, expected=expected)
-    return launch.start(loop.train, (config, prepared, device), world)
+    return launch.start(loop.train, (config, prepared, device), world, signals)
 
 
 def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> int:
@@ -160,7 +172,8 @@ def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *res
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train: the first on each host prepares for the others."""
+    """Train: the first on each host prepares for the others. A signal meanwhile ends the run behind its first step."""
+    signals = Signals()
     device, world = launch.choose(config.launch, place, devices_here())
     config = translated(spread(config, named, world), named, world)
     if config.train.plan != "none":
@@ -180,4 +193,4 @@ def _started_rank(
         store,
         lambda: prepare(config, world, local_world, cache, screen.note, ask, show, began_s=began_s),
     )
-    return loop.train(place, store, config, prepared, device)
+    return loop.train(place, store, config, prepared, device, signals)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,43 +15,48 @@ PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same co
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers announce the end of a job with
 GOES_ON, TIME_IS_OVER, IS_PREEMPTED = 0, 1, 2  # what a rank wishes; of all ranks the largest counts
 SLOW_DISK = 100e6  # bytes/s that a rank writes, until a save was measured
-Clock = Callable[[], float]
 
 
 class Signals(AbstractContextManager["Signals"]):
     """Owns the handlers of SIGTERM and SIGUSR1 of a rank. A signal is only noted, and so is a second one: what is under way (a
     step, a save, a validation) comes to its end. Away from the main thread, where Python takes no handlers, nothing is noted.
+
+    A process that ends with its run keeps them to its end. In another one `with` puts back those from before; a signal that came
+    is sent to them then, unless the program ends by its code.
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.came: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def _note(self, number: int, frame: object) -> None:
-        self.came = True
+        self.came.add(number)
 
-    def __exit__(self, *exception: object) -> None:
-        """The handlers stay where a signal came: this process is about to end, and another one must not change how."""
-        for number, handler in {} if self.came else self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: of other than Python's
+        if isinstance(error, SystemExit):
+            return
+        if error is not None and self.came:  # the signal may end this process before it tells
+            print(f"accordion: a signal came, and then {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        for came in sorted(self.came):
+            signal.raise_signal(came)
 
 
 class Ending:
     """Owns what this rank knows of the time it has, and what all ranks decided.
 
-    `wish` goes to all ranks with the figures of a step, and `heard` takes what came of it: so they end behind the same step.
+    `wish` goes to all ranks with the figures of a step, and `decide` takes the largest of all: so they end behind the same step.
     Times are in seconds; the longest of each kind so far counts.
     """
 
-    def __init__(
-        self, signals: Signals, *, hours: float, began_s: float, state_bytes: int, clock: Clock = time.time
-    ) -> None:
-        """`hours`: in which the run ends, counted from `began_s` by `clock`; 0: no limit. `state_bytes`: what a save of this rank
-        writes.
+    def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
+        """`hours`: in which the run ends, counted from `began_s` (`time.time`); 0: no limit. `state_bytes`: what a save of this
+        rank writes.
         """
-        self._signals, self._limit_s, self._began_s, self._clock = signals, 3600 * hours, began_s, clock
+        self._signals, self._limit_s, self._began_s = signals, 3600 * hours, began_s
         self._step_s = self._validation_s = 0.0
         self._first_save_s, self._save_s = state_bytes / SLOW_DISK, 0.0
         self.decided = GOES_ON
@@ -72,9 +78,9 @@ class Ending:
             return GOES_ON
         # Two steps, since an accelerator's figures are read one step later, and a save that may be under way besides the last.
         needed_s = 2 * self._step_s + self._validation_s + 2 * (self._save_s or self._first_save_s)
-        return TIME_IS_OVER if self._clock() + needed_s > self._began_s + self._limit_s else GOES_ON
+        return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else GOES_ON
 
-    def heard(self, most: int) -> None:
+    def decide(self, most: int) -> None:
         """`most`: the largest of all ranks' wishes."""
         self.decided = max(self.decided, most)
 

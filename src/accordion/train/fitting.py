@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,13 @@ from accordion.config import nearest
 from accordion.devices import devices_here
 from accordion.errors import UsageError
 from accordion.options import made, options_of
+from accordion.safety.party_line import explain, lines_of_job
 from accordion.tasks.loaded import of_object
 from accordion.train import checkpoints, launch, loop
 from accordion.train.auto_plan import planned
 from accordion.train.config import JobConfig, check, spread
 from accordion.train.deepspeed import translated
+from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.owner import check_free
 from accordion.train.prepare import Folders, prepare
@@ -88,10 +91,11 @@ def fitted(
         prepared = launch.once_per_host(
             place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task, began_s=began_s)
         )
-    with watched_store(store, place.rank, job.launch.timeout_s):
-        code = loop.train(place, store, job, prepared, device)
-    if code:
-        sys.exit(code)
+    with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
+        with ExitStack() as held, _told_to_others():
+            code = loop.train(place, store, job, prepared, device, signals, held)
+        if code:
+            sys.exit(code)
     run_dir = Path(prepared.run_dir)
     state, last = state_of(run_dir), last_line(run_dir / METRICS)
     return Fit(
@@ -102,6 +106,18 @@ def fitted(
         loss=last.get("loss"),
         checkpoint=checkpoints.kept(Path(prepared.checkpoint_dir)),
     )
+
+
+@contextmanager
+def _told_to_others() -> Iterator[None]:
+    """What is raised in here goes to the other ranks, as where it ends the program: that needs the process group, which ends."""
+    try:
+        yield
+    except BaseException as error:
+        for line in lines_of_job():
+            with suppress(Exception):  # it is a help, and never in the way of the error itself
+                explain(line, error)
+        raise
 
 
 def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
@@ -139,20 +140,21 @@ def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str,
     return devices.type, world
 
 
-def start(entry: Entry, args: tuple[Any, ...], nproc: int) -> int:
+def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine; the exit code.
 
-    The first rank that fails says why, and ends the others. SIGTERM and SIGUSR1 go on to all ranks, which end as they like; the
-    exit code is then `PREEMPTED` unless they came to their end.
+    The first rank that fails says why, and ends the others. SIGTERM ends all of them. With `signals` it goes on to them, and so
+    does SIGUSR1: for an `entry` that ends by these as it likes, with the exit code `PREEMPTED` if not at its end. Raises
+    `NothingStartedError` then.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(TELL_OF_RANKS):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank and this function say it shorter
     with TemporaryDirectory(prefix="accordion-", ignore_cleanup_errors=True) as logs:  # torch would leave one behind
-        return _started(entry, args, nproc, logs)
+        return _started(entry, args, nproc, logs, signals)
 
 
-def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str) -> int:
+def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str, signals: Forwarding | None) -> int:
     newer: dict[str, Any] = (
         {"shutdown_timeout": 5} if "shutdown_timeout" in {f.name for f in fields(LaunchConfig)} else {}
     )
@@ -168,30 +170,46 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str) -> int:
         monitor_interval=0.1,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=logs),
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # at SIGTERM too torch's agent would end ranks that save
+        # At SIGTERM torch's agent ends ranks, and some save.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         **newer,
     )
-    with Forwarding() as signals:
-        try:
-            elastic_launch(config, guarded)(entry, *args)
-        except NothingStartedError:
-            return PREEMPTED
-        except SignalException as error:
+    sign = os.path.join(logs, "begun")
+    try:
+        with nullcontext() if signals is None else signals.to_ranks(sign):
+            elastic_launch(config, _begun)(sign, entry, *args)
+    except SignalException as error:
+        if error.sigval != signal.SIGTERM:
             raise KeyboardInterrupt from error
-        except ChildFailedError as error:
-            return _failed(error, signals.came)
+        print("accordion: ended by SIGTERM", file=sys.stderr)
+        return BY_SIGNAL + signal.SIGTERM
+    except ChildFailedError as error:
+        return _failed(error, asked=signals is not None and signals.came)
     return 0
 
 
-class NothingStartedError(Exception):
-    """A signal came before there was a rank to end."""
+def _begun(sign: str, entry: Entry, *args: Any) -> None:
+    """Be one rank, and leave a sign that there was one."""
+    Path(sign).touch()
+    guarded(entry, *args)
+
+
+class NothingStartedError(BaseException):
+    """A signal ended the command before its ranks could take one. No `Exception`, as `KeyboardInterrupt` is none: the code of a
+    task, which runs in a preparation, must not take it for its own.
+    """
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Owns what SIGTERM and SIGUSR1 do in a process that starts ranks: they go on to each of them."""
+    """Owns what SIGTERM and SIGUSR1 do in a process that starts ranks: they go on to each of them, and before there are any
+    `NothingStartedError` is raised.
+    """
 
     def __init__(self) -> None:
         self.came = False
+        self._starts = False
+        self._begun: Callable[[], bool] = lambda: False  # whether there was a rank, be it that it has ended
+        self._others: set[int | None] = set()  # children from before
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Forwarding:
@@ -203,25 +221,34 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def to_ranks(self, sign: str) -> Iterator[None]:
+        """Inside, new children of this process are ranks, of which each leaves a file `sign`; behind it signals do nothing."""
+        self._others = {child.pid for child in multiprocessing.active_children()}
+        self._starts, self._begun = True, Path(sign).exists
+        try:
+            yield
+        finally:
+            self._begun = lambda: True
+
     def _pass_on(self, number: int, frame: object) -> None:
         self.came = True
-        ranks = multiprocessing.active_children()
+        ranks = {child.pid for child in multiprocessing.active_children()} - self._others if self._starts else set()
         for rank in ranks:
-            if rank.pid is not None:
+            if rank is not None:
                 with suppress(ProcessLookupError):
-                    os.kill(rank.pid, number)
-        if not ranks:
+                    os.kill(rank, number)
+        if not ranks and not self._begun():
             raise NothingStartedError
 
 
-def _failed(error: ChildFailedError, asked: bool) -> int:
+def _failed(error: ChildFailedError, *, asked: bool) -> int:
     """Say what the failing rank could not say itself; the exit code. `asked`: a signal asked the ranks to end."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
     if asked and {failure.exitcode for failure in error.failures.values()} <= by_signal:
-        print("accordion: ended by a signal before the first step; nothing was to be saved.", file=sys.stderr)
-        return PREEMPTED
+        raise NothingStartedError from error
     if sys.stderr.isatty():
         print("\033[?25h", end="", file=sys.stderr)  # the progress bar of a rank that was ended had hidden the cursor
     for rank, failure in error.failures.items():

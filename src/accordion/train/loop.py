@@ -52,20 +52,37 @@ from accordion.units import units_named
 T = TypeVar("T")
 
 
-def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared, kind: str) -> int:
-    """Train as `config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` where a signal ended the run early."""
+def train(
+    place: RankPlace,
+    store: Store,
+    config: JobConfig,
+    prepared: Prepared,
+    kind: str,
+    signals: Signals | None = None,
+    held: ExitStack | None = None,
+) -> int:
+    """Train as `config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` where a signal ended the run early.
+
+    A process that goes on behind the run gives the two last. `signals`: noted in here; else the handlers stay. `held`: takes what
+    gives folders and process group back; else a run that fails keeps both until its process ends.
+    """
+    signals = Signals() if signals is None else signals
+    held = ExitStack() if held is None else held
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals())
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
+        if claim is not None:
+            held.callback(claim.release)
         state = stack.enter_context(
             run_state.StateFile(
                 Path(prepared.run_dir), config.train.steps, prepared.checkpoint_dir, leads=place.rank == 0
             )
         )
         device = _join(place, store, kind, timedelta(seconds=config.launch.timeout_s))
+        held.callback(dist.destroy_process_group)
         _agree(config, prepared, place)
         run = _make(config, prepared, place, device, signals)
+        held.callback(_wait_for_save, run.model)
         screen.units(describe(run.model))
         for line in prepared.work.notes(run.share):
             screen.note(line)
@@ -117,10 +134,14 @@ def train(place: RankPlace, store: Store, config: JobConfig, prepared: Prepared,
         if log is not None and config.run.report and run.ending.decided != IS_PREEMPTED:
             _report(run, over, log, screen)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
-    dist.destroy_process_group()
-    if claim is not None:
-        claim.release()
+    held.close()
     return PREEMPTED if run.ending.decided == IS_PREEMPTED else 0
+
+
+def _wait_for_save(model: nn.Module) -> None:
+    """The save under way takes the group and the folders; what became of it was told, or there is worse to tell."""
+    with suppress(CheckpointError):
+        saver_of(model).wait()
 
 
 def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
@@ -440,7 +461,7 @@ class Steps:
     def _metrics(self, taken: Taken) -> StepMetrics:
         """Waits for the device where it has not come so far; without the time, which goes on."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
-        self._run.ending.heard(wish)
+        self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
         return StepMetrics(
             step=taken.step,

@@ -120,7 +120,7 @@ class Claim:
         threading.Thread(target=self._beat, name="accordion-owner", daemon=True).start()
 
     def release(self) -> None:
-        """Give the folders back and leave no file. Not for a job that failed: its other threads may write until it ends."""
+        """Give the folders back and leave no file. Not while a thread of this job may write, as after a failure."""
         self._done.set()
         with self._one_at_a_time:
             while self._held:
