@@ -13,14 +13,13 @@ from typing import Any
 
 from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
-from accordion.checkpoint.prune import newest
+from accordion.checkpoint.prune import BEST, newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import Local, checkpoint_at
 from accordion.config import nearest
 from accordion.errors import CheckpointError, UsageError
 from accordion.train.config import JobConfig, flat
 
-BEST = "best"  # name of what `train.keep_best` keeps, beside those of the steps
 NAME = re.compile(r"step-\d{6,}")
 ASIDE = "abandoned"  # with a number behind it: the folder of what came behind the step that a run went back to
 SHOWN = 3  # tensors named in a message of one line
@@ -29,7 +28,7 @@ OF_A_START = ("train.accumulate", "train.micro_batch", "train.hours")
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps lies; names sort by age."""
+    """Where the checkpoint after `step` steps lies."""
     return folder / f"step-{step:06d}"
 
 

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from accordion import _torch
 from accordion.checkpoint import RandomState, load, save
 from accordion.checkpoint.background import Saving, saver_of
+from accordion.checkpoint.prune import BEST
 from accordion.compat.deepspeed import Settings
 from accordion.config import COMPUTE_DTYPES, Place, Precision, Strategy, strategy_named
 from accordion.describe import describe
@@ -89,7 +90,7 @@ def train(
         done = _resume(run, screen)
         log = stack.enter_context(_open_record(run, done, screen)) if place.rank == 0 else None
         if run.owes_validation and _validate(run, done, screen, log):
-            _save(run, done, screen, last=_over(run, done) is not None, name=checkpoints.BEST)
+            _save(run, done, screen, last=_over(run, done) is not None, name=BEST)
         screen.start(done, config.train.steps)
         seen: list[StepMetrics] = []
 
@@ -116,7 +117,7 @@ def train(
             over = _over(run, step)
             saves = over is not None or _due(config.checkpoint.every, step)
             if is_best and not (saves and run.links):
-                _save(run, step, screen, last=False, name=checkpoints.BEST)
+                _save(run, step, screen, last=False, name=BEST)
             if saves:
                 steps.settle()
                 lost = _save(run, step, screen, last=over is not None)
@@ -786,7 +787,7 @@ def _finish(
     """The end: validation loss, where things lie, and what the trained model does; no more of it than there is time for."""
     has_time = not run.ending.decided
     if has_time and run.validated != steps and _validate(run, steps, screen, log):
-        _save(run, steps, screen, last=True, name=checkpoints.BEST)
+        _save(run, steps, screen, last=True, name=BEST)
     is_finished = over.state == run_state.FINISHED
     if not is_finished:
         screen.note(f"stopped after {steps} of {run.config.train.steps} steps: {over.why or over.state}")
@@ -797,7 +798,7 @@ def _finish(
     screen.note(f"checkpoint: {at}" if at else f"no checkpoint in {folder}")
     screen.note(f"metrics: {Path(run.prepared.run_dir) / 'metrics.jsonl'}; tensorboard --logdir {run.prepared.run_dir}")
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
-        screen.note(f"best: {folder / checkpoints.BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
+        screen.note(f"best: {folder / BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if not has_time:
         left_out = "makes up for the last validation, for which no time was left"
         screen.note(f"{_same_command(run)} {left_out if is_finished else 'goes on from there'}")

@@ -18,8 +18,7 @@ from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import UsageError
 from accordion.options import place, read
 from accordion.train.checkpoints import NAME
-from accordion.train.metrics_file import METRICS as METRICS
-from accordion.train.metrics_file import lines_in
+from accordion.train.metrics_file import METRICS, lines_in
 from accordion.train.owner import holder_of, lives_by_signs
 from accordion.train.run_state import RUNNING, state_of
 from accordion.train.screen import PLAIN_WIDTH, lasting
