@@ -39,7 +39,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
     stand_ins = Substitutes() if run.device == "cuda" else None
     engine = ENGINES[run.engine]
     with ExitStack() as stack:
-        stack.enter_context(_apart())
+        stack.enter_context(without_collections())  # see `_steps`
         mesh = stack.enter_context(_fake_mesh(run))
         model = subject.make()
         stack.enter_context(_one_sequence_a_row())
@@ -71,14 +71,15 @@ def _steps(
 ) -> Log:
     kept = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
     tracker.belongs(kept, Category.OTHER)
-    with without_collections():  # what cycles hold counts as held: when a collection runs is not known
-        with tracker.only_memory():
-            _step(subject, run, model, rig, tracker)
-        gc.collect()
-        owners = rig.owners()
-        held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
-        start = len(tracker.events)
+    with tracker.only_memory():
         _step(subject, run, model, rig, tracker)
+    # What cycles hold counts as held within a step, for when a collection runs is not known; between steps it does not. There is
+    # none in a trace but this, so that the youngest generation is all that the trace has made; one over all of torch takes 0.3 s.
+    gc.collect(0)
+    owners = rig.owners()
+    held = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
+    start = len(tracker.events)
+    _step(subject, run, model, rig, tracker)
     log = Log(
         held=held,
         events=tracker.events[start:],
@@ -116,19 +117,6 @@ def _scalar(loss: object) -> torch.Tensor:
 
 
 # -- a rank of a world that does not exist
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """What was there before is left out of garbage collections: one over all of torch and transformers takes 0.3 s."""
-    mine = gc.get_freeze_count() == 0
-    if mine:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if mine:
-            gc.unfreeze()
 
 
 @contextmanager
