@@ -101,7 +101,7 @@ def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path):
     save(tmp_path / "last", model)
     writer.start()
     try:
-        for _ in range(400):
+        for _ in range(100):
             seen.append(latest(tmp_path))
             prune(tmp_path, 1)
     finally:

@@ -33,8 +33,8 @@ else:
     sys.exit(0)
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = acc.shard(models.seeded(width=256, hidden=512), offload=disk_of_all(path))
-with chunks_of_at_most(4096):  # hundreds of chunks: the step is far from its end
+model = acc.shard(models.seeded(width=128, hidden=256), offload=disk_of_all(path))
+with chunks_of_at_most(1024):  # hundreds of chunks: the step is far from its end
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 for step in range(2):
     one_loss(model, step).backward()

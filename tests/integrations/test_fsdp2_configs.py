@@ -16,6 +16,7 @@ from accordion.compat import fsdp2
 from accordion.engine.hooks import engine_of
 from tests.integrations.jobs import bytes_held, fsdp_job, full, library_job, llama, needs, sentences
 from tests.integrations.test_trl import tokenizer
+from tests.support.sample import sampled
 
 pytestmark = [needs("accelerate", "transformers"), pytest.mark.cpu("two ranks on it are taken for accelerators")]
 SIDES = (False, True)  # torch's engine, and this one
@@ -92,7 +93,7 @@ def alike(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
     torch.testing.assert_close(mine["state"], theirs["state"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", PLUGINS)
+@pytest.mark.parametrize("kind", sampled(PLUGINS, lambda kind: kind in ("sharded", "tied")))
 def test_accelerate(ranks, tmp_path, kind):
     ranks(2).run(2, runs_with_accelerate, kind, tmp_path)
 
@@ -159,13 +160,13 @@ def runs_with_a_trainer(mesh: Any, kind: str, folder: Path) -> None:
     alike(rests[0], rests[-1])
 
 
-@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("kind", sampled(ASKED, lambda kind: kind == "full"))
 def test_the_trainer(ranks, tmp_path, kind):
     ranks(2).run(2, runs_with_a_trainer, kind, tmp_path)
 
 
 @needs("trl", "peft")
-@pytest.mark.parametrize("kind", ["sft", "lora"])
+@pytest.mark.parametrize("kind", sampled(["sft", "lora"], lambda kind: kind == "sft"))
 def test_trls_sft_trainer(ranks, tmp_path, kind):
     ranks(2).run(2, runs_with_a_trainer, kind, tmp_path)
 

@@ -88,7 +88,7 @@ def in_every_combination(mesh, path: Path, kinds: tuple[str, ...]) -> None:
 
 
 def test_no_bit_differs_in_every_combination_and_what_has_no_meaning_is_refused(world, tmp_path):
-    world.run(1, in_every_combination, tmp_path, ("adamw", "sgd"), timeout_s=300)
+    world.run(1, in_every_combination, tmp_path, ("adamw",), timeout_s=300)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from accordion.plan.replay.predict import memory_of
 from accordion.plan.trace.spread import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.trace import trace
 from tests.plan import counted, subjects
+from tests.support.sample import sampled
 
 SAMPLE = [
     ("gpt", "full_shard"),
@@ -23,6 +24,12 @@ SAMPLE = [
     ("llama", "inputs on the host"),
     ("mixture", "experts over 4, recomputed"),
 ]
+USUAL = (
+    ("gpt", "full_shard"),
+    ("gpt", "offload"),
+    ("llama", "inputs on the host"),
+    ("mixture", "experts over 4, recomputed"),
+)
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen
 FSDP2 = [
@@ -76,7 +83,7 @@ def card_of(num_bytes):
     return Cluster(gpu=replace(GPUS["h100"], memory_gib=(num_bytes + OUTSIDE_BYTES) / GIB))
 
 
-@pytest.mark.parametrize(("architecture", "case"), SAMPLE)
+@pytest.mark.parametrize(("architecture", "case"), sampled(SAMPLE, lambda *row: row in USUAL))
 def test_peak_bytes_are_those_that_ranks_count(world, architecture, case):
     assert_close(world, architecture, case)
 

@@ -55,7 +55,9 @@ def folder_of(tmp_path, kind):
     [
         ("vit", "ViTForImageClassification, which classifies images", "samples", 1),
         ("clip", "CLIPModel, which finds the text of an image", "samples", 1),
-        ("whisper", "WhisperForConditionalGeneration, which writes down speech", "tokens", 20),
+        pytest.param(
+            "whisper", "WhisperForConditionalGeneration, which writes down speech", "tokens", 20, marks=pytest.mark.slow
+        ),
         ("bart", "BartForConditionalGeneration, which makes one text of another", "tokens", 48),
     ],
 )

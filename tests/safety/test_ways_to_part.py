@@ -21,11 +21,7 @@ SAMPLE = [
     "exits with 0 in the loader",
     "is killed at the optimizer",
     "rank 0 is killed in its forward",
-    "evaluates",
-    "skips its backward",
     "rank 0 saves at the end",
-    "leaves the process group on the way of an error",
-    "takes a full tensor",
     "takes a batch again where memory is full in its backward",
     "a child that it forked fails",
 ]
