@@ -12,6 +12,7 @@ import torch
 from accordion import __version__
 from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
+from accordion.garbage import end_with_one_collection
 
 COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 75 where a
     signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
+    end_with_one_collection()
     try:
         return _run(words)
     except UsageError as error:

@@ -33,7 +33,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"full_state_dict": True, "cpu_offload": True},
     {"flatten_optimizer_state_dict": True},
 ]
-USUAL = ("full_shard", "no_shard", "hybrid_shard_optim")
+USUAL = ("full_shard", "hybrid_shard_optim")
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 

@@ -355,6 +355,6 @@ def compiled(mesh, first: bool) -> None:
     assert counter.frame_count == 1, "one graph serves all blocks and steps"
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_blocks_are_compiled_before_and_after(world, first):
     world.run(2, compiled, first)

@@ -15,12 +15,13 @@ import pytest
 # Imports take longer than all else: the programs have them in common, and each goes on in a process of its own, which ends
 # as the interpreter ends.
 PROGRAM = """
-import hashlib, json, os, signal, sys, torch, torch._dynamo, torch.distributed as dist, torch.distributed.tensor
+import gc, hashlib, json, os, signal, sys, torch, torch._dynamo, torch.distributed as dist, torch.distributed.tensor
 import accordion as acc
 from tests.support import models
 from tests.support.checks import one_loss
 from tests.support.offloads import disk_of_all, chunks_of_at_most
 
+gc.freeze()  # eight ends of the interpreter, each of which would look through all of torch several times
 begun = []
 for number, (path, way) in enumerate(json.loads(sys.argv[1])):
     begun.append(os.fork())

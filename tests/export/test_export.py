@@ -155,7 +155,7 @@ def test_an_adapter_is_merged(folder, tmp_path):
     assert torch.equal(of_safetensors(tmp_path / "one.safetensors", folder), wanted)
 
 
-@pytest.mark.parametrize("format", ["onnx", "gguf"])
+@pytest.mark.parametrize("format", [pytest.param("onnx", marks=pytest.mark.slow), "gguf"])
 def test_an_adapter_is_merged_into_foreign_formats(format, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

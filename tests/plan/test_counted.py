@@ -27,7 +27,6 @@ SAMPLE = [
 USUAL = (
     ("gpt", "full_shard"),
     ("gpt", "offload"),
-    ("llama", "inputs on the host"),
     ("mixture", "experts over 4, recomputed"),
 )
 RUNS = 8

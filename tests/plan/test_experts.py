@@ -146,6 +146,7 @@ def on_meta(num_layers: int) -> nn.Module:
         return subjects.mixture(num_layers).train()
 
 
+@pytest.mark.slow
 def test_a_deep_mixture_of_which_every_rank_steps_all_but_experts_is_that_of_some_blocks() -> None:
     """Of experts a rank steps its share, of the rest all: the step of more blocks grows by both."""
     subject = replace(subjects.subject_of("mixture", "experts over 4, recomputed"), make=partial(on_meta, 9))

@@ -47,6 +47,7 @@ def test_what_is_kept_is_gathered_once():
     assert collectives(traced(strategy=acc.SHARD_GRAD_OP)).count(("gather", "gather")) == 4
 
 
+@pytest.mark.slow
 def test_a_deep_model_under_fsdp2_is_that_of_some_blocks():
     run, subject = replace(run_of(checkpoint_activations="full"), engine="fsdp2"), gpt(8)
     whole = trace(subject, run)

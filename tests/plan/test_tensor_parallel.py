@@ -156,6 +156,7 @@ def test_other_families_are_cut_by_their_own_plans(tmp_path: Path, family: str, 
     assert products(shared) == pytest.approx((products(plain) - once) / OVER + once, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_search_and_a_calibration_know_of_shared_layers(file: str) -> None:
     options = {**FIXED, "global_batch": 8, "tensor_parallel": OVER, "gpus": [2, 16]}
     found = acc.plan(file, **{**options, "micro_batch": None})

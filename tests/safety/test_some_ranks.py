@@ -208,7 +208,7 @@ def run_drawn(mesh, seeds: Sequence[int]) -> None:
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_layers_dropped_at_random(world, num_ranks):
     world.run(num_ranks, run_drawn, range(3))
 

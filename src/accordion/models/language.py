@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 from typing import Any
 
 import torch
@@ -54,12 +52,6 @@ def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torc
     except Exception as error:  # what a wrong config.json breaks is anywhere in transformers
         raise UsageError(f"{where} is no model that transformers can build: {brief(error)}") from None
     return model.train()
-
-
-def end_at_once() -> None:
-    """No last garbage collection as this process ends: over all of torch and transformers it takes a second."""
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
 
 
 def brief(error: Exception) -> str:

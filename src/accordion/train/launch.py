@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
+from accordion.garbage import end_with_one_collection
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -262,6 +263,7 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 def guarded(entry: Entry, *args: Any) -> None:
     """Be one rank. The rank that fails first says why; those that fail because of it end silently."""
     faulthandler.enable()
+    end_with_one_collection()
     place = place_of(os.environ)
     assert place is not None, "ranks are started by a launcher"
     if "OMP_NUM_THREADS" not in os.environ:  # else each rank would take all cores; the user's own choice stands

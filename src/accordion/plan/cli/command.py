@@ -16,7 +16,6 @@ from accordion.config import COMPUTE_DTYPES, Precision
 from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.garbage import without_collections
-from accordion.models.language import end_at_once
 from accordion.models.llama import PUBLISHED
 from accordion.options import made as made_of
 from accordion.options import values_of
@@ -167,7 +166,6 @@ def run(words: list[str]) -> int:
     o = _options(words)
     if o is None:
         return 0
-    end_at_once()
     if o.gpus_table:
         show(of_table())
         return 0

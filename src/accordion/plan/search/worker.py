@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any
 
-from accordion.models.language import end_at_once
+from accordion.garbage import end_with_one_collection
 from accordion.plan.search.evaluate import Evaluator, Outcome, Say, SearchTask
 from accordion.plan.search.space import Choice
 
@@ -19,7 +19,7 @@ class SecondProcess:
 
     def __init__(self, task: SearchTask, say: Say) -> None:
         self._task, self._say = task, say
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_at_once)
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=end_with_one_collection)
 
     def __enter__(self) -> SecondProcess:
         return self
