@@ -25,7 +25,7 @@ from accordion.devices import Devices
 from accordion.doctor import command, disk, judged, limits, network, software
 from accordion.doctor.findings import Finding
 from accordion.workers.ranks import BenchError
-from tests.support import disks, sick_ranks
+from tests.support import disks, forked, sick_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 SMALL = ["--device", "cpu", "--nproc", "2", "--disk-mib", "8", "--message-mib", "1"]
@@ -103,12 +103,20 @@ def test_the_screen_says_what_to_do_where_something_is_to_be_done(
     assert "0 problems, 1 warning" in out.splitlines()[-1] or "warnings" in out.splitlines()[-1]
 
 
-def test_ranks_of_torchrun_look_together(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "accordion"]
+def torchrun(words: list[str], nproc: int) -> int:
+    """The command itself, whose ranks import for seconds what the tests' fork server has."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
+    return subprocess.run([*run, "accordion", *words], check=False, stdin=subprocess.DEVNULL).returncode
+
+
+@pytest.mark.parametrize("run", [forked.under_torchrun, pytest.param(torchrun, marks=pytest.mark.slow)])
+def test_ranks_of_torchrun_look_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], run: Callable[[list[str], int], int]
+) -> None:
     words = ["doctor", "--device", "cpu", "--disk-mib", "8", "--message-mib", "1", "--dir", str(tmp_path), "--json"]
-    done = subprocess.run([*run, *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    code, shown = run(words, 2), capfd.readouterr()
+    assert code == 0, shown.err
+    data = json.loads(shown.out)
     found = {finding["check"]: finding for finding in data["findings"]}
     assert "started by torchrun" in data["about"]
     assert found["ranks.steps"]["severity"] == "ok"

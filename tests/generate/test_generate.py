@@ -139,7 +139,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("hold", "sources"),
-    [("full", (".", "checkpoints")), ("units", ("checkpoints/step-000004",))],
+    [
+        pytest.param("full", (".", "checkpoints"), marks=pytest.mark.slow),
+        ("units", ("checkpoints/step-000004",)),
+    ],
     ids=["full", "units"],
 )
 def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, trained, tmp_path, capfd, monkeypatch):
@@ -158,7 +161,7 @@ def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, 
         assert generated(capfd, *words) == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
 
 
-@pytest.mark.parametrize("hold", ["full", "units"])
+@pytest.mark.parametrize("hold", [pytest.param("full", marks=pytest.mark.slow), "units"])
 def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
     adapter = language_folders.lora(folder, tmp_path / "adapter")
     from peft import PeftModel

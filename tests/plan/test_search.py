@@ -332,11 +332,12 @@ def traced_once():
     return log_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("memory_gib", "host_gib"),
     [
         (4.0, 15),  # full_shard fits with states on disk; those of a hybrid are too much for a card, and for a machine
-        *(pytest.param(m, h, marks=pytest.mark.slow) for m in (3.2, 4.0, 5.2, 48.0) for h in (5, 64)),
+        *((m, h) for m in (3.2, 4.0, 5.2, 48.0) for h in (5, 64)),
     ],
 )
 def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monkeypatch):
