@@ -226,6 +226,17 @@ def test_the_engine_names_no_observer() -> None:
         assert not named, f"{path.name} names {named}"
 
 
+def test_the_page_of_a_folder_names_each_of_its_files() -> None:
+    pages = list(SOURCE.glob("*/README.md"))
+    assert {page.parent for page in pages} == {path.parent for path in SOURCE.glob("*/__init__.py")}
+    for page in pages:
+        named = set(re.findall(r"[\w/]+\.py", page.read_text()))
+        named |= {f"{name}.py" for name in re.findall(r"`([\w/]+)`", page.read_text())}
+        for path in page.parent.rglob("*.py"):
+            if path.name not in ("__init__.py", "__main__.py"):
+                assert {path.name, path.relative_to(page.parent).as_posix()} & named, f"{page} does not name {path}"
+
+
 def test_no_two_public_classes_have_one_name() -> None:
     where: dict[str, list[str]] = {}
     for name, path in modules().items():
