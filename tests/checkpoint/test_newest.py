@@ -87,7 +87,8 @@ def test_keep_is_a_number(tmp_path, keep):
 # -- choosing the newest
 
 
-def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path):
+@pytest.mark.parametrize("times", [100, pytest.param(400, marks=pytest.mark.slow)])
+def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path, times):
     model, stop, seen = filled(1), threading.Event(), []
 
     def saves():
@@ -101,7 +102,7 @@ def test_latest_never_fails_beside_a_job_that_removes_old_ones(tmp_path):
     save(tmp_path / "last", model)
     writer.start()
     try:
-        for _ in range(100):
+        for _ in range(times):
             seen.append(latest(tmp_path))
             prune(tmp_path, 1)
     finally:

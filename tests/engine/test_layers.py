@@ -112,9 +112,16 @@ def check_ways(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> Non
                 torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
 
 
-def test_weights_of_layers_are_read_from_outside(world) -> None:
-    world.run(2, check_ways, ("full_shard",), ())
-    world.run(2, check_ways, ("shard_grad_op",), ("streams",))
+@pytest.mark.parametrize(
+    ("strategy", "debug"),
+    [
+        ("full_shard", ()),
+        ("shard_grad_op", ("streams",)),
+        pytest.param("shard_optim", ("streams",), marks=pytest.mark.slow),
+    ],
+)
+def test_weights_of_layers_are_read_from_outside(world, strategy: str, debug: tuple[str, ...]) -> None:
+    world.run(2, check_ways, (strategy,), debug)
 
 
 def check_frozen(mesh, strategies: tuple[str, ...], debug: tuple[str, ...]) -> None:

@@ -116,7 +116,7 @@ def test_one_file_of_safetensors_has_the_logits(source, folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("folder", "source"),
-    sampled(  # torch draws a graph for seconds; below, one of a folder of another model and one of an adapter
+    sampled(  # torch draws a graph for seconds; below, one of a folder of another model
         itertools.product(("untied", "tied"), ("folder", "checkpoint")),
         lambda *row: row == ("tied", "checkpoint"),
     ),

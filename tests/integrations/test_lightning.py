@@ -342,9 +342,14 @@ def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
         assert float(first) < losses[0]
 
 
-def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path):
+RESUMED = [(count, name) for count in (1, 2, 3) for name in ("full", "sharded", "ddp")]
+USUAL = [(1, "sharded"), (2, "full"), (2, "ddp"), (3, "full"), (3, "sharded")]
+
+
+@pytest.mark.parametrize("resumed", [USUAL, pytest.param(RESUMED, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_it_resumes_after_six_steps_on_one_two_and_three_ranks(ranks, tmp_path, resumed):
     ranks(2).run(2, saves, tmp_path)
-    for count, name in ((1, "sharded"), (2, "full"), (2, "ddp"), (3, "full"), (3, "sharded")):
+    for count, name in resumed:
         ranks(count).run(count, resumes, tmp_path, name, True)
     ranks(2).run(2, resumes, tmp_path, "full", False)  # without sharding
 
