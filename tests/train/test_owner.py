@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,10 @@ def claimed(folder: Path, job: str | None = None, wait_s: float = 0.0, say: Call
 
 
 def written(folder: Path, **changes: Any) -> None:
-    """What an owner on another host left."""
+    """What an owner on another host left, written over what was there as an owner does: no reader finds the file empty."""
     said = {"host": "far", "pid": 7, "since": "2026-01-01 00:00:00 UTC", "job": None, "word": "w", "beats": 3}
-    (folder / FILE).write_text(json.dumps({**said, **changes}))
+    with open(os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
+        file.truncate(file.write(json.dumps({**said, **changes}).encode()))
 
 
 def test_a_second_job_is_told_who_has_the_folder(tmp_path: Path, other: Callable[..., subprocess.Popen[str]]) -> None:
@@ -240,26 +242,52 @@ class TestWithoutLocks:
         assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_other_hosts_do_not_see_is_not_believed(tmp_path: Path) -> None:
-    """A file system that locks within a host alone: the owner on another host still gives signs of life."""
-    written(tmp_path)
-    count, lives = 3, True
+@contextmanager
+def signs_of_life(folder: Path, write: Callable[[int], None]) -> Iterator[None]:
+    """Another host's owner, which a lock of this host does not keep out."""
+    write(3)
+    done = threading.Event()
 
     def beats() -> None:
-        nonlocal count
-        while lives:
+        count = 3
+        while not done.wait(0.05):
             count += 1
-            written(tmp_path, beats=count)
-            time.sleep(0.05)
+            write(count)
 
     thread = threading.Thread(target=beats)
     thread.start()
     try:
-        with pytest.raises(UsageError, match=r"in use by another job: process 7 on far, since 2026-01-01 00:00:00 UTC"):
-            claimed(tmp_path)
+        yield
     finally:
-        lives = False
+        done.set()
         thread.join()
+
+
+def test_a_lock_that_other_hosts_do_not_see_is_not_believed(tmp_path: Path) -> None:
+    """A file system that locks within a host alone: the owner on another host still gives signs of life."""
+    with (
+        signs_of_life(tmp_path, lambda count: written(tmp_path, beats=count)),
+        pytest.raises(UsageError, match=r"in use by another job: process 7 on far, since 2026-01-01 00:00:00 UTC"),
+    ):
+        claimed(tmp_path)
+    claimed(tmp_path).release()
+
+
+def test_a_sign_of_life_that_is_read_before_its_end_counts(tmp_path: Path) -> None:
+    """What names nobody is watched as well: it may be half of what an owner writes now, or what a lost one left."""
+
+    path = tmp_path / FILE
+    path.touch()
+
+    def half(count: int) -> None:
+        with path.open("r+b", buffering=0) as file:
+            file.write(f'{{"host": "far", "pid": 7, "beats": {count:04}'.encode())
+
+    with (
+        signs_of_life(tmp_path, half),
+        pytest.raises(UsageError, match="in use by another job: a process that has yet to say its name"),
+    ):
+        claimed(tmp_path)
     claimed(tmp_path).release()
 
 

@@ -163,9 +163,10 @@ class Claim:
                 locks = False
             if not _is(handle, path):
                 return _unknown()  # the one before removed it as it ended: look again
-            before = _read(folder)[0]
-            if before is not None and not (locks and before.host == self._mine.host) and _lives(folder):
-                return before
+            before, text = _read(folder)
+            left_here = locks and before is not None and before.host == self._mine.host
+            if text and not left_here and _lives(folder):  # a text that names nobody may be half of a sign of life
+                return before or _read(folder)[0] or _unknown()
             self._write(handle)
             if not locks:
                 time.sleep(SETTLE_S)
