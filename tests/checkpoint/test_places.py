@@ -1,6 +1,7 @@
 """What lies where a save goes: foreign files, links, other jobs, readers, and paths that no checkpoint can have."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from accordion.checkpoint import latest, load, save
+from accordion.checkpoint import claims, latest, load, save
 from accordion.checkpoint.inspect import inspect, verify
 from accordion.checkpoint.storage import folders
 from accordion.errors import AccordionError, CheckpointError, UsageError
@@ -151,18 +152,22 @@ def test_a_mount_point_is_refused_by_name(tmp_path):
 # -- two jobs
 
 
-def at_rename(monkeypatch, number, act):
-    """Call `act` before the rename of this number, from 1 on."""
-    count, rename = [0], os.rename
+def at_call(monkeypatch, of, name, number, act):
+    """Call `act` before the call of this number of the function `of.name`, from 1 on."""
+    count, function = [0], getattr(of, name)
 
-    def renamed(*words, **more):
+    def called(*words, **more):
         count[0] += 1
         if count[0] == number:
-            monkeypatch.setattr(os, "rename", rename)
+            monkeypatch.setattr(of, name, function)
             act()
-        return rename(*words, **more)
+        return function(*words, **more)
 
-    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(of, name, called)
+
+
+def at_rename(monkeypatch, number, act):
+    at_call(monkeypatch, os, "rename", number, act)
 
 
 class Killed(BaseException):
@@ -193,6 +198,27 @@ def test_a_job_that_saves_between_two_renames_of_another_loses_nothing(tmp_path,
     assert verify(tmp_path / "last") == []
     save(tmp_path / "last", filled(4))
     assert holds(tmp_path / "last", 4)
+    assert names(tmp_path) == ["last"]
+
+
+@pytest.mark.parametrize(("of", "name"), [(claims, "lock"), (fcntl, "flock")])
+def test_a_job_that_begins_before_another_has_locked_its_folder_takes_nothing_away(tmp_path, monkeypatch, of, name):
+    save(tmp_path / "last", filled(1))
+    at_call(monkeypatch, of, name, 1, lambda: killed_in_begin(tmp_path / "last"))
+    save(tmp_path / "last", filled(2))
+    assert holds(tmp_path / "last", 2)
+    assert verify(tmp_path / "last") == []
+
+
+def test_a_folder_that_others_remove_again_and_again_is_named(tmp_path, monkeypatch):
+    def removed(folder):
+        folder.rmdir()
+
+    save(tmp_path / "last", filled(1))
+    monkeypatch.setattr(claims, "lock", removed)
+    with pytest.raises(CheckpointError, match="is removed again and again by another job; no other job may save"):
+        save(tmp_path / "last", filled(2))
+    assert holds(tmp_path / "last", 1)
     assert names(tmp_path) == ["last"]
 
 

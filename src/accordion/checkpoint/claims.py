@@ -160,12 +160,19 @@ def _listed(names: list[str]) -> str:
 # -- who writes, and removing
 
 
-def lock(folder: Path) -> int:
-    """Have others see that the save that writes `folder` lives; gives the handle to `unlock`."""
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
+def lock(folder: Path) -> int | None:
+    """Have others see that the save that writes `folder` lives; gives the handle to `unlock`.
+
+    None where another save takes the folder for a rest in this moment: it has another name now, or soon will. Raises `OSError`.
+    """
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except FileNotFoundError:
+        return None
+    if _locks(handle) and _lies_at(handle, folder / LOCK):
+        return handle
+    os.close(handle)
+    return None
 
 
 def unlock(folder: Path, handle: int) -> None:
@@ -182,13 +189,46 @@ def lives(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    else:
-        return False
+        return not _locks(handle)
     finally:
         os.close(handle)
+
+
+def _locks(handle: int) -> bool:
+    """Lock it, unless somebody else has. On a file system without locks nobody has."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _lies_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def remove_rest(folder: Path) -> None:
+    """Remove what a killed save was writing, if this can be done now; a save that lives keeps it.
+
+    The lock is held until the folder has its other name: a save that has just made it sees in `lock` that it is gone.
+    """
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # a full disk: it is to go all the more
+        remove_quietly(folder)
+        return
+    try:
+        if not _locks(handle):
+            return
+        doomed = hide(folder)
+    except OSError:  # another save was faster
+        return
+    finally:
+        os.close(handle)
+    remove_quietly(doomed)
 
 
 def remove(path: Path) -> None:

@@ -197,8 +197,7 @@ class Local:
         claims.check_name(path)
         claims.check_free(path)
         for left in claims.beside(path, "tmp"):
-            if not claims.lives(left):
-                claims.remove_quietly(left)  # of a save that was killed
+            claims.remove_rest(left)
         for left in claims.beside(path, "gone"):
             claims.remove_quietly(left)
         made = [above for above in path.parents if not above.exists()]
@@ -207,13 +206,20 @@ class Local:
         for above in made:
             _sync(above.parent)
         begun = self.begun(save)
-        begun.path.mkdir()
-        try:
-            begun._lock = claims.lock(begun.path)
-        except OSError:
-            begun.path.rmdir()
-            raise
-        return begun
+        for _ in range(LOOKS):  # another save that begins may take it for a rest until it is locked
+            begun.path.mkdir(exist_ok=True)
+            try:
+                begun._lock = claims.lock(begun.path)
+            except OSError:
+                with suppress(OSError):
+                    begun.path.rmdir()
+                raise
+            if begun._lock is not None:
+                return begun
+            time.sleep(LOOK_S)
+        raise CheckpointError(
+            f"{begun.path}, made for a save, is removed again and again by another job; no other job may save under this name."
+        )
 
     def begun(self, save: str) -> Local:
         return Local(claims.hidden(self.path, save, "tmp"))
