@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import accordion as acc
-from accordion.checkpoint import background, save
+from accordion.checkpoint import background, peers, save
 from accordion.errors import AccordionError
 from tests.pool import _begin, fork_context
 
 TIMEOUT_S, SOON_S = 12.0, 8.0  # of the process group; for a peer whose connection is closed
+SHORT_S = 5.0  # of a process group whose ranks wait for all of it
 
 
 def plain(mesh):
@@ -46,6 +47,21 @@ def killed(rank, mesh, path, background):
     save(path, model, background=background).wait()
 
 
+def killed_before_another_comes(rank, mesh, path):
+    """The first rank knows of the end of the second before the third has connected."""
+    connect = peers.Peers._connect
+
+    def connects_late(*words):
+        time.sleep(1.0)
+        connect(*words)
+
+    if rank == 1:
+        background.StoreAgreement.during = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 2:
+        peers.Peers._connect = connects_late
+    save(path, plain(mesh), background=True).wait()
+
+
 def stopped(rank, mesh, path, background):
     """A rank that neither ends nor answers."""
     if rank == 1:
@@ -71,10 +87,10 @@ def raises_before(rank, mesh, path, background):
     save(path, model, background=background).wait()
 
 
-def one_rank(rank, dump, port, num_ranks, work, args, told):
+def one_rank(rank, dump, port, num_ranks, timeout_s, work, args, told):
     _begin(dump)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    limit = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
     mesh = DeviceMesh("cpu", list(range(num_ranks)))
     dist.barrier()
@@ -87,14 +103,14 @@ def one_rank(rank, dump, port, num_ranks, work, args, told):
     told.send((time.monotonic() - begun, text))
 
 
-def ended(tmp_path, num_ranks, work, *args):
+def ended(tmp_path, num_ranks, work, *args, timeout_s=TIMEOUT_S):
     """What each rank but the first two was told, and rank 0, each with the seconds until then."""
     store, context = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), fork_context()
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     ranks = [
         context.Process(
             target=one_rank,
-            args=(r, str(tmp_path / f"{r}.stack"), store.port, num_ranks, work, args, pipes[r][1]),
+            args=(r, str(tmp_path / f"{r}.stack"), store.port, num_ranks, timeout_s, work, args, pipes[r][1]),
             daemon=True,
         )
         for r in range(num_ranks)
@@ -118,6 +134,12 @@ def test_a_rank_killed_in_a_background_save_is_named_at_once(tmp_path, num_ranks
     assert not (tmp_path / "c").exists()
 
 
+def test_a_rank_killed_before_another_has_connected_is_named_at_once(tmp_path):
+    for waited_s, text in ended(tmp_path, 3, killed_before_another_comes, tmp_path / "c"):
+        assert text == "the checkpoint in the background was not written: rank 1 has ended."
+        assert waited_s < SOON_S
+
+
 def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
     ((waited_s, text),) = ended(tmp_path, 2, killed, tmp_path / "c", False)
     assert text.startswith("another rank has ended, cannot be reached, or did not come here in time")
@@ -127,9 +149,9 @@ def test_a_rank_killed_in_a_save_is_told_in_words_of_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_stands_still_is_waited_for_no_longer_than_by_the_process_group(tmp_path, background):
-    ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background)
+    ((waited_s, text),) = ended(tmp_path, 2, stopped, tmp_path / "c", background, timeout_s=SHORT_S)
     assert "other ranks did not come" in text if background else "did not come here in time" in text
-    assert TIMEOUT_S - 1 < waited_s < TIMEOUT_S + 10
+    assert SHORT_S - 1 < waited_s < SHORT_S + 10
 
 
 def test_a_program_that_ends_waits_for_the_others_no_longer_than_its_grace(tmp_path):
