@@ -66,6 +66,7 @@ def traced(blocks: int, ranks: int, batch: int = 2, **sharding: object) -> Log:
 
 
 ON_HOST = acc.Offload(params="host", optimizer="host")
+REDUCED_IN_BF16 = {"strategy": acc.HYBRID_SHARD, "precision": replace(BF16, reduce=torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,10 @@ ON_HOST = acc.Offload(params="host", optimizer="host")
         (11, {"units": acc.min_params(17_000), "checkpoint_activations": "full"}),
         (11, {"strategy": acc.HYBRID_SHARD, "offload": ON_HOST}),  # nine are traced, for it lands latest
         (11, {"strategy": acc.HYBRID_SHARD}),
+        (11, REDUCED_IN_BF16),  # gradients are made where they land, two blocks later, and let go by the step
         (11, {"strategy": acc.HYBRID_SHARD_OPTIM, "checkpoint_activations": "full"}),
         (11, {"offload": acc.Offload(optimizer="host")}),
-    ], lambda blocks, sharding: (blocks, sharding) == (8, {}) or sharding.get("offload") is ON_HOST),
+    ], lambda blocks, sharding: sharding in ({}, REDUCED_IN_BF16) or sharding.get("offload") is ON_HOST),
 )  # fmt: skip
 def test_a_deep_model_is_that_of_some_blocks_exactly(blocks, sharding):
     run = run_of(16, **sharding)
@@ -102,6 +104,19 @@ def test_a_deep_model_is_that_of_some_blocks_exactly(blocks, sharding):
     kinds = [[(type(e), getattr(e, "num_bytes", 0)) for e in before(events_until_step(log))] for log in (whole, quick)]
     assert kinds[0] == kinds[1]
     assert landings(whole) == landings(quick)
+    assert left_bytes(whole) == left_bytes(quick) == 0
+
+
+def left_bytes(log: Log) -> int:
+    """How much more lives after a step than before it."""
+    live = {alloc.number: alloc.num_bytes for alloc, _ in log.held}
+    held_bytes = sum(live.values())
+    for event in log.events:
+        if isinstance(event, Alloc):
+            live[event.number] = event.num_bytes
+        elif isinstance(event, Free):
+            del live[event.number]
+    return sum(live.values()) - held_bytes
 
 
 def landings(log: Log) -> list[int]:

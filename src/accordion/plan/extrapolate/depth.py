@@ -46,19 +46,27 @@ class IrregularError(Exception):
 
 
 def extend(
-    log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float, each: int = 1
+    log: Log,
+    first_unit: int,
+    traced: int,
+    total: int,
+    period: int,
+    optimizer_scale: float,
+    each: int = 1,
+    later: int = 0,
 ) -> Log:
     """`log` of a model with `traced` equal blocks, units `first_unit` and following, as that of `total` blocks.
 
-    `optimizer_scale`: by how much the optimizer's kernels grow. `each`: units of one block. Raises `IrregularError`.
+    `optimizer_scale`: by how much the optimizer's kernels grow. `each`: units of one block. `later`: as in `num_traced`. Raises
+    `IrregularError`.
     """
     if traced == total:
         return log
-    return _Extension(log, first_unit, traced, total, period, optimizer_scale, each).log()
+    return _Extension(log, first_unit, traced, total, period, optimizer_scale, each, later).log()
 
 
-def _check_lives(held: list[tuple[Alloc, int | None]], events: list[Event]) -> None:
-    """Raises `IrregularError` where memory is freed that is not there."""
+def _num_left(held: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
+    """How many more allocations live after a step than before. Raises `IrregularError` where one is freed that is not there."""
     live = {alloc.number for alloc, _ in held}
     for event in events:
         if isinstance(event, Alloc):
@@ -67,17 +75,26 @@ def _check_lives(held: list[tuple[Alloc, int | None]], events: list[Event]) -> N
             if event.number not in live:
                 raise IrregularError
             live.remove(event.number)
+    return len(live) - len(held)
 
 
 class _Extension:
     """Owns the numbers of what is made anew."""
 
     def __init__(
-        self, log: Log, first_unit: int, traced: int, total: int, period: int, optimizer_scale: float, each: int
+        self,
+        log: Log,
+        first_unit: int,
+        traced: int,
+        total: int,
+        period: int,
+        optimizer_scale: float,
+        each: int,
+        later: int,
     ) -> None:
         self._each, self._end = each, first_unit + traced * each  # the first unit behind the blocks
         self._log, self._first, self._traced, self._total, self._period = log, first_unit, traced, total, period
-        self._scale = optimizer_scale
+        self._scale, self._later = optimizer_scale, later
         self._start = HEAD + period  # the repeated period: [start, start + period)
         self._copies = 1 + (total - traced) // period
         self._segments = self._cut()
@@ -107,7 +124,8 @@ class _Extension:
                 events.extend(self._again(event, segment, copy))
         host_bytes = round(self._log.host_bytes * self._scale)
         held = self._held()
-        _check_lives(held, events)
+        if _num_left(held, events) and not _num_left(self._log.held, self._log.events):
+            raise IrregularError  # what every block made, and only those that were traced let go
         return replace(self._log, held=held, events=events, units=self._units(), host_bytes=host_bytes)
 
     # -- segments
@@ -251,16 +269,18 @@ class _Extension:
 
     def _is_one_blocks(self, where: _Made, segment: _Segment) -> bool:
         """Whether a segment outside of the blocks means what that block made, counted from the first one; else it means what each
-        of them made, and so the last ones' too.
+        of them made, and so those behind too.
+
+        What is waited for late is waited for outside of them only where it is of the first `later` blocks and one.
         """
         assert where.block is not None
-        furthest = where.block + (self._traced - TAIL - 1 - where.block) // self._period * self._period
-        if not self._start <= where.block < furthest:
+        if not self._start <= where.block <= self._later:
             return False
         if id(segment) not in self._meant:
             found = (self._where(event) for event in segment.events if isinstance(event, (Free, Land, Wait)))
             self._meant[id(segment)] = {w for w in found if w is not None}
-        return replace(where, block=furthest) not in self._meant[id(segment)]
+        behind = range(where.block + self._period, self._traced, self._period)
+        return not any(replace(where, block=k) in self._meant[id(segment)] for k in behind if k > self._later)
 
     def _where(self, event: Free | Land | Wait) -> _Made | None:
         return self._made.get(event.number) if isinstance(event, Free) else self._transfers.get(event.transfer)

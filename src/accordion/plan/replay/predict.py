@@ -58,7 +58,8 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
         return trace(subject, run), "all blocks"
     period = max(1, checkpointing_named(run.sharding.get("checkpoint_activations", "none")).every)
-    count = num_traced(blocks.count, period, _later(run))
+    later = _later(run)
+    count = num_traced(blocks.count, period, later)
     if count == blocks.count:
         return trace(subject, run), "all blocks"
     whole = _num_stepped(model, run)
@@ -66,7 +67,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     grows = whole / _num_stepped(short, run)
     try:
         log = trace(replace(subject, make=lambda: short), run)
-        extended = extend(log, blocks.first_unit, count, blocks.count, period, grows, blocks.each)
+        extended = extend(log, blocks.first_unit, count, blocks.count, period, grows, blocks.each, later)
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
