@@ -169,3 +169,15 @@ def test_who_waits_in_vain_because_it_was_interrupted_tells_of_that() -> None:
     gone.__context__ = RuntimeError("gloo: Broken pipe")
     gone.__context__.__context__ = gone.__context__
     assert " while it handles " not in party_line.told(gone)
+
+
+def test_who_has_ended_is_told_with_how_and_is_not_among_the_silent():
+    line = SimpleNamespace(
+        where=lambda ranks: {2: "waits"},
+        ended={1: f"has not answered for 12 s: {party_line.LOST_END}", 7: "is of another model"},
+        _ends=SimpleNamespace(rank=0),
+    )
+    assert party_line.PartyLine.told_of(line, [0, 1, 2, 3]) == (  # type: ignore[arg-type]
+        "rank 1 has not answered for 12 s: its machine, or the network to it, is gone; rank 2 waits; "
+        "nothing is heard of rank 3, whose process has not begun, is stopped, or hangs"
+    )

@@ -258,9 +258,10 @@ class PartyLine:
         return self._ends.where([rank for rank in ranks if rank not in self.ended])
 
     def told_of(self, ranks: Sequence[int], *, all_of_them: bool = True) -> str:
-        """The same as a sentence's part; `all_of_them`: with those that cannot be asked."""
+        """The same as a sentence's part, and how those ended that have; `all_of_them`: with those that cannot be asked."""
         where = self.where(ranks)
-        others = [f"rank {rank} {text}" for rank, text in where.items()]
+        where |= {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
+        others = [f"rank {rank} {text}" for rank, text in sorted(where.items())]
         silent = [str(rank) for rank in ranks if rank not in (*where, self._ends.rank)]
         if silent and all_of_them:
             others.append(f"nothing is heard of rank {', '.join(silent)}, {STOPPED}")
