@@ -24,3 +24,15 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """What a regular file of UTF-8 holds. Raises `OSError` as `open_regular` does, `UnicodeDecodeError` for other bytes."""
     with open_regular(Path(path)) as file:
         return file.read().decode("utf-8")
+
+
+def is_open_at(handle: int, path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the file that is open; opened anew, since network file systems look at names only then."""
+    try:
+        other = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return os.path.samestat(os.fstat(handle), os.fstat(other))
+    finally:
+        os.close(other)

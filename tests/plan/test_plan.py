@@ -17,7 +17,7 @@ import accordion as acc
 from accordion import cli
 from accordion.bench.model import GPT, loss_of
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Land, Launch, Log, Op, StepPart, StepPhase
-from accordion.plan.extrapolate.depth import extend, num_traced
+from accordion.plan.extrapolate.depth import Shortened, extend, num_traced
 from accordion.plan.extrapolate.family import Family
 from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
 from accordion.plan.replay.allocator import Allocator, reserved_bytes
@@ -437,7 +437,7 @@ def test_fits_leaves_the_margin(small):
     for factor, fits in ((1.001, True), (0.999, False)):
         assert memory.fits(Cluster(gpu=gpu_named("h100", memory_gib=gib * factor))) is fits
     assert replace(small.cluster, node=4).node == 4
-    assert extend(small.log, 0, 1, 1, 1, 1.0) is small.log
+    assert extend(small.log, Shortened(first_unit=0, traced=1, total=1, period=1, optimizer_scale=1.0)) is small.log
 
 
 def test_what_rests_on_the_host_is_none_of_the_cards():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from accordion.checkpoint.format import MANIFEST, parse
 from accordion.errors import CheckpointError, UsageError
-from accordion.files import NOT_REGULAR, open_regular
+from accordion.files import NOT_REGULAR, is_open_at, open_regular
 
 LOCK = ".lock"  # in a folder that is being written; a crash leaves the file behind, and not the lock
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -169,7 +169,7 @@ def lock(folder: Path) -> int | None:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except FileNotFoundError:
         return None
-    if _locks(handle) and _lies_at(handle, folder / LOCK):
+    if _locks(handle) and is_open_at(handle, folder / LOCK):
         return handle
     os.close(handle)
     return None
@@ -201,13 +201,6 @@ def _locks(handle: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True
-
-
-def _lies_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def remove_rest(folder: Path) -> None:

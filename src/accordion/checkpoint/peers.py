@@ -80,7 +80,8 @@ class Peers:
         while num_heard < num_ranks and time.monotonic() < deadline:
             self._accept()
             for key, _ in self._selector.select(GREET_S):
-                num_heard += not key.data and self._hear_name(key)
+                if not key.data:
+                    num_heard += self._hear_name(key)
 
     def _hear_name(self, key: selectors.SelectorKey) -> bool:
         """Whether it is a rank of this save; a stranger is sent away."""

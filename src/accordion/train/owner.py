@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accordion.errors import UsageError
+from accordion.files import is_open_at
 
 FILE = ".owner"  # in the folder; after a kill it stays behind, the lock on it does not
 PATIENCE_S = 5.0  # in which a job that was ended just now is gone
@@ -125,7 +126,7 @@ class Claim:
         with self._one_at_a_time:
             while self._held:
                 folder, handle = self._held.popitem()[1]
-                if _is(handle, folder / FILE) and _is_of(self._mine, folder):
+                if is_open_at(handle, folder / FILE) and _is_of(self._mine, folder):
                     (folder / FILE).unlink(missing_ok=True)
                 os.close(handle)
 
@@ -161,7 +162,7 @@ class Claim:
                 if error.errno not in NO_LOCKS:
                     raise UsageError(f"{str(path)!r} cannot be locked: {error.strerror}.") from None
                 locks = False
-            if not _is(handle, path):
+            if not is_open_at(handle, path):
                 return _unknown()  # the one before removed it as it ended: look again
             before, text = _read(folder)
             left_here = locks and before is not None and before.host == self._mine.host
@@ -194,7 +195,7 @@ class Claim:
         while not self._done.wait(BEAT_S):
             with self._one_at_a_time:
                 for setting, (folder, handle) in list(self._held.items()):
-                    if _is(handle, folder / FILE) and (_is_of(self._mine, folder) or _read(folder)[0] is None):
+                    if is_open_at(handle, folder / FILE) and (_is_of(self._mine, folder) or _read(folder)[0] is None):
                         self._write(handle)
                     elif folder.is_dir():
                         self._again(setting, folder, handle)
@@ -253,15 +254,3 @@ def _lives(folder: Path) -> bool:
         if _read(folder)[1] != before:
             return True
     return False
-
-
-def _is(handle: int, path: Path) -> bool:
-    """Whether `path` is the file that is open; opened anew, since network file systems look at names only then."""
-    try:
-        other = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return os.path.samestat(os.fstat(handle), os.fstat(other))
-    finally:
-        os.close(other)

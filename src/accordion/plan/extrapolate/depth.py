@@ -45,24 +45,26 @@ class IrregularError(Exception):
     """The blocks in the middle do not repeat, so the whole model must be traced."""
 
 
-def extend(
-    log: Log,
-    first_unit: int,
-    traced: int,
-    total: int,
-    period: int,
-    optimizer_scale: float,
-    each: int = 1,
-    later: int = 0,
-) -> Log:
-    """`log` of a model with `traced` equal blocks, units `first_unit` and following, as that of `total` blocks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortened:
+    """How a deep model was shortened: of `total` equal blocks `traced` are left, units `first_unit` and following.
 
-    `optimizer_scale`: by how much the optimizer's kernels grow. `each`: units of one block. `later`: as in `num_traced`. Raises
-    `IrregularError`.
+    `each`: units of one block. `period`, `later`: as in `num_traced`. `optimizer_scale`: by how much larger the deep
+    model's kernels of the optimizer are.
     """
-    if traced == total:
-        return log
-    return _Extension(log, first_unit, traced, total, period, optimizer_scale, each, later).log()
+
+    first_unit: int
+    traced: int
+    total: int
+    period: int
+    optimizer_scale: float
+    each: int = 1
+    later: int = 0
+
+
+def extend(log: Log, how: Shortened) -> Log:
+    """`log` of a shortened model as that of the deep one. Raises `IrregularError`."""
+    return log if how.traced == how.total else _Extension(log, how).log()
 
 
 def _num_left(held: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
@@ -81,22 +83,13 @@ def _num_left(held: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
 class _Extension:
     """Owns the numbers of what is made anew."""
 
-    def __init__(
-        self,
-        log: Log,
-        first_unit: int,
-        traced: int,
-        total: int,
-        period: int,
-        optimizer_scale: float,
-        each: int,
-        later: int,
-    ) -> None:
-        self._each, self._end = each, first_unit + traced * each  # the first unit behind the blocks
-        self._log, self._first, self._traced, self._total, self._period = log, first_unit, traced, total, period
-        self._scale, self._later = optimizer_scale, later
-        self._start = HEAD + period  # the repeated period: [start, start + period)
-        self._copies = 1 + (total - traced) // period
+    def __init__(self, log: Log, how: Shortened) -> None:
+        self._log, self._first, self._each = log, how.first_unit, how.each
+        self._traced, self._total, self._period, self._later = how.traced, how.total, how.period, how.later
+        self._scale = how.optimizer_scale
+        self._end = how.first_unit + how.traced * how.each  # the first unit behind the blocks
+        self._start = HEAD + how.period  # the repeated period: [start, start + period)
+        self._copies = 1 + (how.total - how.traced) // how.period
         self._segments = self._cut()
         self._made, self._transfers = self._find_made()
         self._check()
@@ -271,7 +264,7 @@ class _Extension:
         """Whether a segment outside of the blocks means what that block made, counted from the first one; else it means what each
         of them made, and so those behind too.
 
-        What is waited for late is waited for outside of them only where it is of the first `later` blocks and one.
+        A backward ends before the first blocks' work has landed, up to block `later`; what is of a later block is of each.
         """
         assert where.block is not None
         if not self._start <= where.block <= self._later:

@@ -9,7 +9,7 @@ from torch import nn
 from accordion.config import Place, checkpointing_named
 from accordion.plan.events import Log
 from accordion.plan.experts import experts_in
-from accordion.plan.extrapolate.depth import IrregularError, extend, num_traced
+from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, REACHED, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import costs_of
@@ -67,7 +67,16 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     grows = whole / _num_stepped(short, run)
     try:
         log = trace(replace(subject, make=lambda: short), run)
-        extended = extend(log, blocks.first_unit, count, blocks.count, period, grows, blocks.each, later)
+        how = Shortened(
+            first_unit=blocks.first_unit,
+            traced=count,
+            total=blocks.count,
+            period=period,
+            optimizer_scale=grows,
+            each=blocks.each,
+            later=later,
+        )
+        extended = extend(log, how)
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
