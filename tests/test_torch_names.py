@@ -141,7 +141,7 @@ def _() -> None:
     assert _torch.base_of(whole) is None
 
 
-@checks("hand_over_hooks", "has_hooks", "have_hooks", "post_accumulate_hooks", "grads_of", "which_train", "marks_of")
+@checks("hand_over_hooks", "has_hooks", "need_autograd", "post_accumulate_hooks", "grads_of", "which_train", "marks_of")
 def _() -> None:
     old, new = (nn.Parameter(torch.ones(2)) for _ in range(2))
     heard: list[str] = []
@@ -151,7 +151,8 @@ def _() -> None:
     assert _torch.marks_of(old) == {"mark": 3}
     assert not _torch.has_hooks(new)
     _torch.hand_over_hooks(old, new)
-    assert _torch.have_hooks([old, new]) == [True, True]
+    frozen = torch.ones(1)
+    assert _torch.need_autograd([old, new, frozen, nn.Parameter(frozen)]) == [True, True, True, False]
     assert len(_torch.post_accumulate_hooks(new)) == 1
     new.sum().backward()
     assert heard == ["grad", "sum"]

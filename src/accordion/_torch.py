@@ -173,10 +173,10 @@ def has_hooks(leaf: Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-def have_hooks(leaves: Sequence[Tensor]) -> list[bool]:
-    """`has_hooks` of each."""
+def need_autograd(leaves: Sequence[Tensor]) -> list[bool]:
+    """Return for each leaf if its gradient is autograd's to take: to run hooks, or to drop it because the leaf is frozen."""
     with plain_attributes():
-        return [bool(x._backward_hooks or x._post_accumulate_grad_hooks) for x in leaves]
+        return [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
 
 
 _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")

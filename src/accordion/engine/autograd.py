@@ -55,7 +55,7 @@ class AwaitReduce(torch.autograd.Function):
             engine = call.engine
             accumulates = engine.accumulates()
             waits = parts[0].goes_on and accumulates and not engine.observers.gradients_arrive
-            if waits and not any(_torch.have_hooks(call.trained.params)):
+            if waits and not any(_torch.need_autograd(call.trained.params)):
                 for part in parts:
                     part.arrive()
                 engine.delayed_writes.add(partial(hand_over, call, parts, True))
@@ -79,7 +79,7 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
         tell(call.unit)
     params = call.trained.params
     held = _torch.grads_of(params)
-    listens = _torch.have_hooks(params) if accumulates else [True] * len(params)
+    listens = _torch.need_autograd(params) if accumulates else [True] * len(params)
     adding = [False] * len(params)
     if [g for g in held if g is not None]:
         pairs = list(zip(listens, held, strict=True))
@@ -146,7 +146,9 @@ class Gather(torch.autograd.Function):
         if not call.trained.indices:
             return None, None
         if not call.reduces:
-            engine.add_up(unit, call.trained, grads)
+            # A parameter that was frozen since the forward gets no gradient, as in autograd's own accumulation.
+            trains = _torch.which_train(call.trained.params)
+            engine.add_up(unit, [call.trained.indices[k] for k in trains], [grads[k] for k in trains])
             return None, engine.zero if call.sync else None
         parts = engine.reduce(unit, call.trained, grads, ours)
         engine.reduces_under_way.append(parts)

@@ -268,17 +268,19 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        self.add_up(unit, unit.trained_at((i,)), [grad])
+        # With all others that train: ranks may have such gradients for different parameters, and reduce the same ones.
+        indices = tuple(sorted({*unit.trained.indices, i}))
+        self.add_up(unit, indices, [grad if k == i else None for k in indices])
 
     # -- gradients
 
-    def add_up(self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
-        """Under no_sync: keep this rank's full gradients, and what they add up to."""
+    def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Under no_sync: add this rank's full gradients of the parameters `indices` to their local sums."""
         self.writes_here()
-        self._taking(GRADIENTS, unit.local_sums.add, trained.indices, grads)
+        self._taking(GRADIENTS, unit.local_sums.add, indices, grads)
 
     def reduce(
-        self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
+        self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
         """`Unit.reduce`."""
         return self._taking(GRADIENTS, unit.reduce, trained, grads, ours)
@@ -371,13 +373,16 @@ class Engine:
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
-        for unit in [unit for unit in self.units if unit.local_sums.is_adding and unit.unit_policy.reduces]:
-            trained = unit.trained
-            nothing = [None] * len(trained.indices)
-            parts = self.reduce(unit, trained, nothing, [False] * len(nothing))
-            decide = any(_torch.have_hooks(trained.params)) or bool(self.observers.gradients_arrive)
-            grads = self.as_gradients(unit, trained, parts, [False] * len(nothing), decide)
+        """Reduce local sums that the synchronized backward did not visit, in unit order on all ranks.
+
+        Also those of parameters that are frozen by now: their gradients of earlier micro-batches belong to the step.
+        """
+        for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
+            trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
+            not_ours = [False] * len(trained.indices)
+            parts = self.reduce(unit, trained, None, not_ours)
+            decide = any(_torch.need_autograd(trained.params)) or bool(self.observers.gradients_arrive)
+            grads = self.as_gradients(unit, trained, parts, not_ours, decide)
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]
             for param, grad, place in zip(trained.params, grads, counted, strict=True):

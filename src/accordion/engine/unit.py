@@ -339,11 +339,14 @@ class Unit:
                 yield group, [i for i, _ in mine], [v for _, v in mine]
 
     def reduce(
-        self, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
+        self, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
-        """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
-        added = self.local_sums.is_adding
-        if added:
+        """Begin to reduce full gradients and the local sums of their parameters.
+
+        `grads`: None to reduce the local sums alone. `ours`: the gradients that nobody else has.
+        """
+        added = not self.local_sums.pending.isdisjoint(trained.indices)
+        if added or grads is None:
             grads = self.local_sums.take(trained.indices, grads)
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
         if len(self.groups) == 1:
