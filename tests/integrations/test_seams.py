@@ -16,13 +16,13 @@ FOLDER = Path(accordion.__file__).parent / "integrations"
 
 def test_every_seam_is_there():
     pytest.importorskip("accelerate")
-    from accordion.integrations.seams import lost
+    from tests.support.seams import lost
 
     assert not list(lost()), "\n".join(lost())
 
 
 def test_every_underscore_method_that_is_overridden_is_in_the_table():
-    from accordion.integrations.seams import SEAMS
+    from tests.support.seams import SEAMS
 
     tree = ast.parse((FOLDER / "transformers.py").read_text())
     mixin = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ShardedTrainer")
@@ -36,7 +36,7 @@ def test_every_underscore_method_that_is_overridden_is_in_the_table():
 
 
 def test_every_underscore_name_of_lightning_is_in_the_table():
-    from accordion.integrations.seams import SEAMS
+    from tests.support.seams import SEAMS
 
     own = {
         "_mesh",
@@ -63,7 +63,7 @@ def test_a_lost_seam_is_a_sentence(monkeypatch):
     pytest.importorskip("accelerate")
     import transformers
 
-    from accordion.integrations.seams import lost
+    from tests.support.seams import lost
 
     monkeypatch.delattr(transformers.Trainer, "_load_best_model")
     (sentence,) = lost()
