@@ -378,6 +378,46 @@ def grouped(mesh: DeviceMesh) -> None:
     assert _torch.flattened_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b")), "ab").ndim == 1
 
 
+def grouped_on_a_device(mesh: DeviceMesh) -> str:
+    """The device of a group made in a job that is bound to one, as torch 2.15 binds every job of NCCL."""
+    job: Any = dist.group.WORLD
+    before, job.bound_device_id = job.bound_device_id, torch.device("cpu", 0)
+    try:
+        ranks = list(range(mesh.size()))
+        group = _torch.named_group("accordion/test/bound", ranks, torch.device("cpu", 1), timedelta(seconds=30))
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == mesh.size()
+        return str(group.bound_device_id)
+    finally:
+        job.bound_device_id = before
+
+
+SPLIT_SOURCE = list(inspect.signature(dist.distributed_c10d._get_split_source).parameters)
+
+
+@pytest.mark.skipif(len(SPLIT_SOURCE) < 2, reason="torch binds no job to a CPU before 2.15")
+def test_a_named_group_is_bound_to_the_device_of_its_job(world: Any) -> None:
+    assert world.run(2, grouped_on_a_device) == ["cpu:0", "cpu:0"]
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
+def test_a_named_group_is_asked_for_on_the_device_of_its_job(
+    monkeypatch: pytest.MonkeyPatch, bound: torch.device | None
+) -> None:
+    with one_rank():
+        monkeypatch.setattr(dist, "new_group", lambda *_, device_id, **__: device_id)
+        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", bound)
+        assert _torch.named_group("accordion/test", [0, 1], CPU) == (bound or CPU)
+        monkeypatch.undo()
+
+
+def test_what_stands_in_for_functions_of_torch_takes_what_they_take() -> None:
+    """`named_group` replaces both for as long as torch makes a group."""
+    assert list(inspect.signature(dist.distributed_c10d._process_group_name).parameters) == ["ranks", "use_hashed_name"]
+    assert SPLIT_SOURCE in (["pg"], ["pg", "requested_backend"])
+
+
 @checks(
     *("backend_of", "options_of", "timeout_s_of_job", "default_store", "group_name", "named_group", "gather_single"),
     *("exchange_single", "reduce_scatter_single", "gather_coalesced", "reduce_scatter_coalesced", "joined_mesh"),

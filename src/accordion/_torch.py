@@ -427,17 +427,18 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
 def named_group(
     name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
 ) -> Any:
-    """A process group that its own ranks make, under a name on which they have agreed. No public way (2.11 to 2.13).
+    """A process group that its own ranks make, under a name on which they have agreed. No public way (2.11 to 2.15).
 
     `new_group(use_local_synchronization=True)` names it after the number of groups that a rank knows. Where ranks know
     different ones, `new_group([0])` suffices, each waits for the others under a name of its own, for good.
     Nor is it split off the job's communicator, as torch does where `init_process_group` was given a device: all ranks of
-    the job would have to take part.
+    the job would have to take part. A job that is bound to a device takes groups of that device alone.
     """
     c10d: Any = torch.distributed.distributed_c10d
+    device = c10d._get_default_group().bound_device_id or device
     plain = c10d._process_group_name, c10d._get_split_source
     c10d._process_group_name = lambda ranks, use_hashed_name: name
-    c10d._get_split_source = lambda group: None
+    c10d._get_split_source = lambda *_: None  # (group), since 2.15 (group, backend)
     try:
         return torch.distributed.new_group(
             ranks, timeout, pg_options=options, use_local_synchronization=True, device_id=device

@@ -27,6 +27,7 @@ from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before.checker import Checker, Event, Stream, where
 
 SHARD, TOPOLOGY = (sys.modules[f"accordion.shard.{name}"] for name in ("api", "topology"))
+COMMUNICATOR = sys.modules["accordion.engine.communicator"]
 NO_KERNEL = (
     "aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift", "aten._unsafe_view", "aten.set_", "aten.alias",
     "aten.empty_like", "aten.empty_strided", "aten._local_scalar_dense", "aten.equal", "prim.device",
@@ -228,7 +229,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
         (DivergenceMonitor, "__init__", watch),
         (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_made", lambda self, num_threads, name: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
-        (TOPOLOGY, "own_communicator", second),
+        (TOPOLOGY, "own_communicator", second), (COMMUNICATOR, "is_stream_ordered", lambda backend, device: True),
         (TOPOLOGY, "_one_node", lambda communicator, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
         (TOPOLOGY, "same_mesh", lambda mesh: None),
         (SHARD, "same_values", lambda *args: lambda owned: owned.original.detach()),
