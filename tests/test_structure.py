@@ -85,6 +85,7 @@ ORDER = [
     "files",
     "garbage",
     "storage_watch",
+    "tensor_checksum",
     "errors",
     "version",
     "_torch",

@@ -205,6 +205,24 @@ def _() -> None:
     assert _torch.StridedShard(1, split_factor=2).split_factor == 2
 
 
+@checks("storages_of")
+def _() -> None:
+    with one_rank() as mesh:
+        param = sharded(mesh)
+        own = _torch.storages_of([param])
+        param.data = param.data
+        with torch.no_grad():
+            param.mul_(2)
+        assert _torch.storages_of([param]) == own
+        kept = param.data
+        param.data = kept * 2
+        assert _torch.storages_of([param]) != own
+        assert torch.equal(_torch.local_of(param), torch.full((2, 3), 2.0)), "what was assigned is nowhere"
+        # Its Python object, with the attributes, lives as long as the storage.
+        vars(_torch.local_of(param).untyped_storage())["mark"] = 1
+        assert vars(_torch.local_of(param.data).untyped_storage())["mark"] == 1
+
+
 @checks("answer_anomaly_checks", "has_rule", "answer_operator", "unanswered", "settle_before_unscale")
 def _() -> None:
     assert _torch.has_rule(torch.ops.aten.add.Tensor)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
+from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,17 @@ def grads_of(leaves: Sequence[Tensor]) -> list[Tensor | None]:
 def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
     """The indices of those that require gradients."""
     with plain_attributes():
-        return tuple([i for i, trains in enumerate(map(_trains, leaves)) if trains])
+        return tuple(compress(range(len(leaves)), map(_trains, leaves)))
+
+
+def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storage of each DTensor, which has no memory, without a call of Python for each.
+
+    `p.data = x` gives `p` the storage of `x`, and leaves the local tensor in which DTensor keeps its numbers as it was (all
+    versions). While somebody holds a storage, torch returns the same object for it again.
+    """
+    with plain_attributes():
+        return list(map(Tensor.untyped_storage, tensors))
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -315,6 +315,7 @@ class Engine:
         """Wait until shards, gradients and the optimizer's state are what the last step, backward and copies make of them."""
         self.land_gradients()
         for unit in self.units:
+            unit.module_params.check_data()
             for group in unit.groups:
                 group.shard_buffer.synchronize()
 

@@ -237,7 +237,7 @@ class Hooks:
         unit.module_params.hide(fulls)
         if (refused := unit.lost_write(call.writes, fulls)) is not None:
             unit.release()
-            engine.leave(None)
+            engine.leave(refused)
             raise refused
         if call.root == IN_BACKWARD:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)

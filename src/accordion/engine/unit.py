@@ -170,6 +170,7 @@ class Unit:
 
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
+        self.module_params.check_data()
         self.drop_stale()
         return self.see_trained()
 
@@ -297,22 +298,25 @@ class Unit:
         `fulls`: what it was shown. A tensor that was given other memory, by `weight.data = ...`, gets its own again; with the
         same numbers in it that was no harm, as where an RNN lays its weights together.
         """
-        text = "wrote into a parameter"
-        if self.writes() == writes:
-            if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
-                return None
-            changed = []
-            for full, own, param in zip(fulls, self._memory, self.params, strict=True):
-                if _ADDRESS(full) != _ADDRESS(own):
-                    given, full.data = full.data, own
-                    is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
-                    changed += [] if is_alike and torch.equal(given, own) else [param.name]
-            if not changed:
-                return None
-            text = f"assigned other values to the data of parameter {changed[0]!r}"
+        if self.writes() != writes:
+            return self.lost_write_error("modified a parameter")
+        if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
+            return None
+        changed = []
+        for full, own, param in zip(fulls, self._memory, self.params, strict=True):
+            if _ADDRESS(full) != _ADDRESS(own):
+                given, full.data = full.data, own
+                is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
+                changed += [] if is_alike and torch.equal(given, own) else [param.name]
+        if not changed:
+            return None
+        return self.lost_write_error(f"assigned other values to the data of parameter {changed[0]!r}")
+
+    def lost_write_error(self, change: str) -> UsageError:
+        """Return the error to raise after a forward that modified full parameters."""
         return UsageError(
-            f"unit {self.name or 'root'!r} {text} in its forward, and the shards would not follow; write into parameters under "
-            "full_params(model, write=True), or have the module do so before shard()."
+            f"unit {self.name or 'root'!r} {change} in its forward, and the change would be lost when the parameter is "
+            "resharded; modify parameters inside full_params(model, write=True) or before shard(), or make the tensor a buffer."
         )
 
     def holds(self, tensor: Tensor) -> bool:

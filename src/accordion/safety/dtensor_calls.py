@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accordion import _torch
+from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 from accordion.safety import mixed_tensors
 
@@ -26,14 +28,18 @@ DRAWS_INTO = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float
 DRAWS_LIKE = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 WRITES = (
     *(aten.zero_.default, aten.fill_.Scalar, aten.copy_.default),
-    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
+    *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.lerp_.Scalar, aten.lerp_.Tensor),
+    *(aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default),
 )
 WRITES_AT = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
+OWNER = "_accordion_owner"  # the attribute by which the storage of a shard leads to its parameter
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
 
 
-def answer_for_dtensors() -> None:
-    """Once a process; a second call changes nothing."""
+def answer_for_dtensors(engine: Engine) -> None:
+    """Answer once a process, for every DTensor, and count writes through `.data` as writes to the parameters of `engine`."""
+    for param in [param for unit in engine.units for param in unit.params]:
+        vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param.sharded)
     _torch.answer_operator(aten._local_scalar_dense.default, _number)
     for operator in (*DRAWS_INTO, *DRAWS_LIKE):
         _torch.answer_operator(operator, _draw)
@@ -87,7 +93,7 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     local, to = _torch.local_of(tensor), kwargs.get("device")
     if operator in DRAWS_INTO:
-        _refuse_lost_write(tensor)
+        _begin_write(tensor)
     is_here = type(local) is Tensor and local.device.type == "cpu" and to in (None, torch.device("cpu"))
     if not is_here or any(p.is_partial() for p in tensor.placements):
         return _torch.unanswered(operator, args, kwargs)
@@ -105,11 +111,11 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor
 
 
-# -- writes into a part of a tensor
+# -- writes
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _refuse_lost_write(args[0])
+    _begin_write(args[0])
     base = _torch.base_of(args[0])
     if base is not None and operator is aten.copy_.default and not isinstance(args[1], DTensor):
         raise _part_written(
@@ -118,13 +124,17 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return mixed_tensors.answer(None, operator, args, kwargs)
 
 
-def _refuse_lost_write(tensor: Tensor) -> None:
-    """`weight[0].zero_()`: what torch takes for a view is a copy where it was gathered from all ranks for it."""
-    base = _torch.base_of(tensor)
-    if isinstance(base, DTensor) and isinstance(tensor, DTensor):
-        here, there = (_torch.storage_key(_torch.local_of(t).untyped_storage()) for t in (tensor, base))
-        if here != there:
-            raise _part_written(base)
+def _begin_write(tensor: Tensor) -> None:
+    """Refuse `weight[0].zero_()` if the view is a copy that was gathered from all ranks, and count writes through `.data`."""
+    if not isinstance(tensor, DTensor):
+        return
+    base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
+    if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
+        raise _part_written(base)
+    owner = vars(storage).get(OWNER)
+    param = None if owner is None else owner()
+    if param is not None and param is not tensor:  # full copies that are kept are stale from now on
+        torch.autograd.graph.increment_version(param)
 
 
 def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,6 +144,7 @@ def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`weight[rows] = 0`, with rows or a mask in a tensor."""
+    _begin_write(args[0])
     try:
         return _torch.unanswered(operator, args, kwargs)
     except (RuntimeError, NotImplementedError) as error:

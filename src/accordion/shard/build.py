@@ -76,9 +76,9 @@ def build_engine(
     hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
         unit.reads = reads
-    attach_safety(engine, hooks, agree_always="order" in debug, finite="finite" in debug)
+    attach_safety(engine, hooks, debug)
     _torch.answer_anomaly_checks()
-    answer_for_dtensors()
+    answer_for_dtensors(engine)
     explain_mixing(engine)
     refuse_in_safetensors()
     return engine
