@@ -35,6 +35,7 @@ class Contents:
 
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
+    params: Mapping[str, Tensor]  # of the model, by name, whichever of them a checkpoint holds
     optimizer: Json = None
 
 
@@ -66,15 +67,16 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: On
     `only`: which tensors of the model; the optimizer's states are those of its own parameters.
     """
     tensors, aliases = model_tensors(model)
-    names = {id(tensor): name.removeprefix("model/") for name, tensor in tensors.items()}
+    params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+    names = {id(tensor): name for name, tensor in params.items()}
     if only is not None:
-        wanted = chosen({name.removeprefix("model/"): tensor for name, tensor in tensors.items()}, only)
+        wanted = chosen(params, only)
         tensors = {f"model/{name}": tensor for name, tensor in wanted.items()}
         aliases = {name: source for name, source in aliases.items() if source in tensors}
     if optimizer is None:
-        return Contents(tensors=tensors, aliases=aliases)
+        return Contents(tensors=tensors, aliases=aliases, params=params)
     words, state = optimizer_state(optimizer, names)
-    return Contents(tensors={**tensors, **state}, aliases=aliases, optimizer=words)
+    return Contents(tensors={**tensors, **state}, aliases=aliases, params=params, optimizer=words)
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -27,7 +27,7 @@ def differences(manifest: Manifest, found: Contents, own: OwnStates | None = Non
     unlike = _listed(
         "missing in the checkpoint", (name for name, source in sources.items() if source not in manifest.tensors)
     )
-    saved = [name for name in manifest.tensors if name.startswith("model/")]
+    saved = [name for name in manifest.tensors if name.startswith("model/")] if wanted else []
     unlike += _listed(
         "in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)
     )
@@ -140,7 +140,7 @@ def restored(
     state = dict(now["state"])
     for group, ours in zip(groups, found.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
-            param, entry = found.tensors["model/" + name], manifest.tensors.get("model/" + name)
+            param, entry = found.params[name], manifest.tensors.get("model/" + name)
             fits = (entry is None or entry.shape == tuple(param.shape)) and not (own and name in own.misfits)
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:

@@ -185,7 +185,7 @@ def _of_local_rows(found: Contents, optimizer: torch.optim.Optimizer | None) -> 
     return [
         (param, key)
         for (param, key), value in states(found.optimizer)
-        if key != "step" and isinstance(found.tensors.get("model/" + param), DTensor)
+        if key != "step" and isinstance(found.params.get(param), DTensor)
         for name in refers_to(value)
         if not isinstance(found.tensors[name], DTensor) and found.tensors[name].dim()
     ]
@@ -221,7 +221,7 @@ def _split(found: Contents, places: list[Place], of_rows: list[Place], team: Tea
 
 def rows_of(param: str, found: Contents) -> Json:
     """Which part of a parameter this rank holds, and how it lies in memory: offset, shape and strides."""
-    tensor = found.tensors["model/" + param]
+    tensor = found.params[param]
     box = own_box(param, tensor)
     return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
 

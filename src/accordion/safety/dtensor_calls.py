@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
+from accordion.row_marks import refuse_rows_of_others
 from accordion.safety import mixed_tensors
 
 log = logging.getLogger("accordion")
@@ -117,6 +118,8 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _begin_write(args[0])
     base = _torch.base_of(args[0])
+    if operator is aten.copy_.default:
+        refuse_rows_of_others([(args[1], args[0])], "a tensor")
     if base is not None and operator is aten.copy_.default and not isinstance(args[1], DTensor):
         raise _part_written(
             base
