@@ -906,7 +906,9 @@ def _whole(p: Tensor, grad: Tensor | None) -> Tensor:
         return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     if not isinstance(grad, DTensor):
         return grad
-    return as_dtensor(local_of(grad).to(grad.device_mesh.device_type), grad).full_tensor()  # the rows may be on the host
+    return as_dtensor(
+        local_of(grad).to(grad.device_mesh.device_type), grad
+    ).full_tensor()  # the rows may be on the host
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -25,13 +25,12 @@ from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows
 
 Opt = TypeVar("Opt", bound=Optimizer)
+OURS = "_accordion_sharded"  # attribute of a sharded parameter
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
 )
-WHOLE = tuple(
-    getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
-)
+WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name))
 
 
 class Wrapped:
@@ -72,7 +71,7 @@ class LocalStep(Wrapped):
     def _step_here(self) -> None:
         params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
         pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for p in params]
-        sharded = {id(own): p for p, own in pairs}
+        sharded: dict[int, Tensor] = {id(own): p for p, own in pairs}
 
         def to_local(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
@@ -95,7 +94,9 @@ class LocalStep(Wrapped):
             if p in outer_state:
                 state[own] = local_state(outer_state[p])
         # A key that is no parameter is of a state that all share.
-        state.update({key: exchange(value, to_local) for key, value in outer_state.items() if not isinstance(key, Tensor)})
+        state.update(
+            {key: exchange(value, to_local) for key, value in outer_state.items() if not isinstance(key, Tensor)}
+        )
         try:
             self.state = state
             # Also what it holds besides its groups: a list of parameters.
@@ -176,23 +177,29 @@ class WholeStep(Wrapped, _torch.WholeVectors):
 
     def mean_loss(self, closure: Callable[[], Any]) -> Tensor:
         """Return the mean over all ranks of the loss of `closure`, which a line search compares."""
-        loss = torch.as_tensor(closure()).detach()
+        loss: Tensor = torch.as_tensor(closure()).detach()
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         mesh = next(p.device_mesh for p in self.param_groups[0]["params"] if isinstance(p, DTensor))
         device = torch.device(mesh.device_type)
         total = reduced(loss.to(device, copy=True), [Communicator(group, device) for group in mesh.get_all_groups()])
-        return total / mesh.size()
+        return total.div_(mesh.size())
 
 
-def wrap_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Before any step of torch's: wrap LBFGS if it holds sharded parameters; its step goes on in its new class."""
-    if not isinstance(optimizer, torch.optim.LBFGS) or isinstance(optimizer, WholeStep):
-        return None
-    if not any(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"]):
+def wrap_at_first_step(engine: Engine) -> None:
+    """Have an LBFGS of parameters of `engine` wrapped when it first steps, if it is not by then."""
+    for unit in engine.units:
+        for param in unit.params:
+            vars(param.sharded)[OURS] = True
+    _torch.before_any_step(_wrap_before_step)
+
+
+def _wrap_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    is_whole = isinstance(optimizer, torch.optim.LBFGS) and not isinstance(optimizer, WholeStep)
+    if not is_whole or not any(OURS in vars(p) for p in optimizer.param_groups[0]["params"]):
         return None
     wrapped: Any = wrap_optimizer(optimizer)
     closure = kwargs["closure"] if "closure" in kwargs else args[1]
-    return (optimizer, partial(wrapped.mean_loss, closure)), {}
+    return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step goes on in the new class
 
 
 class _Copied:
@@ -259,11 +266,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if isinstance(given, WHOLE):
         raise UsageError(
             f"{name} looks at more than one element at a time, and a rank holds some rows of each parameter only; "
-            + (
-                "take AdamW."
-                if name == "Adafactor"
-                else "leave out wrap_optimizer: torch steps Muon on DTensors."
-            )
+            + ("take AdamW." if name == "Adafactor" else "leave out wrap_optimizer: torch steps Muon on DTensors.")
         )
     is_whole = isinstance(given, torch.optim.LBFGS)
     if not (elementwise or is_whole or isinstance(given, ELEMENTWISE)):
@@ -295,9 +298,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     kind = type(optimizer)
     # What is called inside of a compiled function runs as it is: dynamo cannot trace the change to local tensors and back.
     step = WholeStep if is_whole else LocalStep
-    its = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
-    its["step"] = _torch.unseen_by_dynamo(step.step)
-    optimizer.__class__ = type(kind.__name__, (step, kind), its)
+    its: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
+    optimizer.__class__ = type(kind.__name__, (step, kind), {**its, "_kind": kind})
     if counted:
         _torch.count_steps(optimizer)
     if not is_whole:

@@ -85,7 +85,9 @@ def named(places: Sequence[Place]) -> str:
 # Begin the names of what is no state of a parameter; those are JSON lists.
 MODEL, KIND, GROUP, SHARED = "model/", "optimizer", "group/", "shared/"
 SAME_ON_ALL = {
-    **{MODEL: "models", KIND: "optimizers", GROUP: "groups of the optimizer"},
+    MODEL: "models",
+    KIND: "optimizers",
+    GROUP: "groups of the optimizer",
     SHARED: "states of the optimizer that belong to no parameter",
 }
 

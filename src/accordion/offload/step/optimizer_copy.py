@@ -31,6 +31,7 @@ class Entry:
     grad: Tensor
     state: dict[str, Any]
 
+
 Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 """(index of the param group, parameter, plain tensor of its elements with their `grad`, state)."""
 
@@ -44,23 +45,26 @@ class OptimizerCopy:
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self.kind = kind
-        params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        is_torchs = kind.__module__.startswith("torch.optim")
+        groups = optimizer.param_groups
+        params = {} if is_torchs else {id(p): p for group in groups for p in group["params"]}
         shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
         attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups", *HOOKS)}
-        self._values = copied([*optimizer.param_groups, shared, attributes], dict[int, Any](params))
+        memo = dict[int, Any](params) | {id(group["params"]): [] for group in groups if is_torchs}
+        self._values = copied([*groups, shared, attributes], memo)
         self._for_host = OnHost(self._values)
         # In place of parameters that a step leaves out: without a gradient.
         self._absent = dict.fromkeys(params, torch.empty(0, device="cpu"))
+        self._firsts = {i: group["params"][0] for i, group in enumerate(groups) if group["params"]}
         self.after: list[dict[str, Any]] | None = None
-        if params and not kind.__module__.startswith("torch.optim"):
-            firsts = [(i, group["params"][0]) for i, group in enumerate(optimizer.param_groups) if group["params"]]
-            small = [(i, p, _small(p.dtype, torch.device("cpu")), {}) for i, p in firsts]
+        if params:
+            small: list[Part] = [(i, p, _small(p.dtype, torch.device("cpu")), {}) for i, p in self._firsts.items()]
             self.after = self._left_by(self._stepped(small), small)
 
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step some parameters; returns their states as the step leaves them.
 
-        Raises `UsageError` if the step leaves anything else otherwise than `after`, since it depends on other elements then.
+        Raises `UsageError` if the step leaves anything else but `after`, since then it depends on which parameters these are.
         """
         if not todo:
             return {}
@@ -69,9 +73,8 @@ class OptimizerCopy:
             for key, value in left.items():
                 if not _same(value, after.get(key)):
                     raise UsageError(
-                        f"{self.kind.__name__} sets {key!r} by the elements that it steps, and with Offload it steps parts of them "
-                        "at different times; leave out elementwise=True and Offload, or take an optimizer that treats each "
-                        "element by itself."
+                        f"{self.kind.__name__} sets {key!r} by the elements that it steps, and with Offload these are a part of "
+                        "them; leave out elementwise=True and Offload, or take an optimizer that treats each by itself."
                     )
         return {key: state for key, state in clone.state.items() if isinstance(key, Tensor)}
 
@@ -102,7 +105,7 @@ class OptimizerCopy:
 
     def write_after(self, optimizer: Optimizer) -> None:
         """Give `optimizer` what a step changes besides parameters and their states."""
-        targets = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
+        targets: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
         for target, after in zip(targets, self.after, strict=True) if self.after is not None else ():
             for key, value in after.items():
                 before = target.get(key)
@@ -125,7 +128,7 @@ class OptimizerCopy:
         `device`: where the optimizer will step.
         """
         probe = _small(dtype, device)
-        made = self.step([(group, self._values[group]["params"][0], probe, {})]).get(probe, {})
+        made = self.step([(group, self._firsts[group], probe, {})]).get(probe, {})
         return {k: v.dtype for k, v in made.items() if isinstance(v, Tensor) and v.shape == probe.shape}
 
 
