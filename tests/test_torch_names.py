@@ -515,25 +515,51 @@ def _() -> None:
         assert _torch.is_shard_placement_result(_fsdp_common.ShardPlacementResult(None, None))
 
 
-@checks("hooks_before_any_step", "hooks_after_any_step", "has_counted_step", "count_steps")
+@checks("before_any_step", "hooks_after_any_step", "has_counted_step", "count_steps")
 def _() -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.optim import optimizer as of_torch
 
-    for kept, register in (
-        (_torch.hooks_before_any_step, register_optimizer_step_pre_hook),
-        (_torch.hooks_after_any_step, register_optimizer_step_post_hook),
-    ):
-        before = len(kept())
-        handle = register(lambda *_: None)
-        assert len(kept()) == before + 1
-        handle.remove()
+    before = len(_torch.hooks_after_any_step())
+    handle = of_torch.register_optimizer_step_post_hook(lambda *_: None)
+    assert len(_torch.hooks_after_any_step()) == before + 1
+    handle.remove()
+    kept, calls = dict(of_torch._global_optimizer_pre_hooks), list[Any]()
+    hook = lambda *call: calls.append(call)  # noqa: E731
+    for _ in range(2):
+        _torch.before_any_step(hook)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert calls == [(optimizer, (optimizer,), {})]
+    of_torch._global_optimizer_pre_hooks.clear()
+    of_torch._global_optimizer_pre_hooks.update(kept)
     assert not _torch.has_counted_step(optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert _torch.has_counted_step(optimizer)
     _torch.count_steps(optimizer)
     optimizer.step()
     assert optimizer._opt_called  # type: ignore[attr-defined]
+
+
+@checks("WholeVectors")
+def _() -> None:
+    class Whole(_torch.WholeVectors, torch.optim.LBFGS):
+        pass
+
+    results = []
+    for kind in (torch.optim.LBFGS, Whole):
+        params = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(()))]
+        optimizer = kind(params, lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure(params: list[nn.Parameter] = params, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = (params[0] * params[1] - 1).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        results.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @checks("is_compiled", "without_compile")

@@ -19,7 +19,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 _c10d = torch._C._distributed_c10d
@@ -824,15 +824,19 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return given + list(kwargs.items())
 
 
-def hooks_before_any_step() -> list[Any]:
-    """What torch calls before the step of every optimizer; `register_optimizer_step_pre_hook` is public, the list is not."""
+def before_any_step(hook: Callable[..., Any]) -> None:
+    """Have torch call `hook` before the step of every optimizer, once for all models; they are listed under no public name.
+
+    Removed with a model, whenever that is collected, it would change what some step is walking through.
+    """
     from torch.optim import optimizer
 
-    return list(optimizer._global_optimizer_pre_hooks.values())
+    if hook not in optimizer._global_optimizer_pre_hooks.values():
+        optimizer.register_optimizer_step_pre_hook(hook)
 
 
 def hooks_after_any_step() -> list[Any]:
-    """What torch calls after the step of every optimizer; see `hooks_before_any_step`."""
+    """What torch calls after the step of every optimizer; listed under no public name."""
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())
@@ -884,6 +888,39 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 def fake_collectives() -> None:
     """Let torch's own collectives run on fake tensors; importing this module is what registers them (all versions)."""
     import torch.distributed._tools.fake_collectives  # noqa: F401
+
+
+class WholeVectors:
+    """Mixed into `torch.optim.LBFGS`: it computes with vectors of all elements, in the same order on every rank.
+
+    DTensor does not flatten rows that do not divide by the ranks. The methods that read gradients and write parameters have no
+    public name (2.11 to 2.15).
+    """
+
+    _params: list[Tensor]
+
+    def _gather_flat_grad(self) -> Tensor:
+        return torch.cat([_whole(p, p.grad).flatten() for p in self._params])
+
+    def _add_grad(self, step_size: Any, vector: Tensor) -> None:
+        parts = vector.split([p.numel() for p in self._params])
+        for p, part in zip(self._params, parts, strict=True):
+            change = part.view(p.shape)
+            if isinstance(p, DTensor):
+                rows = distribute_tensor(change, p.device_mesh, p.placements, src_data_rank=None)
+                assert local_of(rows).shape == local_of(p).shape, "rows are where distribute_tensor puts them"
+                change = as_dtensor(local_of(rows).to(local_of(p).device), p)
+            p.add_(change, alpha=step_size)
+
+
+def _whole(p: Tensor, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    if not isinstance(grad, DTensor):
+        return grad
+    return as_dtensor(
+        local_of(grad).to(grad.device_mesh.device_type), grad
+    ).full_tensor()  # the rows may be on the host
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:

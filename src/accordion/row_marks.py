@@ -33,7 +33,8 @@ cuts rows itself, and would give one rank's word on them to all.
 
 def mark_rows(optimizer: Optimizer) -> None:
     """Mark the states of sharded parameters as those of this rank's rows: all but numbers, and tables that several share."""
-    count = Counter(id(value) for state in optimizer.state.values() for value in state.values())
+    states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+    count = Counter(id(value) for state in states for value in state.values())
     for p, mark in _marks(optimizer):
         for value in optimizer.state[p].values() if mark is not None and p in optimizer.state else ():
             if isinstance(value, Tensor) and value.dim() and count[id(value)] == 1:

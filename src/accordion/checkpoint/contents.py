@@ -114,13 +114,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         params = [by_index[index] for index in group["params"]]
         groups.append({"params": params, "options": encode(options, f"optimizer/groups/{i}", tensors)})
-    state = {}
+    state, shared = {}, {}
     for index, value in kept["state"].items():
-        if index not in by_index:
-            raise CheckpointError(f"the optimizer has state for {index!r}, which is none of its parameters.")
-        state[by_index[index]] = encode(value, f"optimizer/state/{by_index[index]}", tensors)
+        if index in by_index:
+            state[by_index[index]] = encode(value, f"optimizer/state/{by_index[index]}", tensors)
+        elif isinstance(index, str):
+            shared[index] = encode(value, f"optimizer/shared/{index}", tensors)
+        else:
+            raise CheckpointError(
+                f"the optimizer has state for {index!r}, which is neither one of its parameters nor a string."
+            )
     _refuse_subclasses(tensors)
-    return {"kind": kinds(optimizer), "groups": groups, "state": state}, tensors
+    words = {"kind": kinds(optimizer), "groups": groups, "state": state}
+    return words | ({"shared": shared} if shared else {}), tensors
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> list[str]:

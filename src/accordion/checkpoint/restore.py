@@ -137,7 +137,7 @@ def restored(
     for group, sources in zip(now["param_groups"], _sources(words, found.optimizer), strict=True):
         options = words["groups"][sources[0]]["options"] if len(sources) == 1 else {}
         groups.append({**group, **decode(options, partial(tensor_for, None)), "params": group["params"]})
-    state = dict(now["state"])
+    state = now["state"] | decode(words.get("shared", {}), partial(tensor_for, None))
     for group, ours in zip(groups, found.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
             param, entry = found.params[name], manifest.tensors.get("model/" + name)

@@ -82,7 +82,14 @@ def named(places: Sequence[Place]) -> str:
 # -- what is compared
 
 
-MODEL, KIND, GROUP = "model/", "optimizer", "group/"  # begin the names of what is no state; those are JSON lists
+# Begin the names of what is no state of a parameter; those are JSON lists.
+MODEL, KIND, GROUP, SHARED = "model/", "optimizer", "group/", "shared/"
+SAME_ON_ALL = {
+    MODEL: "models",
+    KIND: "optimizers",
+    GROUP: "groups of the optimizer",
+    SHARED: "states of the optimizer that belong to no parameter",
+}
 
 
 def _facts(found: Contents) -> dict[str, str]:
@@ -96,6 +103,8 @@ def _facts(found: Contents) -> dict[str, str]:
         facts[f"{GROUP}{i}/params"] = f"{told} ({_digest(text)})"
         for key, value in group["options"].items():
             facts[f"{GROUP}{i}/{key}"] = _said(value, found.tensors)
+    for key, value in found.optimizer.get("shared", {}).items():
+        facts[f"{SHARED}{key}"] = _said(value, found.tensors)
     return facts | {json.dumps(place): _said(value, found.tensors) for place, value in states(found.optimizer)}
 
 
@@ -156,7 +165,7 @@ def refers_to(value: Json) -> Iterator[str]:
 
 def _refuse(apart: Mapping[str, list[str]], who: str = "save") -> None:
     """Raise `CheckpointError` where ranks differ in more than states."""
-    for begins, what in ((MODEL, "models"), (KIND, "optimizers"), (GROUP, "groups of the optimizer")):
+    for begins, what in SAME_ON_ALL.items():
         names = [name for name in apart if name.startswith(begins)]
         if names:
             values = apart[names[0]]

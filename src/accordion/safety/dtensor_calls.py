@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
@@ -48,6 +48,7 @@ def answer_for_dtensors(engine: Engine) -> None:
         _torch.answer_operator(operator, _write)
     for operator in WRITES_AT:
         _torch.answer_operator(operator, _write_at)
+    _torch.answer_operator(aten.view.default, _view)
     if not _torch.has_rule(aten.fill_.Tensor):
         _torch.answer_operator(aten.fill_.Tensor, _refuse_fill)
 
@@ -160,3 +161,25 @@ def _part_written(tensor: Any) -> UsageError:
         f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), which "
         f"would not reach the shards; {INSTEAD}."
     )
+
+
+# -- other shapes
+
+
+def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`weight.flatten()` or `weight.view(-1)`, which torch refuses if rows do not divide by the ranks."""
+    try:
+        return _torch.unanswered(operator, args, kwargs)
+    except RuntimeError as error:
+        tensor: DTensor = args[0]
+        axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        if not any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes):
+            raise
+        operator(
+            torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs
+        )  # torch's own words for a shape that is none
+        raise UsageError(
+            f"a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was asked for shape {tuple(args[1])}, as "
+            "flatten() and parameters_to_vector do, and its rows do not divide by the ranks; flatten its full_tensor(), or do "
+            "this under full_params(model), with write=True for vector_to_parameters."
+        ) from error

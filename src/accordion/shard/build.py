@@ -26,6 +26,7 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
+from accordion.optim import wrap_at_first_step
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_dtensors
 from accordion.safety.mixed_tensors import explain_mixing
@@ -81,6 +82,7 @@ def build_engine(
     answer_for_dtensors(engine)
     explain_mixing(engine)
     refuse_in_safetensors()
+    wrap_at_first_step(engine)
     return engine
 
 
