@@ -111,6 +111,33 @@ def _() -> None:
         assert _torch.saving_hook() is pack
 
 
+@checks("transforms_active", "is_batched")
+def _() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def see(x: Tensor) -> Tensor:
+        seen.append((_torch.transforms_active(), _torch.is_batched(x)))
+        return x * 1
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return see(grad)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(see, (torch.ones(2),), (torch.ones(2),))
+    torch.func.vmap(see)(torch.ones(2, 2))
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Seen.apply(x), x, torch.eye(2), is_grads_batched=True)
+    see(x)
+    assert seen == [(True, True), (True, True), (False, True), (False, False)]
+
+
 @checks("apply", "run_at_once", "are_ours", "forget_references", "holders_of_memory", "base_of")
 def _() -> None:
     ours: list[list[bool]] = []

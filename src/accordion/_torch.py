@@ -205,13 +205,21 @@ def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
         return list(map(Tensor.untyped_storage, tensors))
 
 
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return True inside a transform of torch.func. No public name (all versions)."""
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for a tensor of a transform of torch.func, or of a backward with `is_grads_batched`. No public names."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)` without what torch does around it for functorch's transforms, where none is active: 9 us of 21.
+    """`function.apply(*args)` without what torch does around it for transforms of torch.func, 9 us of 21: none may be active.
 
     The method is public only as overridden; the one in C takes the same arguments (all versions).
     """
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 

@@ -49,8 +49,9 @@ def answer_for_dtensors(engine: Engine) -> None:
     for operator in WRITES_AT:
         _torch.answer_operator(operator, _write_at)
     _torch.answer_operator(aten.view.default, _view)
-    if not _torch.has_rule(aten.fill_.Tensor):
-        _torch.answer_operator(aten.fill_.Tensor, _refuse_fill)
+    for operator, answer in ((aten.fill_.Tensor, _refuse_fill), (aten._has_same_storage_numel.default, _refuse_dual)):
+        if not _torch.has_rule(operator):
+            _torch.answer_operator(operator, answer)
 
 
 # -- `.item()`, float(), bool(), int()
@@ -144,6 +145,13 @@ def _begin_write(tensor: Tensor) -> None:
 def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = _torch.base_of(args[0])
     raise _part_written(args[0] if base is None else base)
+
+
+def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UsageError(
+        "a sharded tensor was given a tangent, by torch.func.jvp or forward_ad.make_dual, which DTensor does not support; "
+        "take tangents by the inputs alone, or of the unsharded model."
+    )
 
 
 def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
