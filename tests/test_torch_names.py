@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -377,7 +378,10 @@ def _() -> None:
     assert _torch.checks_groups() is False
 
 
-@checks("companion_of", "keep_companion", "keep_with_job", "kept_with_job", "name_of_group", "fake_store", "ranks_of")
+@checks(
+    *("abandon_works", "companion_of", "keep_companion", "keep_with_job", "kept_with_job", "name_of_group"),
+    *("fake_store", "ranks_of"),
+)
 def _() -> None:
     with one_rank() as mesh:
         group = mesh.get_group()
@@ -387,6 +391,10 @@ def _() -> None:
         _torch.keep_with_job("accordion/test/1/", thing)
         assert _torch.kept_with_job("accordion/test/1/") == [thing]
         assert _torch.kept_with_job("accordion/test/2/") == []
+        num_references = sys.getrefcount(group)
+        _torch.abandon_works(group, [thing])
+        assert _torch.kept_with_job("accordion/abandoned/") == [[thing]]
+        assert sys.getrefcount(group) == num_references + 1
         assert _torch.name_of_group(group) == group.group_name
         with _torch.fake_tensors():
             assert _torch.ranks_of(mesh) == [0, 1]

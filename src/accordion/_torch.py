@@ -506,6 +506,16 @@ def kept_with_job(name: str) -> list[Any]:
     return [thing for tag, things in list(tags.items()) if tag.startswith(name) for thing in things]
 
 
+def abandon_works(group: Any, works: list[Any]) -> None:
+    """Keep works of gloo in flight that nobody will wait for, and never destroy their group.
+
+    Dropping a send or a receive closes its connection, and the destructor of a group waits for its collectives, at exit too,
+    up to the time-out. No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
+    """
+    keep_with_job(f"accordion/abandoned/{id(works)}", works)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 def backend_of(group: Any, device: torch.device) -> str:
     """Name of the backend that serves `device` in a group ("nccl", "gloo", "fake", ...); no public name.
 

@@ -20,7 +20,7 @@ from accordion.engine.communicator import Communicator, broadcast, extremes, red
 from accordion.engine.context import ShardingContext
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
-from accordion.tensor_checksum import checksum
+from accordion.tensor_checksum import checksum, checksums
 from accordion.units import Owned
 
 log = logging.getLogger("accordion")
@@ -285,18 +285,6 @@ def _same_on_their_ranks(
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:SHOWN_FACTS])) + _more(len(names) - SHOWN_FACTS, "more")
-
-
-def checksums(tensors: Mapping[str, Tensor]) -> Facts:
-    """Of those that are not on the meta device."""
-    real = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    by_device: dict[torch.device, list[str]] = {}
-    for name, tensor in real.items():
-        by_device.setdefault(tensor.device, []).append(name)
-    sums: dict[str, int] = {}
-    for names in by_device.values():  # one wait for each device
-        sums |= dict(zip(names, torch.stack([checksum(real[name]) for name in names]).tolist(), strict=True))
-    return {name: f"with checksum {sums[name] % 2**64:016x}" for name in real}
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from accordion.engine.communicator import Pending
 
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 1e-3  # between two polls of an event; the thread writes megabytes then
 
 
 class Waiter(Protocol):
@@ -194,6 +198,16 @@ class Transfer:
                 self.aside = now
         self._held.clear()
 
+    def abandon(self) -> None:
+        """Give up the result. The host waits for nothing: device memory goes in stream order, gloo's with its works."""
+        if self.ended:
+            self.land()
+            return
+        if self._pending is not None:
+            _torch.abandon_works(self._pending.communicator.group, [*self._pending.works, *self._pending.sends])
+        self._steps.close()  # it holds whoever made it, who holds this
+        self._held.clear()
+
     def lead(self, stream: Any) -> None:
         """It has landed; let one more compute stream wait for its end."""
         if self._end is not None and stream is not None:
@@ -205,14 +219,22 @@ class Transfer:
         side_stream.wait(self._end)
 
     def block(self) -> None:
-        """Let the calling thread, any one, wait for the end of what was begun; nothing is let go."""
-        if self._end is not None:
-            self._end.synchronize()
+        """Let a thread of a pool wait for the end of what was begun; nothing is let go.
+
+        Python joins such threads at exit, and a collective before the end may never end then: raises `RuntimeError`.
+        """
+        pause_s = SHORTEST_PAUSE_S
+        while self._end is not None and not self._end.query():
+            if not threading.main_thread().is_alive():
+                raise RuntimeError("the program ended before the device did")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def synchronize(self) -> None:
         """Let the host wait for the end, and the buffers go: not before, since any thread may ask, on a stream of its own."""
         self._finish()
-        self.block()
+        if self._end is not None:
+            self._end.synchronize()
         self.land()
 
     def _finish(self) -> None:

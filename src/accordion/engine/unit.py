@@ -252,8 +252,7 @@ class Unit:
     def dismantle(self) -> None:
         """The model is gone: what is being gathered waits for nobody, but its memory for what is at work on it."""
         for transfer in self._transfers:
-            if transfer.ended:
-                transfer.land()
+            transfer.abandon()
 
     def release(self) -> None:
         self.leases -= 1
@@ -261,10 +260,15 @@ class Unit:
         if self.leases == 0:
             self.let_go()
 
-    def let_go(self) -> None:
-        """Free the full parameters where no lease holds them and the strategy does not keep them."""
+    def let_go(self, waits: bool = True) -> None:
+        """Free the full parameters if no lease holds them and the strategy does not keep them.
+
+        `waits`: also those for whose gather the host must wait. The next pass uses or drops the others.
+        """
         if self.leases == 0 and self.is_launched and self.context.waiter.broken is None:
             if self._transfers:
+                if not waits and not all(transfer.ended for transfer in self._transfers):
+                    return
                 self._land()
             if not (self.context.keeps_full or self.keep_until_stale):
                 self._close()
