@@ -486,10 +486,11 @@ def fine_tuned(mesh: Any, folder: Path) -> None:
 
     class Unfreezes(pl.callbacks.BaseFinetuning):  # type: ignore[misc]
         def freeze_before_training(self, module: Any) -> None:
-            self.freeze(module.net[0])
+            """Nothing: DistributedDataParallel would not sum the gradients of what was frozen when it was wrapped."""
 
         def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
             if epoch == 1:
+                module.net[0].zero_grad()
                 self.unfreeze_and_add_param_group(module.net[0], optimizer)
 
     class Averages(pl.Callback):  # type: ignore[misc]
@@ -512,7 +513,7 @@ def fine_tuned(mesh: Any, folder: Path) -> None:
         lit = module(pl)
 
         def configure_optimizers() -> Any:
-            return torch.optim.AdamW([p for p in lit.parameters() if p.requires_grad], lr=1e-2)
+            return torch.optim.AdamW(lit.net[1:].parameters(), lr=1e-2)
 
         def rename(checkpoint: dict[str, Any]) -> None:
             state = checkpoint["state_dict"]
