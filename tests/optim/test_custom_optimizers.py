@@ -183,7 +183,9 @@ def differs(mesh, path: Path) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     optimizer = acc.wrap_optimizer(InState(model.parameters()), elementwise=True)
     optimizer.state["steps"]["count"] = dist.get_rank()
-    with pytest.raises(acc.CheckpointError, match="different states of the optimizer that belong to no parameter.*steps"):
+    with pytest.raises(
+        acc.CheckpointError, match="different states of the optimizer that belong to no parameter.*steps"
+    ):
         acc.save(path / "c", model, optimizer)
 
 
