@@ -40,7 +40,7 @@ INSTEAD = "write under full_params(model, write=True), where it is an ordinary t
 def answer_for_dtensors(engine: Engine) -> None:
     """Answer once a process, for every DTensor, and count writes through `.data` as writes to the parameters of `engine`."""
     for param in [param for unit in engine.units for param in unit.params]:
-        vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param.sharded)
+        vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
     _torch.answer_operator(aten._local_scalar_dense.default, _number)
     for operator in (*DRAWS_INTO, *DRAWS_LIKE):
         _torch.answer_operator(operator, _draw)
@@ -138,8 +138,8 @@ def _begin_write(tensor: Tensor) -> None:
         raise _part_written(base)
     owner = vars(storage).get(OWNER)
     param = None if owner is None else owner()
-    if param is not None and param is not tensor:  # full copies that are kept are stale from now on
-        torch.autograd.graph.increment_version(param)
+    if param is not None and param.sharded is not tensor:  # full copies that are kept are stale from now on
+        torch.autograd.graph.increment_version(param.sharded)
 
 
 def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
