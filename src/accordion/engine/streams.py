@@ -17,7 +17,7 @@ from accordion.engine.communicator import Pending
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1e-4, 1e-3  # between two polls of an event; the thread writes megabytes then
+PAUSE_S = 5e-4  # between two polls of an event by a thread, which writes megabytes then
 
 
 class Waiter(Protocol):
@@ -202,7 +202,6 @@ class Transfer:
         """Give up the result. The host waits for nothing: device memory goes in stream order, gloo's with its works."""
         if self.ended:
             self.land()
-            return
         if self._pending is not None:
             _torch.abandon_works(self._pending.communicator.group, [*self._pending.works, *self._pending.sends])
         self._steps.close()  # it holds whoever made it, who holds this
@@ -223,12 +222,10 @@ class Transfer:
 
         Python joins such threads at exit, and a collective before the end may never end then: raises `RuntimeError`.
         """
-        pause_s = SHORTEST_PAUSE_S
         while self._end is not None and not self._end.query():
             if not threading.main_thread().is_alive():
                 raise RuntimeError("the program ended before the device did")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(PAUSE_S)
 
     def synchronize(self) -> None:
         """Let the host wait for the end, and the buffers go: not before, since any thread may ask, on a stream of its own."""

@@ -261,10 +261,7 @@ class Unit:
             self.let_go()
 
     def let_go(self, waits: bool = True) -> None:
-        """Free the full parameters if no lease holds them and the strategy does not keep them.
-
-        `waits`: also those for whose gather the host must wait. The next pass uses or drops the others.
-        """
+        """Free the full parameters that nobody keeps; without `waits` not those for whose gather the host must wait."""
         if self.leases == 0 and self.is_launched and self.context.waiter.broken is None:
             if self._transfers:
                 if not waits and not all(transfer.ended for transfer in self._transfers):
