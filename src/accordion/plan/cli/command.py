@@ -83,7 +83,7 @@ class Options:
         expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose them evenly
         lengths: tokens of a sample as mean,longest: all are padded to the longest, and the mean counts as trained
         packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
-        tokens: of a whole run, whose hours, GPU-hours are shown
+        tokens: of a whole run, whose hours and GPU-hours are shown
         price: dollars for an hour of one GPU, for the price of that run
         compare: file of another plan's --json, shown beside this one
         from_: file of a plan's --json, whose options are taken where no other is given
