@@ -77,7 +77,7 @@ def test_no_library_is_imported_before_it_is_asked_for():
 
 
 def test_every_underscore_name_of_accelerate_is_in_the_table():
-    from accordion.integrations.seams import SEAMS
+    from tests.support.seams import SEAMS
 
     nodes = ast.walk(ast.parse((FOLDER / "accelerate.py").read_text()))
     used = {n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr[0] == "_" and n.attr[1] != "_"}
