@@ -854,7 +854,7 @@ def before_any_step(hook: Callable[..., Any]) -> None:
 
 
 def hooks_after_any_step() -> list[Any]:
-    """What torch calls after the step of every optimizer; listed under no public name."""
+    """Return the hooks that torch calls after the step of every optimizer; they are listed under no public name."""
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())
@@ -936,9 +936,9 @@ def _whole(p: Tensor, grad: Tensor | None) -> Tensor:
         return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     if not isinstance(grad, DTensor):
         return grad
-    return as_dtensor(
-        local_of(grad).to(grad.device_mesh.device_type), grad
-    ).full_tensor()  # the rows may be on the host
+    # The rows may be on the host, where the mesh does not communicate.
+    rows = local_of(grad).to(grad.device_mesh.device_type)
+    return as_dtensor(rows, grad).full_tensor()
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:

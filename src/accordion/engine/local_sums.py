@@ -71,12 +71,12 @@ class LocalSums:
         return [self._with_sum(i, g, yes) for i, g, yes in zip(indices, grads, takes, strict=True)]
 
     def _with_sum(self, i: int, grad: Tensor | None, takes: bool = True) -> Tensor | None:
-        held = self._held(i) if takes else None
+        local_sum = self._held(i) if takes else None
         if takes:
             self._forget(i)
-        if held is None:
+        if local_sum is None:
             return grad if grad is None else grad.to(self._dtypes[i])
-        return held.total if grad is None else held.total + grad
+        return local_sum.total if grad is None else local_sum.total + grad
 
     def any_held(self) -> bool:
         """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""

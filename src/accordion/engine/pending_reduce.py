@@ -95,7 +95,7 @@ class PendingReduce:
 
     @property
     def lets_host_wait(self) -> bool:
-        """Whether `finish` waits on the host for other ranks."""
+        """Return True if `finish` lets the host wait for other ranks."""
         return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
 
     def abandon(self) -> None:

@@ -218,7 +218,7 @@ class Transfer:
         side_stream.wait(self._end)
 
     def block(self) -> None:
-        """Let a thread of a pool wait for the end of what was begun; nothing is let go.
+        """Block a thread of a pool until the transfer has ended; no buffer is freed.
 
         Python joins such threads at exit, and a collective before the end may never end then: raises `RuntimeError`.
         """

@@ -98,12 +98,12 @@ class FabricMixin(ShardedStrategy):
             self._write_folder(Path(path), self._parts(state), rest)
             return
         states = self._convert_stateful_objects_in_state(state, filter=filter or {})  # type: ignore[attr-defined]
-        found = {
+        checkpoint = {
             key: whole(one, self.is_global_zero, mark=not isinstance(state[key], (nn.Module, Optimizer)))
             for key, one in states.items()
         }
         Team.of(()).agree(lambda: self._clear(path))
-        write = partial(self.checkpoint_io.save_checkpoint, found, path, storage_options)
+        write = partial(self.checkpoint_io.save_checkpoint, checkpoint, path, storage_options)
         Team.of(()).agree(lambda: write() if self.is_global_zero else None)
 
     def load_checkpoint(

@@ -153,9 +153,9 @@ class TrainerMixin(ShardedStrategy):
             self._write_folder(Path(path), self._parts(with_states, averaged), rest)
             return
         keep, write = self.is_global_zero, super().save_checkpoint  # type: ignore[misc]
-        found = {key: whole(one, keep, mark=key not in OF_MODEL) for key, one in checkpoint.items()}
+        full = {key: whole(one, keep, mark=key not in OF_MODEL) for key, one in checkpoint.items()}
         Team.of(()).agree(lambda: self._clear(path))
-        Team.of(()).agree(lambda: write(found, path, storage_options))
+        Team.of(()).agree(lambda: write(full, path, storage_options))
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what a file holds, or the rest of what a folder does, from which the model is filled here.
@@ -167,22 +167,22 @@ class TrainerMixin(ShardedStrategy):
         self._folder = Path(path) if Path(path).is_dir() else None
         if self._folder is None:
             read = super().load_checkpoint  # type: ignore[misc]
-            found = Team.of(()).agree(lambda: read(path, *args, **kwargs))
-            return placed(found, self.roots)
+            restored = Team.of(()).agree(lambda: read(path, *args, **kwargs))
+            return placed(restored, self.roots)
         averaged = (self._folder / "average_sharded_0").is_dir()
-        found = placed(
+        restored = placed(
             self._read_folder(self._folder, self._parts(False, averaged and bool(self._averages)), **kwargs), self.roots
         )
         if averaged and self._averages:  # its callback loads both from here, which are in place already
-            found["current_model_state"] = self.lightning_module.state_dict()
+            restored["current_model_state"] = self.lightning_module.state_dict()
         elif averaged:
             for name, model, _ in parts(paired(self.roots, ())):
                 load(self._folder / f"average_{name}", model)
         source = self._averages[0] if averaged and self._averages else self.lightning_module
         own = self._own_state = source.state_dict()
-        names = found.pop(NAMES, {name: name for name in own})
-        found["state_dict"] = {**{name: own[old] for name, old in names.items()}, **found.get("state_dict", {})}
-        return {**found, "optimizer_states": []}
+        names = restored.pop(NAMES, {name: name for name in own})
+        restored["state_dict"] = {**{name: own[old] for name, old in names.items()}, **restored.get("state_dict", {})}
+        return {**restored, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state, own = checkpoint["state_dict"], self._own_state

@@ -96,7 +96,7 @@ class OptimizerCopy:
         return clone
 
     def _left_by(self, clone: Any, todo: Sequence[Part]) -> list[dict[str, Any]]:
-        """What a stepped copy holds besides its parameters and their states: in the form of `after`."""
+        """Return what a stepped copy holds besides its parameters and their states, in the form of `after`."""
         left = [{key: value for key, value in group.items() if key != "params"} for group in clone.param_groups]
         left.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
         own = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
@@ -128,8 +128,8 @@ class OptimizerCopy:
         `device`: where the optimizer will step.
         """
         probe = _small(dtype, device)
-        made = self.step([(group, self._firsts[group], probe, {})]).get(probe, {})
-        return {k: v.dtype for k, v in made.items() if isinstance(v, Tensor) and v.shape == probe.shape}
+        state = self.step([(group, self._firsts[group], probe, {})]).get(probe, {})
+        return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == probe.shape}
 
 
 def copied(tree: Any, memo: dict[int, Any]) -> Any:
