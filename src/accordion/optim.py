@@ -299,6 +299,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     # What is called inside of a compiled function runs as it is: dynamo cannot trace the change to local tensors and back.
     step = WholeStep if is_whole else LocalStep
     its: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
+    its["step"] = _torch.unseen_by_dynamo(step.step)
     optimizer.__class__ = type(kind.__name__, (step, kind), its)
     if counted:
         _torch.count_steps(optimizer)
