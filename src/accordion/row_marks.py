@@ -7,6 +7,7 @@ and DCP does not.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -23,6 +24,7 @@ from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
 
 MARK = "_accordion_rows"  # attribute of a state
+MADE = "_accordion_made"  # attribute of a mesh: the process and the address at which it was made
 BITS = 20  # of a rank, where one number tells three
 Mark: TypeAlias = tuple[int, int, tuple[int, ...], tuple[tuple[str, int, int], ...]]
 """(position on the mesh, number of ranks, shape of its rows, (placement, which of how many) on each axis that cuts): plain
@@ -50,23 +52,37 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         _refuse_on_all(_other_rows(optimizer, state_dict), _params(optimizer), "the optimizer's states")
 
 
+def mark_meshes(params: Iterable[Tensor]) -> None:
+    """Mark the mesh of each sharded parameter, so that a copy of it from a file is known as one.
+
+    Identity does not tell: DTensor gives the result of an operator the equal mesh that it met first.
+    """
+    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
+        vars(mesh)[MADE] = os.getpid(), id(mesh)
+
+
+def _is_from_file(tensor: DTensor) -> bool:
+    mesh = tensor.device_mesh
+    here = os.getpid(), id(mesh)
+    return tuple(vars(mesh).get(MADE, here)) != here
+
+
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
     """Raise `UsageError` on every rank if one of them was given rows of another rank, as in a file that `torch.save` wrote.
 
-    Collective if the mesh of a given tensor is another object than that of the tensor it is for, which files bring with them.
+    Collective if there are tensors from a file; tensors of this process are compared with their targets on this rank alone.
 
     Args:
         pairs: each given value with the tensor of this model that it is for.
         what: names the given tensors in the message.
     """
-    others = [
-        (given, own)
-        for given, own in pairs
-        if isinstance(given, DTensor) and isinstance(own, DTensor) and given.device_mesh is not own.device_mesh
-    ]
-    if others:
-        marks = (_mark(given) for given, own in others if _is_elsewhere(given, own))
-        _refuse_on_all(next(marks, None), (own for _, own in others), what)
+    sharded = [(given, own) for given, own in pairs if isinstance(given, DTensor) and isinstance(own, DTensor)]
+    from_file = [(given, own) for given, own in sharded if _is_from_file(given)]
+    if from_file:
+        marks = (_mark(given) for given, own in from_file if _is_elsewhere(given, own))
+        _refuse_on_all(next(marks, None), (own for _, own in from_file), what)
+    others = (pair for pair in sharded if pair[0].device_mesh is not pair[1].device_mesh)
+    _refuse_on_all(next((_mark(given) for given, own in others if _is_elsewhere(given, own)), None), (), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:

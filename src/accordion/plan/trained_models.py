@@ -77,6 +77,13 @@ def _check_config(config: Any, model: str) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
+    if getattr(
+        config, "is_encoder_decoder", False
+    ):  # its decoder alone is a causal language model of transformers, too
+        raise UsageError(
+            f"model {model!r} is of type {config.model_type!r}, an encoder with a decoder; plan it as a task (--task), or from "
+            "Python, with accordion.plan(model, loss, batch)."
+        )
     quantized = getattr(config, "quantization_config", None)
     if quantized and not _is_four_bits(config):
         how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)

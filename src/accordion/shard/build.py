@@ -27,6 +27,7 @@ from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
 from accordion.optim import wrap_at_first_step
+from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_dtensors
 from accordion.safety.mixed_tensors import explain_mixing
@@ -80,6 +81,7 @@ def build_engine(
     attach_safety(engine, hooks, debug)
     _torch.answer_anomaly_checks()
     answer_for_dtensors(engine)
+    mark_meshes(param.sharded for unit in engine.units for param in unit.params)
     explain_mixing(engine)
     refuse_in_safetensors()
     wrap_at_first_step(engine)
