@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.compat.fsdp2 import fully_shard
@@ -132,20 +133,24 @@ def test_fsdp2_refuses_them_too(world):
     world.run(2, under_fsdp2)
 
 
-def alone_beside_an_equal_mesh(mesh):
-    """DTensor gives results of an operator the equal mesh that it met first; rows of this rank need nobody else all the same."""
-    older = DeviceMesh(mesh.device_type, mesh.mesh.clone(), mesh_dim_names=mesh.mesh_dim_names)
-    sharded = [acc.shard(models.plain(), mesh=each) for each in (older, mesh)]
-    kept = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in sharded][1]
-    own = dict(sharded[1].named_parameters())
-    assert any(kept[name].device_mesh is not param.device_mesh for name, param in own.items())
+def alone_on_an_equal_mesh(mesh):
+    """DTensor may give the result of an operator an equal mesh that it met first; rows of this rank need nobody else all the same."""
+    equal = DeviceMesh(mesh.device_type, mesh.mesh.clone(), mesh_dim_names=mesh.mesh_dim_names)
+    model = acc.shard(models.plain(), mesh=mesh)
+    kept = {
+        name: DTensor.from_local(
+            tensor.to_local().clone(), equal, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+        for name, tensor in model.state_dict().items()
+    }
+    assert all(tensor.device_mesh is equal for tensor in kept.values())
     if mesh.get_rank() == 1:
-        sharded[1].load_state_dict(kept)
+        model.load_state_dict(kept)
         with torch.no_grad():
-            for name, param in own.items():
+            for name, param in model.named_parameters():
                 param.copy_(kept[name])
     dist.barrier(mesh.get_group())
 
 
 def test_rows_of_this_process_are_taken_by_one_rank_alone(world):
-    world.run(2, alone_beside_an_equal_mesh)
+    world.run(2, alone_on_an_equal_mesh)
