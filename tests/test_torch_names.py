@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from accordion import _torch
@@ -136,7 +137,8 @@ def _() -> None:
     x = torch.ones(2, requires_grad=True)
     torch.autograd.grad(Seen.apply(x), x, torch.eye(2), is_grads_batched=True)
     see(x)
-    assert seen == [(True, True), (True, True), (False, True), (False, False)]
+    make_fx(see)(torch.ones(2))
+    assert seen == [(True, True), (True, True), (False, True), (False, False), (True, False)]
 
 
 @checks("apply", "run_at_once", "are_ours", "forget_references", "holders_of_memory", "base_of")

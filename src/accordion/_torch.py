@@ -205,8 +205,10 @@ def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
         return list(map(Tensor.untyped_storage, tensors))
 
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Return True inside a transform of torch.func. No public name (all versions)."""
+def transforms_active() -> bool:
+    """Return True inside a transform of torch.func, or of `make_fx`, which `linearize` uses. No public names (all versions)."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxies) is not None
 
 
 def is_batched(tensor: Tensor) -> bool:
