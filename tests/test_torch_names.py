@@ -688,12 +688,6 @@ def _() -> None:
     assert torch.equal(found, product), "what was kept"
 
 
-@checks("TENSOR_MAKERS", "SUBCLASS_MAKERS")
-def _() -> None:
-    assert hasattr(__import__(_torch.TENSOR_MAKERS, fromlist=["x"]), "_rebuild_tensor_v2")
-    assert hasattr(__import__(_torch.SUBCLASS_MAKERS, fromlist=["x"]), "_rebuild_from_type_v2")
-
-
 @pytest.mark.parametrize("check", list(OrderedDict.fromkeys(CHECKS.values())), ids=lambda check: "")
 def test_what_we_think_of_a_name_is_so(check: Callable[[], None]) -> None:
     check()

@@ -30,9 +30,6 @@ _new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 StridedShard = _StridedShard
 """Rows cut first by a later mesh axis; what a parameter is under an optimizer sharded over replicas too (all versions)."""
 
-TENSOR_MAKERS, SUBCLASS_MAKERS = "torch._utils", "torch._tensor"
-"""Modules of the functions by which pickles of `torch.save` name tensors; read as words, never called (all versions)."""
-
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward that runs on this thread, `NO_BACKWARD` outside of one. No public name."""
 
