@@ -7,6 +7,7 @@ UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
 # A file's tests stay with one worker: they share what was costly to make. Each worker has four ranks of its own.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
+LINTED := src tests benchmarks
 
 TORCH ?= 2.15.0  # of `make test-torch`, which has an environment of its own for each
 OTHER = .venv-torch-$(strip $(TORCH))
@@ -56,13 +57,13 @@ test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/
 	SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT)
 
 lint: $(STAMP)
-	$(BIN)/python -m ruff check src tests
-	$(BIN)/python -m ruff format --check src tests
+	$(BIN)/python -m ruff check $(LINTED)
+	$(BIN)/python -m ruff format --check $(LINTED)
 	$(BIN)/python -m mypy
 
 format: $(STAMP)
-	$(BIN)/python -m ruff format src tests
-	$(BIN)/python -m ruff check --fix src tests
+	$(BIN)/python -m ruff format $(LINTED)
+	$(BIN)/python -m ruff check --fix $(LINTED)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -11,7 +11,7 @@ from accordion.checkpoint.command import JOBS as LOOKS
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOWHERE = "nowhere/at/all"
 MORE = {"diff": [NOWHERE], "convert": ["written"], "prune": ["--keep", "1"]}
-MODELS = ("", "optimizer", "memory", "offload")  # subcommands of bench that take one
+MODELS = ("", "memory")  # subcommands of bench that take one
 INPUTS = [
     ["nonsense"],
     ["--nonsense"],

@@ -77,7 +77,9 @@ def test_the_glossary_is_short_and_each_of_its_words_is_used() -> None:
 
 
 PROSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PROSE += [path for folder in ("docs", "src", "tests", "examples") for path in ROOT.glob(f"{folder}/**/*.md")]
+PROSE += [
+    path for folder in ("docs", "src", "tests", "examples", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.md")
+]
 WIDTH = 110
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -47,13 +47,13 @@ BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
     """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 75 where a
     signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
     end_with_one_collection()
     try:
-        return _run(words)
+        return (run or _run)(words)
     except UsageError as error:
         if _speaks(os.environ):
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import checkpoint, offload, scale
+from benchmarks.scale import Network
 
 from accordion import cli
-from accordion.bench import contenders, offload
+from accordion.bench import contenders
 from accordion.bench.compare import step_flops
 from accordion.bench.contenders import Setting, chosen
 from accordion.bench.host import HostTime, ratio_of, summary
 from accordion.bench.model import BENCH_MODELS, GPT, batch_of, loss_of, shape_of
-from accordion.bench.scale import Network
 from accordion.bench.trainer import Trainer
 from accordion.errors import UsageError
 from accordion.pages import show
@@ -164,7 +165,6 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (["host", "--against", "ddp"], "engines that shard"),
         (["memory", "--ranks", "many"], "ranks"),
         (["memory", "--ranks", "0"], "ranks is 0; it takes 1 or more"),
-        (["checkpoint", "--mib", "0"], "mib is 0"),
         (["--batch", "-1"], "batch is -1"),
         (["--dir", "/proc/none"], "nothing can be written"),
         (["gpu", "--parts", "az"], "parts 'z' do not exist"),
@@ -172,19 +172,35 @@ def test_a_contender_that_is_not_installed_is_named(monkeypatch):
         (["gpu", "--device", "cpu"], "no accelerator is found"),
         (["gpu", "--device", "tpu"], "--device is 'tpu'"),
         (["gpu", "--part", "a"], "--part"),
-        (["checkpoint", "--to", "/proc/none"], "to is '/proc/none', where nothing can be written"),
-        (["scale", "--sizes", "8,many"], "no numbers of ranks"),
-        (["scale", "--sizes", "8,8"], "stands there once"),
-        (["scale", "--sizes", "0"], "1 or more"),
-        (["scale", "--gbps", "0"], "more than 0"),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, monkeypatch, tmp_path, words, said):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", *words]) == cli.BAD_INPUT
+    assert_refused(capsys, cli.main(["bench", *words]), said)
+
+
+def assert_refused(capsys, code, said):
+    assert code == cli.BAD_INPUT
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "said"),
+    [
+        (checkpoint.run, ["--mib", "0"], "mib is 0"),
+        (checkpoint.run, ["--to", "/proc/none"], "to is '/proc/none', where nothing can be written"),
+        (scale.run, ["--sizes", "8,many"], "no numbers of ranks"),
+        (scale.run, ["--sizes", "8,8"], "stands there once"),
+        (scale.run, ["--sizes", "0"], "1 or more"),
+        (scale.run, ["--gbps", "0"], "more than 0"),
+        (offload.run, ["--model", "nowhere/at/all"], "no folder and no preset"),
+    ],
+)
+def test_bad_input_of_a_script_is_one_sentence(capsys, monkeypatch, tmp_path, run, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(capsys, cli.main(words, run), said)
 
 
 def test_peaks_are_known_by_name():

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks import checkpoint, offload, optimizer
+from benchmarks.scale import Network, grow
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import accordion
@@ -22,7 +24,6 @@ from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
 from accordion.bench.model import shape_of
-from accordion.bench.scale import Network, grow
 from accordion.engine import layout
 from accordion.tasks.loaded import LoadedTask
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
@@ -245,17 +246,17 @@ def test_a_unit_of_the_host_benchmark_has_nine_parameters():
 
 
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "run", "more"),
     [
-        ("optimizer", ["--steps", "2"]),
-        ("memory", ["--device", "cpu"]),
-        pytest.param("offload", ["--steps", "1"], marks=pytest.mark.slow),
+        ("optimizer", optimizer.run, ["--steps", "2"]),
+        ("memory", None, ["--device", "cpu"]),
+        pytest.param("offload", offload.run, ["--steps", "1"], marks=pytest.mark.slow),
     ],
 )
-def test_subcommands_write_what_they_found(tmp_path, capsys, monkeypatch, name, more):
+def test_each_writes_what_it_found(tmp_path, capsys, monkeypatch, name, run, more):
     monkeypatch.chdir(tmp_path)
-    words = [name, "--model", "gpt-tiny", "--rounds", "2", "--dir", str(tmp_path), *more]
-    assert cli.main(["bench", *words]) == 0
+    words = ["--model", "gpt-tiny", "--rounds", "2", "--dir", str(tmp_path), *more]
+    assert cli.main(words if run else ["bench", name, *words], run) == 0
     data = json.loads((tmp_path / f"{name}.json").read_text())
     assert data["machine"]["torch"] == torch.__version__
     if name == "memory":
@@ -274,30 +275,23 @@ def test_subcommands_write_what_they_found(tmp_path, capsys, monkeypatch, name, 
     assert f"{name}.html" in capsys.readouterr().out
 
 
-def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capsys):
+@pytest.mark.parametrize("as_script", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capfd, as_script):
+    """In a script its ranks find under `__main__` what they are to make."""
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "precious").write_text("of the user")
-    words = [
-        "checkpoint",
-        "--mib",
-        "32",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-        "--to",
-        str(tmp_path / "to"),
-        "--dir",
-        str(tmp_path),
-    ]
-    assert cli.main(["bench", *words]) == 0
-    assert "accordion / dcp" in capsys.readouterr().out
+    words = ["--mib", "32", "--rounds", "1", "--device", "cpu", "--to", str(tmp_path / "to"), "--dir", str(tmp_path)]
+    if as_script:
+        environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
+        subprocess.run([sys.executable, checkpoint.__file__, *words], check=True, env=environ)
+    else:
+        assert cli.main(words, checkpoint.run) == 0
+    assert "accordion / dcp" in capfd.readouterr().out
     times = json.loads((tmp_path / "checkpoint.json").read_text())["times"]
     assert {kind: sorted(found) for kind, found in times.items()} == {
         "accordion": ["block", "load", "save"],
         "unsummed": ["load", "save"],
         "dcp": ["block", "load", "save"],
-        "torch": ["load", "save"],
         "disk": ["load", "save"],
         "memory": ["block"],
     }

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import checkpoint
 
 from accordion import cli
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = "benchmarks/checkpoint.py"
 PAGE = (ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
@@ -29,7 +31,7 @@ def of(*start: str) -> list[str]:
 def test_there_are_ten_each_with_its_number_and_a_way_to_be_checked():
     assert len(COMMANDS) == 10
     assert re.findall(r"^\*\*(\d+)\.", PAGE, re.MULTILINE) == [str(n + 1) for n in range(10)]
-    checked = [*of("accordion"), *of("torchrun"), *of("python", "-m", "pytest", "tests/gpu")]
+    checked = [*of("accordion"), *of("torchrun"), *of("python", "-m", "pytest", "tests/gpu"), *of("python", SCRIPT)]
     assert sorted(checked) == sorted(COMMANDS)
     assert "docs/first-gpu-run.md" in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -46,6 +48,13 @@ def test_options_are_understood(command, tmp_path, monkeypatch, capsys):
     assert words[0] == "train" or all(flag in said for flag in flags), "those of train are parsed"
 
 
+def test_options_of_the_script_are_understood(capsys):
+    (command,) = of("python", SCRIPT)
+    assert cli.main(["--help"], checkpoint.run) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in words_of(command) if word.startswith("--"))
+
+
 @pytest.mark.parametrize("command", of("torchrun"))
 def test_programs_are_there(command):
     assert (ROOT / words_of(command)[-1]).is_file()
@@ -60,7 +69,7 @@ def on_accelerators() -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("command", of("python"))
+@pytest.mark.parametrize("command", of("python", "-m"))
 def test_tests_are_found(command: str, on_accelerators: str) -> None:
     *words, option, part = words_of(command)
     assert words == ["python", "-m", "pytest", "tests/gpu"]

@@ -96,9 +96,6 @@ SMALL = {
     "accordion bench --task": "--nproc 2 --device cpu --rounds 1 --steps 1",
     "accordion bench host": "--ranks 2 --steps 1",
     "accordion bench memory": "--model gpt-tiny --device cpu --rounds 1",
-    "accordion bench checkpoint": "--mib 16 --device cpu --rounds 1",
-    "accordion bench offload": "--model gpt-tiny --rounds 1 --steps 1",
-    "accordion bench scale": "--sizes 2,4 --rounds 1 --steps 1",
 }
 SHOWS = {
     "accordion train": "runs/mine",

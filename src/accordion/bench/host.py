@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from accordion.bench.contenders import WRAPPERS
-from accordion.bench.meters import Allocations, Wire
 from accordion.bench.model import NineNet
 from accordion.errors import UsageError
 from accordion.pages.stats import Spread, extremes, quartiles
@@ -31,12 +30,10 @@ class HostLoop:
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
         self._blocks = blocks
-        self._meter = Allocations()
-        with self._meter:
-            self._model = WRAPPERS[contender](NineNet(rows, blocks), seat, False)
-            self._x = torch.randn(4, 8)
-            for _ in range(WARM):  # orders are learned, buffers made
-                self._step()
+        self._model = WRAPPERS[contender](NineNet(rows, blocks), seat, False)
+        self._x = torch.randn(4, 8)
+        for _ in range(WARM):  # orders are learned, buffers made
+            self._step()
         group: Any = dist.group.WORLD
         if isinstance(group, StillGroup):
             group.moves = False
@@ -60,20 +57,6 @@ class HostLoop:
             self._step()
             found.append((time.process_time() - start) / self._blocks)
         return found
-
-    def facts(self) -> dict[str, int]:
-        """Of one step of this rank: bytes held between steps and at the peak, bytes sent, and launches."""
-        with self._meter:
-            self._meter.mark("start")
-            with Wire() as wire:
-                self._step()
-            self._meter.mark("end")
-        return {
-            "rest": self._meter.live("end"),
-            "peak": self._meter.peak("start", "end"),
-            "sent": sum(wire.num_bytes.values()),
-            "launches": sum(wire.launches.values()),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from tempfile import TemporaryFile
 from typing import Any, Literal, TypeVar
 
 from accordion import options
-from accordion.bench import offload, scale
 from accordion.bench.contenders import PEERS
 from accordion.errors import UsageError
 from accordion.options import listed
@@ -80,48 +79,6 @@ class HostOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleOptions:
-    """Measure how host time, memory and messages of one rank grow with the simulated ranks.
-
-    Args:
-        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
-        sizes: numbers of ranks, separated by commas
-        gbps: bandwidth of the simulated wire, Gbit/s of a rank
-        latency_us: of each collective on the simulated wire
-        rounds: turns of each contender, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = "fsdp2"
-    sizes: str = ",".join(map(str, scale.SIZES))
-    gbps: float = 400.0
-    latency_us: float = 10.0
-    rounds: int = 5
-    steps: int = 5
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """Measure clipping and a step of fused AdamW on shards, beside the same on local clones and on DTensors.
-
-    Args:
-        model: as of accordion bench
-        nproc: ranks, on CPU
-        rounds: turns of each, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    model: str = "gpt-30m"
-    nproc: int = 2
-    rounds: int = 7
-    steps: int = 10
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
     """Measure the peak bytes of one of many simulated ranks in a step, in bf16 over fp32 parameters.
 
@@ -143,58 +100,6 @@ class MemoryOptions:
     ranks: int = 8
     device: str = "auto"
     rounds: int = 3
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """Measure saving and loading a model's state beside torch's DCP, torch.save, the disk and a copy in memory.
-
-    Args:
-        mib: of state, over all ranks
-        nproc: ranks on this machine
-        device: auto takes the accelerators of this machine where there are some; cpu, or the type of a device
-        rounds: turns of each, interleaved; one more before them is not counted
-        to: folder on the disk that is measured; what is written there is taken away again
-        dir: folder for the JSON and HTML files
-    """
-
-    mib: int = 1024
-    nproc: int = 2
-    device: str = "auto"
-    rounds: int = 5
-    to: str = "runs/bench/checkpoints"
-    dir: str = "runs/bench"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadOptions:
-    """Measure training with the states on the host and on disk, beside none of that and beside the peers' offload, on CPU.
-
-    Args:
-        against: whose offload is measured too, separated by commas: fsdp2, deepspeed; empty for nobody's
-        model: as of accordion bench
-        nproc: ranks, on CPU
-        batch: sequences of one rank in a step; 0: what suits the model
-        seq: tokens in a sequence; 0: what suits the model
-        threads: of each rank; 0: the cores, shared out
-        precision: fp32, or bf16 over fp32 parameters
-        swap: folder for the states on disk
-        rounds: turns of each, interleaved
-        steps: counted steps of a turn
-        dir: folder for the JSON and HTML files
-    """
-
-    against: str = ",".join(offload.PEERS)
-    model: str = "gpt-30m"
-    nproc: int = 1
-    batch: int = 0
-    seq: int = 0
-    threads: int = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
-    swap: str = "runs/bench/swap"
-    rounds: int = 5
-    steps: int = 5
     dir: str = "runs/bench"
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from accordion.bench.compare import PARTS, Comparison
 from accordion.bench.contenders import OURS
 from accordion.bench.host import HostTime, ratio_of
-from accordion.bench.offload import OURS as PLAIN
-from accordion.bench.offload import OffloadResult
-from accordion.bench.scale import Network, Point
 from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
-from accordion.pages.stats import extremes, flat, quartiles, ratio
+from accordion.pages.stats import extremes
 
 ROUNDS = "ratios: median (least-most) over rounds"
 ON_CPU = "bytes on CPU: storages that operators made (the inside of operators and of gloo left out); reserved: the resident set"
@@ -110,83 +107,6 @@ def of_host(times: Mapping[str, dict[str, HostTime]], num_ranks: int, machine: d
     )
 
 
-def of_scale(points: Mapping[str, Sequence[Point]], network: Network, machine: dict[str, Any]) -> Page:
-    notes = [
-        "the first of so many simulated ranks; host time in a group that does nothing, over plain (least-most of rounds)",
-        f"wire: simulated, bytes sent / {network.gbps:g} Gbit/s + {network.latency_us:g} us for each collective launched",
-    ]
-    rows = [
-        [
-            name,
-            str(p.num_ranks),
-            spread(p.host.extra, 1e6, 0),
-            *(mebi(n) for n in (p.rest_bytes, p.peak_bytes, p.sent_bytes)),
-            str(p.launches),
-            f"{p.wire_s * 1e6:,.0f}",
-        ]
-        for name, line in points.items()
-        for p in line
-    ]
-    columns = ["contender", "ranks", "host us/unit", "held MiB", "peak MiB", "sent MiB", "collectives", "wire us"]
-    figures: list[tuple[str, str, Callable[[Point], float]]] = [
-        ("host time over plain", "us a unit", lambda p: p.host.extra.median * 1e6),
-        ("peak of a step", "MiB", lambda p: p.peak_bytes / 2**20),
-        ("simulated wire", "us a step", lambda p: p.wire_s * 1e6),
-    ]
-    charts = [
-        Chart(
-            title=title,
-            unit=unit,
-            kind="lines",
-            series={name: {str(p.num_ranks): of(p) for p in line} for name, line in points.items()},
-        )
-        for title, unit, of in figures
-    ]
-    return Page(
-        name="scale",
-        title="Growth with the ranks",
-        notes=notes,
-        tables=[Table(title="growth", columns=columns, rows=rows)],
-        charts=charts,
-        data=plain_data({"machine": machine, "network": network, "points": points}),
-    )
-
-
-def of_optimizer(
-    wall: Mapping[str, list[list[float]]], cpu: Mapping[str, list[list[float]]], what: str, machine: dict[str, Any]
-) -> Page:
-    """`wall`, `cpu`: seconds by kind and round."""
-    names = {
-        "accordion": "wrap_optimizer(AdamW) and accordion.clip_grad_norm_",
-        "local": "AdamW and foreach norm on local clones, one scalar all-reduce",
-        "dtensor": "AdamW and torch's clip_grad_norm_ on DTensors",
-    }
-    ratios = {
-        kind: {name: ratio(turns[name], turns["local"]) for name in names if name != "local"}
-        for kind, turns in (("wall", wall), ("cpu", cpu))
-    }
-    times = {name: quartiles(flat(rounds)) for name, rounds in wall.items()}
-    rows = [
-        [
-            name,
-            what,
-            spread(times[name], 1e3, 2),
-            *(spread(r[name], 1, 3) if name in r else "" for r in ratios.values()),
-        ]
-        for name, what in names.items()
-    ]
-    columns = ["", "what", "ms", "over local", "processor time over local"]
-    chart = {"clip and step": {name: t.median * 1e3 for name, t in times.items()}}
-    return Page(
-        name="optimizer",
-        title="The optimizer on shards",
-        notes=[what, "median (quartiles); " + ROUNDS],
-        tables=[Table(title="clip and step", columns=columns, rows=rows)],
-        charts=[Chart(title="clip and step", unit="ms", kind="grouped", series=chart)],
-        data=plain_data({"machine": machine, "wall": wall, "cpu": cpu, "ratios": ratios}),
-    )
-
-
 def of_memory(found: Mapping[str, list[dict[str, int]]], what: str, machine: dict[str, Any]) -> Page:
     """`found`: by contender, the bytes of each round."""
     peaks = {name: extremes([float(r["allocated"]) for r in rounds]) for name, rounds in found.items()}
@@ -215,69 +135,4 @@ def of_memory(found: Mapping[str, list[dict[str, int]]], what: str, machine: dic
         ],
         charts=[Chart(title="bytes of a rank", unit="MiB", kind="stacked", series=series)],
         data=plain_data({"machine": machine, "bytes": found}),
-    )
-
-
-def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[str, str]) -> Page:
-    plain = found[PLAIN].bytes["grads"]
-    times, sizes, disks = [], [], []
-    for name, m in found.items():
-        shares = ["" if s is None else spread(s, 100, 0) for s in (m.hidden, m.gained)]
-        times.append([name, *(spread(s, 1e3) for s in (m.step, m.waiting, m.optimizer, m.shown)), *shares])
-        b = m.bytes
-        falls = f"{100 * (plain - b['grads']) / b['states']:.1f}"
-        sizes.append([name, *(mebi(b[key]) for key in ("own", "grads", "states", "stated", "arena", "buffers")), falls])
-        if m.disk_rate is not None:
-            moved, floor = b["moved"] / b["steps"], 2 * b["states"]
-            cells = [mebi(b["disk"]), mebi(moved), f"{moved / floor:.3f}", f"{b['block'] / 1024:,.0f}"]
-            disks.append([name, *cells, spread(m.disk_rate, 1, 2)])
-    return Page(
-        name="offload",
-        title="States on the host and on disk",
-        notes=[
-            what,
-            "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
-            "begins; optimizer: its part of that; shown: what an ordinary step stands still for it, in the call and where the "
-            "next forward waits",
-            "hidden: the share of the optimizer that is not shown; gained: the share by which the ordinary step is shorter than "
-            "the waiting one, which other work on the machine blurs; of rounds",
-            "own: resident bytes of the first rank that no file backs, at rest and when its gradients are there; states: two of "
-            "each element; stated: arena and buffers, said before the run; falls: what is less than without offload with "
-            "gradients there, % of the states",
-            "rate: the seconds that sequential access takes to write and to read the states once, with as many requests of the "
-            "same size in flight, over those of the optimizer in a waiting step",
-        ],
-        tables=[
-            Table(
-                title="time",
-                columns=[
-                    *("states", "step ms", "waiting ms", "optimizer ms", "shown ms", "hidden %", "gained %"),
-                ],
-                rows=times,
-            ),
-            Table(
-                title="bytes of a rank, MiB",
-                columns=[
-                    *("states", "own", "with gradients", "of states", "stated", "arena", "buffers", "falls"),
-                ],
-                rows=sizes,
-            ),
-            Table(
-                title="the disk of a rank, MiB",
-                columns=["states", "on disk", "moved in a step", "of the floor", "block KiB", "rate"],
-                rows=disks,
-            ),
-        ],
-        charts=[
-            Chart(
-                title="a step",
-                unit="ms",
-                kind="grouped",
-                series={
-                    "step": {name: m.step.median * 1e3 for name, m in found.items()},
-                    "waiting": {name: m.waiting.median * 1e3 for name, m in found.items()},
-                },
-            )
-        ],
-        data=plain_data({"machine": machine, "found": found}),
     )

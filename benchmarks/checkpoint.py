@@ -1,15 +1,18 @@
-"""Saving and loading a checkpoint, beside torch's DCP and torch.save, and beside what the disk and a copy in memory take."""
+"""Saving and loading a checkpoint, beside torch's DCP, and beside what the disk and a copy in memory take."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -19,18 +22,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch
+from accordion.bench import command
 from accordion.bench.contenders import mesh_of
+from accordion.bench.options import writable
 from accordion.checkpoint import load, save
 from accordion.checkpoint.checksums import DIGITS, Buffer
+from accordion.cli import main
+from accordion.options import read
+from accordion.pages.machine import describe
 from accordion.pages.page import Chart, Page, Table, spread
 from accordion.pages.stats import extremes, ratio
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import Seat, WorkerTeam, interleaved
 
 KINDS: Mapping[str, str] = {
     "accordion": "accordion.save and load, every byte with a checksum that load verifies",
     "unsummed": "accordion, but no checksum is computed, and nothing is read to check one: what checksums cost",
     "dcp": "torch.distributed.checkpoint: save, async_save, load",
-    "torch": "torch.save of each rank's shards into a file, fsync; torch.load and a copy into place",
     "disk": "the same bytes: write and fsync, read",
     "memory": "the same bytes: one copy into memory that is there",
 }
@@ -116,17 +123,6 @@ class CheckpointLoop:
         from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
         dcp_load(self._model.state_dict(), checkpoint_id=path / "a")
-
-    def _torch_save(self, path: Path) -> None:
-        with open(path / f"{self._rank}.pt", "wb") as file:
-            torch.save(dict(enumerate(self._locals())), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _torch_load(self, path: Path) -> None:
-        held = torch.load(path / f"{self._rank}.pt", weights_only=True)
-        for into, tensor in zip(self._locals(), held.values(), strict=True):
-            into.copy_(tensor)
 
     def _disk_save(self, path: Path) -> None:
         with open(path / f"{self._rank}.bin", "wb", buffering=0) as file:
@@ -241,3 +237,46 @@ def _over(ours: list[float], theirs: list[float] | None, is_floor: bool) -> str:
     if theirs is None:
         return ""
     return spread(ratio([[s] for s in ours], [[s] for s in theirs]), 1, 2) + (" *" if is_floor else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure saving and loading a model's state beside torch's DCP, the disk and a copy in memory.
+
+    Args:
+        mib: of state, over all ranks
+        nproc: ranks on this machine
+        device: auto takes the accelerators of this machine where there are some; cpu, or the type of a device
+        rounds: turns of each, interleaved; one more before them is not counted
+        to: folder on the disk that is measured; what is written there is taken away again
+        dir: folder for the JSON and HTML files
+    """
+
+    mib: int = 1024
+    nproc: int = 2
+    device: str = "auto"
+    rounds: int = 5
+    to: str = "runs/bench/checkpoints"
+    dir: str = "runs/bench"
+
+
+def page(o: Options) -> Page:
+    world = command.world_of(o.nproc, command.device_of(o.device))
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="bench-", dir=writable(o.to, "to")))
+        teams = [
+            stack.enter_context(WorkerTeam(kind, world, CheckpointLoop, (kind, o.mib * 2**20, folder)))
+            for kind in KINDS
+        ]
+        asked = interleaved(teams, o.rounds + 1, "turn")
+    what = f"{o.mib:,} MiB of float32 in shards of {world.num_ranks} ranks on {world.device_type}, to {Path(o.to).resolve()}"
+    return page_of(asked, what, describe(world.device_type))
+
+
+def run(words: list[str]) -> int:
+    options = read(Options, words, "benchmarks/checkpoint.py", (Options.__doc__ or "").splitlines()[0])
+    return 0 if options is None else command.measure(options, page)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run=run))

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from ctypes.util import find_library
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.bench.contenders import Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
+from accordion.bench import command
+from accordion.bench.contenders import ENVIRON, Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
 from accordion.bench.trainer import STATUS
+from accordion.cli import main
 from accordion.config import Offload, Precision, nearest
 from accordion.errors import UsageError
 from accordion.offload.estimate import estimate_memory
@@ -31,10 +34,13 @@ from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from accordion.offload.tiers import Tiers
 from accordion.optim import wrap_optimizer
+from accordion.options import read
+from accordion.pages.machine import describe
+from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
 from accordion.pages.stats import Spread, extremes, flat, quartiles
 from accordion.shard.api import shard
 from accordion.state import sharded_engine, synchronize
-from accordion.workers.ranks import BenchError, Seat
+from accordion.workers.ranks import BenchError, Seat, WorkerTeam, interleaved
 
 OURS, HOST, DISK = "accordion", "accordion host", "accordion disk"
 PEER, PEER_HOST = "fsdp2", "fsdp2 host"
@@ -179,7 +185,7 @@ def own_bytes() -> int:
         return 0
     # Of 20 MiB that MKL keeps for gpt-30m, 2 or 15 are resident, as the pages that it got were.
     _torch.free_work_memory()
-    with contextlib.suppress(OSError, AttributeError):  # of another C library
+    with suppress(OSError, AttributeError):  # of another C library
         ctypes.CDLL(None).malloc_trim(0)
     lines = STATUS.read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
@@ -297,3 +303,131 @@ def folder_of(asked: str) -> str:
     """Where states on disk go: what was asked for, made where it is missing."""
     os.makedirs(asked, exist_ok=True)
     return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure training with the states on the host and on disk, beside none of that and beside the peers' offload, on CPU.
+
+    Args:
+        against: whose offload is measured too, separated by commas: fsdp2, deepspeed; empty for nobody's
+        model: as of accordion bench
+        nproc: ranks, on CPU
+        batch: sequences of one rank in a step; 0: what suits the model
+        seq: tokens in a sequence; 0: what suits the model
+        threads: of each rank; 0: the cores, shared out
+        precision: fp32, or bf16 over fp32 parameters
+        swap: folder for the states on disk
+        rounds: turns of each, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    against: str = ",".join(PEERS)
+    model: str = "gpt-30m"
+    nproc: int = 1
+    batch: int = 0
+    seq: int = 0
+    threads: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    swap: str = "runs/bench/swap"
+    rounds: int = 5
+    steps: int = 5
+    dir: str = "runs/bench"
+
+
+def page(o: Options) -> Page:
+    world, folder = command.world_of(o.nproc, "cpu"), folder_of(o.swap)
+    setting = command.setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
+    world = replace(world, threads=o.threads or world.threads)
+    kinds, left_out = kinds_of(o.against)
+    with ExitStack() as stack:
+        teams = []
+        for kind in kinds:
+            environ = ENVIRON.get(kind.partition(" ")[0])
+            args = (kind, setting, folder)
+            teams.append(stack.enter_context(WorkerTeam(kind, world, OffloadLoop, args, environ)))
+        asked = interleaved(teams, o.rounds, "turns", 1, o.steps)
+        held = {team.name: team.ask("bytes")[0] for team in teams}
+    found = {name: measured(asked[name], held[name]) for name in held}
+    check(found)
+    what = (
+        f"{o.model}, batch {setting.batch} x {setting.seq}, {'bf16 over fp32' if setting.bf16 else 'fp32'}, fused AdamW, "
+        f"{world.num_ranks} ranks on CPU with {world.threads} threads each; {o.rounds} interleaved rounds"
+    )
+    what = "; ".join([what, *(f"{kind} is left out: {reason}" for kind, reason in left_out.items())])
+    return of_offload(found, what, describe("cpu"))
+
+
+def of_offload(found: Mapping[str, OffloadResult], what: str, machine: Mapping[str, str]) -> Page:
+    plain = found[OURS].bytes["grads"]
+    times, sizes, disks = [], [], []
+    for name, m in found.items():
+        shares = ["" if s is None else spread(s, 100, 0) for s in (m.hidden, m.gained)]
+        times.append([name, *(spread(s, 1e3) for s in (m.step, m.waiting, m.optimizer, m.shown)), *shares])
+        b = m.bytes
+        falls = f"{100 * (plain - b['grads']) / b['states']:.1f}"
+        sizes.append([name, *(mebi(b[key]) for key in ("own", "grads", "states", "stated", "arena", "buffers")), falls])
+        if m.disk_rate is not None:
+            moved, floor = b["moved"] / b["steps"], 2 * b["states"]
+            cells = [mebi(b["disk"]), mebi(moved), f"{moved / floor:.3f}", f"{b['block'] / 1024:,.0f}"]
+            disks.append([name, *cells, spread(m.disk_rate, 1, 2)])
+    return Page(
+        name="offload",
+        title="States on the host and on disk",
+        notes=[
+            what,
+            "times: median (quartiles) of steps, ms, the slowest rank of each; waiting: the step ends before the next forward "
+            "begins; optimizer: its part of that; shown: what an ordinary step stands still for it, in the call and where the "
+            "next forward waits",
+            "hidden: the share of the optimizer that is not shown; gained: the share by which the ordinary step is shorter than "
+            "the waiting one, which other work on the machine blurs; of rounds",
+            "own: resident bytes of the first rank that no file backs, at rest and when its gradients are there; states: two of "
+            "each element; stated: arena and buffers, said before the run; falls: what is less than without offload with "
+            "gradients there, % of the states",
+            "rate: the seconds that sequential access takes to write and to read the states once, with as many requests of the "
+            "same size in flight, over those of the optimizer in a waiting step",
+        ],
+        tables=[
+            Table(
+                title="time",
+                columns=[
+                    *("states", "step ms", "waiting ms", "optimizer ms", "shown ms", "hidden %", "gained %"),
+                ],
+                rows=times,
+            ),
+            Table(
+                title="bytes of a rank, MiB",
+                columns=[
+                    *("states", "own", "with gradients", "of states", "stated", "arena", "buffers", "falls"),
+                ],
+                rows=sizes,
+            ),
+            Table(
+                title="the disk of a rank, MiB",
+                columns=["states", "on disk", "moved in a step", "of the floor", "block KiB", "rate"],
+                rows=disks,
+            ),
+        ],
+        charts=[
+            Chart(
+                title="a step",
+                unit="ms",
+                kind="grouped",
+                series={
+                    "step": {name: m.step.median * 1e3 for name, m in found.items()},
+                    "waiting": {name: m.waiting.median * 1e3 for name, m in found.items()},
+                },
+            )
+        ],
+        data=plain_data({"machine": machine, "found": found}),
+    )
+
+
+def run(words: list[str]) -> int:
+    options = read(Options, words, "benchmarks/offload.py", (Options.__doc__ or "").splitlines()[0])
+    return 0 if options is None else command.measure(options, page)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run=run))

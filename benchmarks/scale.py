@@ -1,0 +1,201 @@
+"""How a step grows with the ranks: host time, memory and messages as one of up to thousands of simulated ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from accordion.bench import command
+from accordion.bench.host import HostLoop, HostTime, check, summary
+from accordion.bench.meters import Allocations, Wire
+from accordion.cli import main
+from accordion.errors import UsageError
+from accordion.options import read
+from accordion.pages.machine import describe
+from accordion.pages.page import Chart, Page, Table, mebi, plain_data, spread
+from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
+
+SIZES = (8, 64, 512, 4096)
+BLOCKS = 16
+
+
+class ScaleLoop(HostLoop):
+    """A `HostLoop` whose storages are seen from its first on."""
+
+    def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
+        self._meter = Allocations()
+        with self._meter:
+            super().__init__(seat, contender, rows, blocks)
+
+    def facts(self) -> dict[str, int]:
+        """Of one step of this rank: bytes held between steps and at the peak, bytes sent, and launches."""
+        with self._meter:
+            self._meter.mark("start")
+            with Wire() as wire:
+                self._step()
+            self._meter.mark("end")
+        return {
+            "rest": self._meter.live("end"),
+            "peak": self._meter.peak("start", "end"),
+            "sent": sum(wire.num_bytes.values()),
+            "launches": sum(wire.launches.values()),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The wire that is simulated: nobody sends anything."""
+
+    gbps: float = 400.0
+    latency_us: float = 10.0
+
+    def seconds(self, num_bytes: int, launches: int) -> float:
+        """Bytes over bandwidth, and a latency for each launch."""
+        return num_bytes * 8 / (self.gbps * 1e9) + launches * self.latency_us * 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One contender at one number of ranks; bytes and launches of one step of one rank."""
+
+    num_ranks: int
+    host: HostTime
+    rest_bytes: int
+    peak_bytes: int
+    sent_bytes: int
+    launches: int
+    wire_s: float
+
+
+def grow(
+    contenders: Sequence[str], sizes: Sequence[int], rounds: int, count: int, network: Network
+) -> dict[str, list[Point]]:
+    """By contender: a point for each number of ranks. The model is the same for all of them, with rows for the most ranks."""
+    rows = max(64, *sizes)
+    facts = {}
+    for size in sizes:
+        for name in contenders:
+            with WorkerTeam(name, World(num_ranks=size, group="fake"), ScaleLoop, (name, rows, BLOCKS)) as team:
+                facts[name, size] = team.ask("facts")[0]
+    with ExitStack() as stack:
+        keys = [("plain", sizes[0]), *((name, size) for size in sizes for name in contenders)]
+        teams = [
+            stack.enter_context(
+                WorkerTeam(f"{name} {size}", World(num_ranks=size, group="still"), HostLoop, (name, rows, BLOCKS))
+            )
+            for name, size in keys
+        ]
+        asked = interleaved(teams, rounds, "turn", count)
+    turns = {team.name: [answers[0] for answers in asked[team.name]] for team in teams}
+    turns["plain"] = turns.pop(f"plain {sizes[0]}")
+    host = summary(turns)
+    return {
+        name: [_point(size, host[f"{name} {size}"], facts[name, size], network) for size in sizes]
+        for name in contenders
+    }
+
+
+def _point(size: int, host: HostTime, facts: dict[str, int], network: Network) -> Point:
+    return Point(
+        num_ranks=size,
+        host=host,
+        rest_bytes=facts["rest"],
+        peak_bytes=facts["peak"],
+        sent_bytes=facts["sent"],
+        launches=facts["launches"],
+        wire_s=network.seconds(facts["sent"], facts["launches"]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure how host time, memory and messages of one rank grow with the simulated ranks.
+
+    Args:
+        against: contenders beside `accordion`, separated by commas: fsdp2, fsdp1, or accordion:shard_grad_op and its kin
+        sizes: numbers of ranks, separated by commas
+        gbps: bandwidth of the simulated wire, Gbit/s of a rank
+        latency_us: of each collective on the simulated wire
+        rounds: turns of each contender, interleaved
+        steps: counted steps of a turn
+        dir: folder for the JSON and HTML files
+    """
+
+    against: str = "fsdp2"
+    sizes: str = ",".join(map(str, SIZES))
+    gbps: float = 400.0
+    latency_us: float = 10.0
+    rounds: int = 5
+    steps: int = 5
+    dir: str = "runs/bench"
+
+
+def page(o: Options) -> Page:
+    names, _ = command.names_of(o.against)
+    check(names)
+    try:
+        sizes = [int(size) for size in o.sizes.split(",")]
+    except ValueError:
+        raise UsageError(f"sizes {o.sizes!r} are no numbers of ranks; write them as 8,64,512.") from None
+    if min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise UsageError(f"sizes are {o.sizes}; each is a number of ranks, 1 or more, and stands there once.")
+    if not (o.gbps > 0 and o.latency_us >= 0):
+        raise UsageError(
+            f"the wire has {o.gbps:g} Gbit/s and {o.latency_us:g} us; it takes more than 0, and 0 or more."
+        )
+    network = Network(gbps=o.gbps, latency_us=o.latency_us)
+    return of_scale(grow(names, sizes, o.rounds, o.steps, network), network, describe("cpu"))
+
+
+def of_scale(points: Mapping[str, Sequence[Point]], network: Network, machine: dict[str, Any]) -> Page:
+    notes = [
+        "the first of so many simulated ranks; host time in a group that does nothing, over plain (least-most of rounds)",
+        f"wire: simulated, bytes sent / {network.gbps:g} Gbit/s + {network.latency_us:g} us for each collective launched",
+    ]
+    rows = [
+        [
+            name,
+            str(p.num_ranks),
+            spread(p.host.extra, 1e6, 0),
+            *(mebi(n) for n in (p.rest_bytes, p.peak_bytes, p.sent_bytes)),
+            str(p.launches),
+            f"{p.wire_s * 1e6:,.0f}",
+        ]
+        for name, line in points.items()
+        for p in line
+    ]
+    columns = ["contender", "ranks", "host us/unit", "held MiB", "peak MiB", "sent MiB", "collectives", "wire us"]
+    figures: list[tuple[str, str, Callable[[Point], float]]] = [
+        ("host time over plain", "us a unit", lambda p: p.host.extra.median * 1e6),
+        ("peak of a step", "MiB", lambda p: p.peak_bytes / 2**20),
+        ("simulated wire", "us a step", lambda p: p.wire_s * 1e6),
+    ]
+    charts = [
+        Chart(
+            title=title,
+            unit=unit,
+            kind="lines",
+            series={name: {str(p.num_ranks): of(p) for p in line} for name, line in points.items()},
+        )
+        for title, unit, of in figures
+    ]
+    return Page(
+        name="scale",
+        title="Growth with the ranks",
+        notes=notes,
+        tables=[Table(title="growth", columns=columns, rows=rows)],
+        charts=charts,
+        data=plain_data({"machine": machine, "network": network, "points": points}),
+    )
+
+
+def run(words: list[str]) -> int:
+    options = read(Options, words, "benchmarks/scale.py", (Options.__doc__ or "").splitlines()[0])
+    return 0 if options is None else command.measure(options, page)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run=run))
