@@ -10,9 +10,10 @@ import pytest
 
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
-from accordion.train.examples import FIELDS, Encoder
+from accordion.train.examples import Encoder
 from accordion.train.preview import preview
-from accordion.train.rows import DataRow, find_rows
+from accordion.train.rows import DataRow
+from accordion.train.sources import find
 from tests.support import language_folders
 
 CHATML = (  # as Qwen2.5 has it, without its tools
@@ -156,7 +157,7 @@ def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
     else:
         datasets = pytest.importorskip("datasets")
         datasets.Dataset.from_list(talks).save_to_disk(path := tmp_path / "set")
-    found = list(find_rows(DataConfig(path=str(path), format="chat"), FIELDS["chat"]).rows())
+    found = list(find(DataConfig(path=str(path), format="chat")).rows())
     assert [r.values for r in found] == [{"messages": talk["messages"]} for talk in talks]
     assert {r.split for r in found} <= {"train", "validation"}
     assert all(str(i + (kind != "datasets")) in r.where for i, r in enumerate(found))

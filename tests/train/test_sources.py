@@ -65,7 +65,7 @@ def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
     assert len({p.key for p in pieces}) == 1
 
 
-def test_a_folder_leaves_out_what_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_names_what_is_not_read(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -73,8 +73,21 @@ def test_a_folder_leaves_out_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{\n  "a": 1\n}\n')
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("ä" * 40000)  # longer than what is looked at, cut inside a character
-    texts = {p.key: p.text for p in find(DataConfig(path=str(tmp_path))).pieces()}
-    assert set(texts) == {"settings.json", os.path.join("sub", "a.txt")}
+    (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
+    (tmp_path / "lost.txt").symlink_to("nowhere")
+    source = find(DataConfig(path=str(tmp_path)))
+    assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
+    assert source.unread == {
+        "image.png": "holds a NUL byte, and is no UTF-8 text",
+        "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give JSONL or parquet their usual suffix",
+        "lost.txt": "a link to nothing",
+        "settings.json": "line 1 is no JSON; JSONL has one object in each line",
+        "zeros": "holds a NUL byte, and is no UTF-8 text",
+    }
+    (tmp_path / "only").mkdir()
+    (tmp_path / "image.png").rename(tmp_path / "only" / "image.png")
+    with pytest.raises(UsageError, match=r"no file that can be read: image.png \(holds a NUL byte"):
+        find(DataConfig(path=str(tmp_path / "only")))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -90,7 +103,7 @@ def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_always_there() -> None:
     source = find(DataConfig())
-    keys = [key for key, _, _ in source.files]
+    keys = [key for key, _ in source.files]
     assert source.name == "stdlib"
     assert "argparse.py" in keys
     assert not any("test" in Path(key).parts for key in keys)
@@ -135,10 +148,10 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
     path = parquet_file(tmp_path)
     with pytest.raises(UsageError, match=r"no column 'txt'.*'text'"):
         list(find(DataConfig(path=str(path), text_field="txt")).pieces())
-    with pytest.raises(UsageError, match="'id' is int64"):
+    with pytest.raises(UsageError, match="row 1: field 'id' is int, not text"):
         list(find(DataConfig(path=str(path), text_field="id")).pieces())
     path.write_bytes(b"PAR1 but no more")
-    with pytest.raises(UsageError, match="no parquet file"):
+    with pytest.raises(UsageError, match="is no parquet file"):
         list(find(DataConfig(path=str(path))).pieces())
 
 

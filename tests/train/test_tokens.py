@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from accordion.errors import UsageError
 from accordion.train import tokens
 from accordion.train.config import DataConfig
-from accordion.train.sources import Piece, Source, find
+from accordion.train.sources import Piece, Source, find, split_of
 from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
@@ -45,6 +46,7 @@ def quiet(*_: object) -> None:
 
 def make(source: Source, cache: Path, size: int = 300) -> tuple[TokenFiles, Vocabulary]:
     vocabulary, keep = cached_vocabulary(source, size, cache, quiet)
+    vocabulary = replace(vocabulary, special_as_text=True)  # documents hold the text of the token that ends them
     keep()
     return cached_tokens(source, vocabulary, cache, quiet, quiet), vocabulary
 
@@ -61,6 +63,23 @@ def test_documents_come_back(tmp_path: Path) -> None:
         texts += [tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=False)]
     assert sorted(texts) == sorted(piece.text for piece in source.pieces())
     assert files.num_documents == len(texts) == 60
+
+
+def test_documents_are_tokenized_as_transformers_does(tmp_path: Path) -> None:
+    """Special tokens are read as such, and a tokenizer that was saved with truncation and padding cuts and fills nothing."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = corpus(tmp_path)
+    own = Tokenizer.from_str(train_vocabulary(source, 300, quiet).spec)
+    own.enable_truncation(max_length=8)
+    own.enable_padding(length=16)
+    vocabulary = Vocabulary(spec=own.to_str(), size=300, end_id=0)
+    assert vocabulary.cuts
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=own)
+    for split in ("train", "validation"):
+        texts = [piece.text for piece in source.pieces() if split_of(piece) == split]
+        assert files.read(split).tolist() == [number for text in texts for number in [*theirs(text)["input_ids"], 0]]
 
 
 def test_the_cache_is_used_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

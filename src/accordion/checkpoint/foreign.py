@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,8 +34,10 @@ from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
     HF_SINGLE,
     check_names,
+    check_quantised,
     mapped,
     opened,
+    plain_names,
     read_header,
     read_index,
     size_of,
@@ -68,6 +71,9 @@ def open_foreign(path: str | os.PathLike[str]) -> Foreign:
     found = _opened(Path(path))
     if not found.shapes:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
+    config = Path(path, "config.json")
+    words = json.loads(config.read_text()) if config.is_file() else {}
+    check_quantised(words if isinstance(words, dict) else {}, os.fspath(path), found.shapes)
     num_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in found.shapes.values())
     if len(found.shapes) > FREE_TENSORS + num_bytes // BYTES_PER_TENSOR:
         raise CheckpointError(f"{path} has {len(found.shapes)} tensors, which is absurd for {num_bytes} bytes of them.")
@@ -119,13 +125,17 @@ def _safetensors(folder: Path, promised: Mapping[str, str] | None, names: Iterab
     if lost:
         more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
         raise CheckpointError(f"{folder / HF_INDEX} names tensors that are not there: {', '.join(lost[:SHOWN])}{more}.")
-    shapes = {"model/" + t.name: (DTYPES[t.dtype], t.shape) for tensors in held.values() for t in tensors}
-    files = tuple(_later(lambda n=name: _mapped(folder / n, held[n])) for name in held)
+    plain = plain_names(where)
+    _found(plain)
+    shapes = {"model/" + plain[t.name]: (DTYPES[t.dtype], t.shape) for tensors in held.values() for t in tensors}
+    files = tuple(_later(lambda n=name: _mapped(folder / n, held[n]), plain) for name in held)
     return Foreign(kind="safetensors", shapes=shapes, files=files)
 
 
-def _later(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[[], list[WritePart]]:
-    return lambda: [WritePart("model/" + key, box_of(t.shape, ()), t) for key, t in read() if t.numel()]
+def _later(
+    read: Callable[..., Iterator[tuple[str, Tensor]]], plain: Mapping[str, str]
+) -> Callable[[], list[WritePart]]:
+    return lambda: [WritePart("model/" + plain[key], box_of(t.shape, ()), t) for key, t in read() if t.numel()]
 
 
 def _mapped(path: Path, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +172,8 @@ def _torch_file(path: Path) -> Foreign:
         strange = [str(key) for key, value in held.items() if _is_strange(value)]
         if strange:
             raise CheckpointError(f"{strange[0][:100]} is no plain tensor.")
-        _found({key: str(key) for key in tensors})
+        plain = plain_names(str(key) for key in tensors)
+        _found({key: plain[str(key)] for key in tensors})
         num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
         if num_bytes > LARGEST_EXPANDED + MOST_COPIES * data.numel():
             raise CheckpointError(f"its tensors of {num_bytes} bytes are absurd, made of {data.numel()}.")
@@ -171,8 +182,8 @@ def _torch_file(path: Path) -> Foreign:
     left += [str(key) for key, value in held.items() if not isinstance(value, Held)]
     return Foreign(
         kind="torch.save",
-        shapes={f"model/{key}": (t.dtype, t.shape) for key, t in tensors.items()},
-        files=(_later(lambda: ((str(key), saved.tensor(t)) for key, t in tensors.items())),),
+        shapes={f"model/{plain[str(key)]}": (t.dtype, t.shape) for key, t in tensors.items()},
+        files=(_later(lambda: ((str(key), saved.tensor(t)) for key, t in tensors.items()), plain),),
         left=tuple(left),
     )
 
@@ -322,16 +333,17 @@ def _is_plain(name: object) -> bool:
 
 def _dcp_names(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
     """Our names: `model/...` for a model's tensors, `optimizer/state/...` for an optimizer's."""
-    found = {}
+    found, models = {}, dict[str, str]()
     for key in keys:
         path = paths.get(key, (key,))
         if len(path) == 2 and path[0] in MODEL_KEYS:
-            found[key] = f"model/{path[1]}"
+            models[key] = str(path[1])
         elif len(path) == 4 and path[0] in OPTIMIZER_KEYS and path[1] == "state":
             found[key] = f"optimizer/state/{path[2]}/{path[3]}"
         elif len(path) == 1 and not any(p[0] in MODEL_KEYS for p in paths.values() if len(p) > 1):
-            found[key] = f"model/{key}"  # a model's state dict alone
-    return found
+            models[key] = key  # a model's state dict alone
+    plain = plain_names(models.values())
+    return found | {key: f"model/{plain[name]}" for key, name in models.items()}
 
 
 def _dcp_file(
@@ -410,14 +422,15 @@ def _dcp_values(
             key for key, path in paths.items() if len(path) == 4 and path[0] in OPTIMIZER_KEYS and path[1] != "state"
         ]
         return None, encode(extra, "extra"), left + lost
+    plain = plain_names(param for group in groups.values() for param in group["params"])
     state: dict[str, dict[str, Json]] = {}
     for key, name in names.items():
         if name.startswith("optimizer/state/"):
             _, _, param, leaf = paths[key]
-            state.setdefault(str(param), {})[str(leaf)] = {"$tensor": name}
+            state.setdefault(plain.get(param, str(param)), {})[str(leaf)] = {"$tensor": name}
     words = [
         {
-            "params": group["params"],
+            "params": [plain[param] for param in group["params"]],
             "options": encode({k: v for k, v in group.items() if k != "params"}, f"optimizer/groups/{i}"),
         }
         for i, group in sorted(groups.items())

@@ -22,13 +22,7 @@ from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_c
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.adapters import ADAPTER, ADAPTER_WEIGHTS, adapter_config, adapter_weights
-from accordion.models.stored import (
-    StoredModel,
-    find_model,
-    located,
-    meta_model,
-    tokenizer_of,
-)
+from accordion.models.stored import StoredModel, check_weights, find_model, located, meta_model, tokenizer_of
 from accordion.options import one_of, place
 
 PROG = "accordion export"
@@ -140,10 +134,13 @@ def export(options: ExportOptions, cache: Path) -> Exported:
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
     """Of any model, also of one that transformers does not know."""
-    stored = None
+    stored = model = None
     if form == "hf":
-        with suppress(UsageError):  # it does not say of what it is
+        with suppress(UsageError):  # it does not say of what it is, or transformers does not know that
             stored = find_model(path, cache, tokenizer=options.tokenizer, like=options.like)
+            model = None if options.like is None else meta_model(stored)
+    if stored is not None and model is not None:
+        check_weights(model, stored)
     own = stored is not None and options.like is None
     beside: Callable[[Path], list[str]] = (
         partial(_tokenizer, stored) if own and stored is not None else lambda folder: []
@@ -165,16 +162,16 @@ def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
 
 
 def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
+    config = stored.config
     if stored.adapter is None:
         files = write_shards(draft, folder_sources(Path(stored.path), dtype), convert.SHARD_BYTES)
     else:
         with tensors_of(stored, dtype) as found:
             files = write_shards(draft, found.sources, convert.SHARD_BYTES)
+            config = {**config, "tie_word_embeddings": False} if found.untied else config
     if stored.kind == "folder":
-        files += [name for name in convert.copy_beside(Path(stored.path), draft, dtype) if name not in files]
-    else:
-        convert.write_config(draft, stored.config, dtype)
-        files.append(convert.CONFIG)
+        files += [name for name in convert.copy_beside(Path(stored.path), draft) if name not in files]
+    files += [name for name in convert.write_config(draft, config, dtype, stored.generation) if name not in files]
     if stored.tokenizer not in (None, stored.path):
         files += [name for name in _tokenizer(stored, draft) if name not in files]
     return files
@@ -215,11 +212,14 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str
     if dtype not in OF_ONNX:
         raise UsageError(f"--dtype is {CODES[dtype]}, and --format onnx takes {', '.join(CODES[d] for d in OF_ONNX)}.")
     with tensors_of(stored, dtype) as found:
-        files = write_onnx(
-            draft / name, found, meta_model(replace(stored, adapter=None), dtype)
-        )  # the adapter is merged
-    convert.write_config(draft, stored.config, dtype)
-    return [*files, convert.CONFIG, *_tokenizer(stored, draft)]
+        if found.untied:
+            raise UsageError(
+                "the adapter changes one of two tied embeddings, which --format onnx keeps tied; take hf, and export that folder."
+            )
+        base = replace(stored, adapter=None)  # the adapter is merged
+        files = write_onnx(draft / name, found, meta_model(base, dtype))
+    files += convert.write_config(draft, stored.config, dtype, stored.generation)
+    return [*files, *_tokenizer(stored, draft)]
 
 
 def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:

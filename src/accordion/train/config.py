@@ -41,11 +41,13 @@ class DataConfig:
     """The text, or examples with answers to learn.
 
     Args:
-        path: a text file, JSONL, parquet, a folder of such files, or a saved datasets folder;
-            without it: the Python standard library's own source files on this machine
+        path: a text, JSON, JSONL, CSV, parquet or Arrow file, compressed ones too, a folder of such files, or a saved
+            datasets folder; without it: the Python standard library's own source files on this machine
         format: `text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in
             the tokenizer's chat template. Of the latter two the loss is on answers alone
-        text_field: column of JSONL, parquet and datasets that holds the text
+        text_field: field or column that holds the text of a row
+        special_tokens: of format text: `tokens` reads special tokens such as `<|im_end|>` in a document as these tokens, as
+            transformers does; `text` reads them as letters
         seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them; of examples that are
             longer the end is cut off
         packing: of chat and prompt: `documents`: several examples in a row, none of which sees another; `length`: an example in a
@@ -57,6 +59,7 @@ class DataConfig:
     path: str | None = None
     format: Literal["text", "chat", "prompt"] = "text"
     text_field: str = "text"
+    special_tokens: Literal["tokens", "text"] = "tokens"
     seq_len: int = 128
     packing: Literal["documents", "length", "none"] = "documents"
     tokenizer: str | None = None
@@ -430,6 +433,7 @@ def _check_adapter(adapter: AdapterConfig) -> None:
 
 def _check_data(data: DataConfig) -> None:
     own = {"packing": ("chat", "prompt"), "tokenizer": ("chat", "prompt"), "chat_template": ("chat",)}
+    own["special_tokens"] = ("text",)
     for key, formats in own.items():
         value = getattr(data, key)
         if value != getattr(DataConfig(), key) and data.format not in formats:

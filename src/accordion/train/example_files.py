@@ -18,11 +18,11 @@ import numpy as np
 
 from accordion.errors import UsageError
 from accordion.train.examples import Encoder
-from accordion.train.rows import RowSource
-from accordion.train.sources import Split
+from accordion.train.rows import Split
+from accordion.train.sources import Source
 from accordion.train.tokens import SPLITS, SPOOL_BYTES, TAIL_SHARE, Say, Told, place_for
 
-FORMAT = 1  # of the cache; a change of code that changes examples takes the next number
+FORMAT = 2  # of the cache; a change of code that changes examples takes the next number
 LENGTH = np.dtype(np.int64)
 
 
@@ -48,7 +48,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFiles:
-    """Examples on disk. `digest` is of all that they hold: equal on ranks that read equal data."""
+    """Examples on disk. `digest` is of all that they hold: equal on ranks that read equal data. `unread`: fields left out."""
 
     folder: str
     dtype: str
@@ -56,6 +56,7 @@ class ExampleFiles:
     num_validation: int
     digest: str
     tokenizer_digest: str
+    unread: list[str]
 
     def read(self, split: Split) -> Examples:
         folder = Path(self.folder)
@@ -81,7 +82,7 @@ class _Part:
 
 
 def cached_examples(
-    source: RowSource,
+    source: Source,
     encoder: Encoder,
     tokenizer_digest: str,
     size: int,
@@ -93,7 +94,7 @@ def cached_examples(
 
     `accept` is called with what was found and may raise: then nothing was written under the cache's names.
     """
-    key = hashlib.sha256("\n".join([str(FORMAT), source.stamp, *source.fields, tokenizer_digest]).encode()).hexdigest()
+    key = hashlib.sha256("\n".join([str(FORMAT), source.stamp, tokenizer_digest]).encode()).hexdigest()
     folder = cache / "examples" / key[:24]
     try:
         held = ExampleFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
@@ -108,7 +109,7 @@ def cached_examples(
 
 
 def _made(
-    source: RowSource,
+    source: Source,
     encoder: Encoder,
     tokenizer_digest: str,
     size: int,
@@ -149,6 +150,7 @@ def _made(
             num_validation=len(arrays["validation"]),
             digest=digest.hexdigest(),
             tokenizer_digest=tokenizer_digest,
+            unread=sorted(encoder.unread),
         )
         accept(found, arrays)
         _publish(found, arrays)

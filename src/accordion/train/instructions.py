@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
 from accordion.train.model import rows_are_sequences, rows_hold_documents
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
+from accordion.train.rows import Split
 from accordion.train.screen import Screen
-from accordion.train.sources import Split
 from accordion.train.work import Validation
 
 SAMPLE_TOKENS = 64
@@ -39,12 +38,12 @@ ROWS_OF_TEST = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instructions:
-    """A language model of `config` on examples. `spec`: a tokenizer.json. `end_id`: token that ends an answer."""
+    """A language model of `config` on examples. `spec`: a tokenizer.json. `generation`: its generation_config.json."""
 
     config: Config
     examples: ExampleFiles
     spec: str
-    end_id: int | None
+    generation: Mapping[str, Any]
     counted: str = "tokens"
 
     def agreed(self) -> dict[str, str]:
@@ -103,9 +102,8 @@ class Instructions:
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {
-            "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
+            **said_of(self.config, model, self.generation),
             "data": self._data(),
-            **said_of(self.config),
             "tokenizer": self.examples.tokenizer_digest,
         }
 
@@ -142,9 +140,7 @@ class Instructions:
         prompt = [int(token) for token in held.tokens[span][:begins]][-seq_len:]
         if not prompt:
             return
-        written = sample(model, device, prompt, SAMPLE_TOKENS, seq_len, seed)
-        if self.end_id in written:
-            written = written[: written.index(self.end_id)]
+        written = sample(model, device, prompt, SAMPLE_TOKENS, seq_len, seed, self.generation["eos_token_id"])
         tokenizer = Tokenizer.from_str(self.spec)
         screen.sample(
             tokenizer.decode(prompt, skip_special_tokens=False), tokenizer.decode(written, skip_special_tokens=False)

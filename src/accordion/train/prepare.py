@@ -14,24 +14,24 @@ from torch import nn
 from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
-from accordion.models.stored import computing
+from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
-from accordion.train.adapters import kept_of, trained_model, with_base
+from accordion.train.adapters import generation_settings, kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
 from accordion.train.config import Config, JobConfig
 from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
-from accordion.train.examples import FIELDS, Encoder
+from accordion.train.examples import Encoder
 from accordion.train.instructions import Instructions, check_enough_rows
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.packing import ExampleRows
 from accordion.train.preview import Part, preview
-from accordion.train.rows import find_rows
-from accordion.train.sources import Source, Split, find
+from accordion.train.rows import Split
+from accordion.train.sources import Source, find, first_of
 from accordion.train.text import Text
 from accordion.train.tokens import (
     Say,
@@ -198,6 +198,9 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
         _tell_of_adapters(_check_model(config, units, resume), say)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
+    if vocabulary.cuts:
+        say("tokenizer.json asks for truncation or padding, which is off while documents are read")
+    vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps)
@@ -214,14 +217,17 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    return _prepared(folders, Text(config=with_base(config, folders["run.dir"]), tokens=tokens), place, resume)
+    _tell_of_unread(source, say)
+    generation = generation_settings(config, [vocabulary.end_id])
+    work = Text(config=with_base(config, folders["run.dir"]), tokens=tokens, generation=generation)
+    return _prepared(folders, work, place, resume)
 
 
 def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
     data, say = config.data, place.say
     model_vocab, model_name = _model(config)
-    source = find_rows(data, FIELDS[data.format])
+    source = find(data)
     folders, resume = _folders(config, f"{model_name}-{source.name}", place)
     model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
     inner = computing(model)
@@ -241,6 +247,10 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
 
     def accept(found: ExampleFiles, parts: dict[Split, Examples]) -> None:
         """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
+        _tell_of_unread(source, say)
+        if found.unread:
+            say(f"data: fields that are not read, or not by the chat template: {', '.join(found.unread)}")
+        place.show(preview(parts["train"], tokenizer, data.seq_len))  # also of what is refused next
         rows = {split: ExampleRows(examples, data.seq_len, data.packing) for split, examples in parts.items()}
         check_enough_rows(rows, config, batch, source.label)
         for split, held in rows.items():
@@ -255,7 +265,6 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
         if data.packing == "documents":
             filled = train.fit.lengths.sum() / (len(train) * data.seq_len)
             say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
-        place.show(preview(parts["train"], tokenizer, data.seq_len))
         _make(folders)
 
     with _cached(cache):
@@ -264,9 +273,19 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_tokenizer()
     tokenizer.save_pretrained(folders["run.dir"])
     spec = tokenizer.backend_tokenizer.to_str()
+    end = end_of_turn(tokenizer) if data.format == "chat" else tokenizer.eos_token_id
+    if end is None:
+        say("the chat template ends an answer with no special token; what is generated goes on to the limit of tokens")
+    generation = generation_settings(config, ends_of(end))
     config = with_base(config, folders["run.dir"])
-    work = Instructions(config=config, examples=examples, spec=spec, end_id=tokenizer.eos_token_id)
+    work = Instructions(config=config, examples=examples, spec=spec, generation=generation)
     return _prepared(folders, work, place, resume)
+
+
+def _tell_of_unread(source: Source, say: Say) -> None:
+    if source.unread:
+        read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
+        say(f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}")
 
 
 def _tell_of_adapters(model: nn.Module, say: Say) -> None:

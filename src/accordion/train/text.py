@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A language model of `config` on `tokens`."""
+    """A language model of `config` on `tokens`. `generation`: its generation_config.json."""
 
     config: Config
     tokens: TokenFiles
+    generation: Mapping[str, Any]
     counted: str = "tokens"
 
     def agreed(self) -> dict[str, str]:
@@ -79,9 +79,8 @@ class Text:
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {
-            "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
+            **said_of(self.config, model, self.generation),
             "data": self.tokens.digest,
-            **said_of(self.config),
             "tokenizer": self.tokens.tokenizer_digest,
         }
 
@@ -102,6 +101,7 @@ class Text:
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""
         prompt = [int(token) for token in self.tokens.read("validation")[:PROMPT_TOKENS]]
-        written = sample(model, device, prompt, SAMPLE_TOKENS, self.config.data.seq_len, seed)
+        ends = self.generation["eos_token_id"]
+        written = sample(model, device, prompt, SAMPLE_TOKENS, self.config.data.seq_len, seed, ends)
         tokenizer = self.tokens.tokenizer()
         screen.sample(tokenizer.decode(prompt), tokenizer.decode(written))

@@ -22,9 +22,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accordion.errors import UsageError
 from accordion.files import NOT_REGULAR
-from accordion.train.sources import Piece, Source, Split, split_of
+from accordion.train.rows import Split
+from accordion.train.sources import Piece, Source, split_of
 
-FORMAT = 2  # of the cache; a change of the code below that changes tokens takes the next number
+FORMAT = 3  # of the cache; a change of the code below that changes tokens takes the next number
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
 LONGEST_WORD = 1024  # letters, or blanks, or signs without any other between them; longer ones are data, not words
@@ -41,20 +42,31 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data: `spec` is its tokenizer.json."""
+    """A tokenizer as data: `spec` is its tokenizer.json. `special_as_text`: "<|endoftext|>" in a document is letters."""
 
     spec: str
     size: int
     end_id: int
+    special_as_text: bool = False
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self.end_id} {self.spec}".encode()).hexdigest()
+        more = " special_as_text" if self.special_as_text else ""
+        return hashlib.sha256(f"{self.end_id} {self.spec}{more}".encode()).hexdigest()
 
     def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer for whole documents, as transformers calls it: without truncation and padding."""
         tokenizer = Tokenizer.from_str(self.spec)
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
+        tokenizer.encode_special_tokens = self.special_as_text
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         return tokenizer
+
+    @property
+    def cuts(self) -> bool:
+        """Whether its tokenizer.json asks for truncation or padding."""
+        spec = json.loads(self.spec)
+        return bool(spec.get("truncation") or spec.get("padding"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

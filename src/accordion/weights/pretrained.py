@@ -161,8 +161,11 @@ def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list
     """
     wanted = names_of(model)
     named, extra, wrong = _named(model, held, wanted)
-    copies = {copy: original for copy, original in copies_of_layers(model).items() if copy not in named}
-    named |= {copy: named[original] for copy, original in copies.items() if original in named}
+    by_tensor = {
+        id(wanted[name]): f for name, f in named.items()
+    }  # a copied layer may be tied to one that the folder has
+    copies = {copy: by_tensor.get(id(wanted[original])) for copy, original in copies_of_layers(model).items()}
+    named |= {copy: f for copy, f in copies.items() if f is not None and copy not in named}
     added = added_by_adapters(model)
     found = {name: f for name, f in named.items() if not _matches(name, ignore)}
     first: dict[int, str] = {}  # of the tied names that are in the folder
@@ -261,12 +264,13 @@ def _untied(
     result = []
     for first, second in ties:
         a, b = (_own(found[name].rows, names_of(model)[first], engine) for name in (first, second))
-        if not _equal(a, b):
+        if not equal_rows(a, b):
             result.append(f"{first} and {second}")
     return result
 
 
-def _equal(a: Rows, b: Rows) -> bool:
+def equal_rows(a: Rows, b: Rows) -> bool:
+    """Return if two tensors of files hold the same numbers."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
