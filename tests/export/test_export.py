@@ -163,6 +163,118 @@ def test_several_files_have_an_index(tmp_path, monkeypatch):
     assert torch.equal(of_folder(tmp_path / "again"), of_folder(folder, dtype=torch.float16))
 
 
+def adapted(base: Path, folder: Path, **how: Any) -> torch.Tensor:
+    """Write an adapter whose weights all differ from the base's; its logits."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(8)
+    config = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", init_lora_weights=False, **how)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "modules_to_save" in name:
+                param.add_(torch.randn_like(param) * 0.05)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return logits_of(model)
+
+
+UNTYING = {
+    "head": {"target_modules": ["lm_head"]},
+    "embeddings": {"target_modules": ["embed_tokens"]},
+    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "a copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", UNTYING)
+def test_an_adapter_of_one_of_two_tied_tensors_unties_them(kind, tmp_path, capsys):
+    folder = language_folders.llama(tmp_path / "base", tied=True)
+    wanted = adapted(folder, tmp_path / "adapter", **UNTYING[kind])
+    assert exported("adapter", "out") == 0
+    assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert cli.main(["export", "adapter", "out.onnx"]) == cli.BAD_INPUT
+
+
+def both_names(folder: Path, other: float) -> None:
+    """As other trainers save tied embeddings: under both names. `other`: added to the second."""
+    from safetensors.torch import load_file, save_file
+
+    held = load_file(folder / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"] + other
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_tied_tensors_that_differ_are_not_dropped(tmp_path, capsys):
+    folder = language_folders.llama(tmp_path / "llama", tied=True)
+    wanted = of_folder(folder)
+    both_names(folder, 0.0)
+    assert exported(folder, "same.safetensors") == 0
+    assert torch.equal(of_safetensors(tmp_path / "same.safetensors", folder), wanted)
+    both_names(folder, 1.0)
+    capsys.readouterr()
+    assert exported(folder, "other.safetensors") == cli.BAD_INPUT
+    assert "ties model.embed_tokens.weight and lm_head.weight, and they differ" in capsys.readouterr().err
+    assert exported(folder, "out") == 0  # all of it, as it is
+    assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
+
+
+def test_what_ends_a_text_and_how_it_is_drawn_are_exported(tmp_path):
+    folder = language_folders.llama(tmp_path / "llama")
+    words = {"eos_token_id": [5, 0], "do_sample": True, "temperature": 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(words))
+    extra = {"model_config": json.loads((folder / "config.json").read_text()), "generation_config": words}
+    save(tmp_path / "checkpoint", torch.nn.Linear(2, 2), extra=extra)
+    for source in (folder, "checkpoint"):
+        assert exported(source, f"{source}-out") == 0
+        assert json.loads(Path(f"{source}-out", "generation_config.json").read_text()) == words
+
+
+def test_a_checkpoint_has_to_fit_the_folder_that_it_is_to_be_like(tmp_path, capsys):
+    """Prefixes that compiled and wrapped models put before names are removed; other names are another model's."""
+    from transformers import AutoModelForCausalLM
+
+    folder = language_folders.llama(tmp_path / "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    wrapped = torch.nn.Module()
+    wrapped.module = model
+    save(tmp_path / "wrapped", wrapped)
+    assert exported("wrapped", "out", "--like", folder) == 0
+    assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
+    save(tmp_path / "part", model.model)
+    capsys.readouterr()
+    assert exported("part", "other", "--like", folder) == cli.BAD_INPUT
+    assert "is of another model" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("by", ["config", "names"])
+def test_quantised_weights_are_refused(by, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    folder = language_folders.llama(tmp_path / "llama")
+    if by == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    else:
+        held = load_file(folder / "model.safetensors")
+        held["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    train = ["train", "--model.path", "llama", "--model.init", "pretrained", "--run.dir", "run"]
+    commands = [["export", "llama", "out"], ["checkpoint", "convert", "llama", "ck"]]
+    commands += [train, ["generate", "llama", "--prompt", "a"]] if by == "config" else []
+    for words in commands:
+        capsys.readouterr()
+        assert cli.main(words) == cli.BAD_INPUT
+        said = capsys.readouterr().err
+        assert "is quantised" in said
+        assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
 # -- memory
 
 # What each export grows by, one after the other in a process that has their imports: the kernel sets its mark of the largest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -44,7 +46,42 @@ def datasets_folder(folder: Path) -> Path:
     return folder / "saved"
 
 
-@pytest.mark.parametrize("make", [jsonl, parquet_file, text_folder, datasets_folder])
+def array(folder: Path) -> Path:
+    (folder / "rows.json").write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
+    return folder / "rows.json"
+
+
+def compressed(folder: Path) -> Path:
+    with gzip.open(folder / "rows.jsonl.gz", "wb") as file:
+        file.write(jsonl(folder).read_bytes())
+    return folder / "rows.jsonl.gz"
+
+
+def csv_file(folder: Path) -> Path:
+    with (folder / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
+    return folder / "rows.csv"
+
+
+def arrow(folder: Path) -> Path:
+    table = pa.table({"id": range(5), "text": TEXTS})
+    with pa.ipc.new_stream(str(folder / "rows.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return folder / "rows.arrow"
+
+
+def linked(folder: Path) -> Path:
+    (folder / "real").mkdir()
+    jsonl(folder / "real")
+    (folder / "data").mkdir()
+    (folder / "data" / "sub").symlink_to(folder / "real")
+    (folder / "real" / "circle").symlink_to(folder / "real")
+    return folder / "data"
+
+
+@pytest.mark.parametrize(
+    "make", [jsonl, parquet_file, text_folder, datasets_folder, array, compressed, csv_file, arrow, linked]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_kind_gives_the_same_documents(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     source = find(DataConfig(path=str(make(tmp_path))))
@@ -153,6 +190,43 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 but no more")
     with pytest.raises(UsageError, match="is no parquet file"):
         list(find(DataConfig(path=str(path))).pieces())
+
+
+def test_a_csv_holds_text_alone(tmp_path: Path) -> None:
+    """No numbers, nothing that is absent: a cell of "1" or "NA" is that text."""
+    (tmp_path / "x.csv").write_text("text\n1\nNA\n2024-01-01\n")
+    assert [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()] == [
+        "1",
+        "NA",
+        "2024-01-01",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind}"
+    if kind == "csv":
+        path.write_text("text,text\na,b\n")
+    else:
+        parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    with pytest.raises(UsageError, match="has two columns named 'text'"):
+        list(find(DataConfig(path=str(path))).pieces())
+
+
+def test_rows_keep_their_own_fields_and_texts(tmp_path: Path) -> None:
+    """A field that only a late row has, and texts that look like dates."""
+    rows = [{"text": "2024-01-01"}] * 12_000 + [{"text": "x" * 1000}] * 11_000 + [{"text": "end", "more": {"a": 1}}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.jsonl"))).pieces()]
+    assert (texts[0], texts[-1], len(texts)) == ("2024-01-01", "end", len(rows))
+
+
+def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
+    whole = compressed(tmp_path).read_bytes()
+    for content in (whole[:-20], b"no gzip"):
+        (tmp_path / "rows.jsonl.gz").write_bytes(content)
+        with pytest.raises(UsageError, match=r"rows.jsonl.gz' cannot be (read|decompressed)"):
+            list(find(DataConfig(path=str(tmp_path / "rows.jsonl.gz"))).pieces())
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:

@@ -46,14 +46,15 @@ def quiet(*_: object) -> None:
 
 def make(source: Source, cache: Path, size: int = 300) -> tuple[TokenFiles, Vocabulary]:
     vocabulary, keep = cached_vocabulary(source, size, cache, quiet)
-    vocabulary = replace(vocabulary, special_as_text=True)  # documents hold the text of the token that ends them
     keep()
     return cached_tokens(source, vocabulary, cache, quiet, quiet), vocabulary
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
+    """Also if they hold the text of the token that ends them, and it is to be read as text."""
     source = corpus(tmp_path)
-    files, vocabulary = make(source, tmp_path / "cache")
+    vocabulary = replace(train_vocabulary(source, 300, quiet), special_as_text=True)
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
     tokenizer, texts = files.tokenizer(), []
     for split in ("train", "validation"):
         ids = files.read(split).tolist()
