@@ -10,9 +10,10 @@ import pytest
 
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
-from accordion.train.adapters import generation_settings, said_of, trained_model
+from accordion.train.adapters import trained_model
 from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.examples import Encoder
+from accordion.train.language_work import LanguageWork, generation_settings
 from accordion.train.preview import preview
 from accordion.train.rows import DataRow
 from accordion.train.sources import find
@@ -265,6 +266,6 @@ def test_what_ends_an_answer_joins_what_ends_a_text(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 0], "temperature": 0.7}')
     settings = generation_settings(config, [7])
     assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
-    said = said_of(config, model, settings)
+    said = LanguageWork(config=config, generation=settings).described(model)
     assert said["generation_config"] == settings
     assert said["model_config"]["eos_token_id"] == [0, 9, 7]

@@ -162,7 +162,7 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
-    found = next((folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES)), None)
+    found = next(filter(has_tokenizer, folders), None)
     if found is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
         return None if found is None else str(found)
     for meta in sorted((cache / "tokens").glob("*/meta.json")):
@@ -184,8 +184,7 @@ def _of_adapter(path: Path, cache: Path | None, tokenizer: str | None, like: str
             "base."
         )
     base = find_model(named, cache, tokenizer=tokenizer)
-    own = path if any((path / name).is_file() for name in TOKENIZER_FILES) else None
-    words = str(own) if own is not None and tokenizer is None else base.tokenizer
+    words = str(path) if has_tokenizer(path) and tokenizer is None else base.tokenizer
     return replace(base, tokenizer=words, adapter=str(path))
 
 
@@ -195,13 +194,12 @@ def _of_folder(path: Path, tokenizer: str | None) -> StoredModel:
         raise UsageError(f"SOURCE {str(path)!r} is no model: its {CONFIG} names no model_type.")
     if not any((path / name).is_file() for name in (HF_SINGLE, HF_INDEX)):
         raise UsageError(f"SOURCE {str(path)!r} has no weights: neither {HF_SINGLE} nor {HF_INDEX}.")
-    has_own = any((path / name).is_file() for name in TOKENIZER_FILES)
     check_quantised(config, f"SOURCE {str(path)!r}")
     return StoredModel(
         kind="folder",
         path=str(path),
         config=config,
-        tokenizer=_given(tokenizer) or (str(path) if has_own else None),
+        tokenizer=_given(tokenizer) or (str(path) if has_tokenizer(path) else None),
         generation=generation_config(path),
     )
 
@@ -222,11 +220,16 @@ def generation_config(folder: Path) -> dict[str, Any] | None:
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return if a folder holds a tokenizer of transformers."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _given(tokenizer: str | None) -> str | None:
     if tokenizer is None:
         return None
     path = Path(tokenizer)
-    if path.is_file() or any((path / name).is_file() for name in TOKENIZER_FILES):
+    if path.is_file() or has_tokenizer(path):
         return tokenizer
     raise UsageError(
         f"--tokenizer {tokenizer!r} is neither a tokenizer.json nor a folder with a tokenizer of transformers."

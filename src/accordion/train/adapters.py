@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +11,6 @@ from torch import nn
 
 from accordion.checkpoint.streamed import draft_of
 from accordion.models.adapters import with_lora
-from accordion.models.stored import ends_of, generation_config
 from accordion.state import Only
 from accordion.train.config import Config
 from accordion.train.model import causal_model, configuration, fill
@@ -38,30 +34,6 @@ def fill_trained(model: nn.Module, config: Config, seed: int) -> None:
 def kept_of(config: Config) -> Only:
     """Which tensors a checkpoint holds: a base has a folder of its own."""
     return None if config.adapter.kind == "none" else "trained"
-
-
-def said_of(config: Config, model: nn.Module, generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint says of its model, its end tokens, and its adapters, for `accordion export` and `generate`.
-
-    `generation`: of `generation_settings`.
-    """
-    described = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
-    described["eos_token_id"] = ends_of(described.get("eos_token_id"), generation["eos_token_id"])
-    extra = {"model_config": described, "generation_config": dict(generation)}
-    if config.adapter.kind == "none":
-        return extra
-    assert config.model.path is not None, "with_base gave it one"
-    return {**extra, "adapter": {**asdict(config.adapter), "base": str(Path(config.model.path).absolute())}}
-
-
-def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation_config.json of the base, or one of its config.json, with `ends` among its end tokens."""
-    base = configuration(config.model, config.data)
-    own = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if config.model.path is not None:
-        own |= generation_config(Path(config.model.path)) or {}
-    held = {key: value for key, value in own.items() if value is not None}
-    return {**held, "eos_token_id": ends_of(own["eos_token_id"], ends)}
 
 
 def with_base(config: Config, run_dir: Path) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.models.language import brief
-from accordion.models.stored import TOKENIZER, TOKENIZER_FILES, StoredModel, tokenizer_of
+from accordion.models.stored import TOKENIZER, StoredModel, has_tokenizer, tokenizer_of
 from accordion.train.config import Config
 from accordion.train.examples import messages_of
 from accordion.train.sources import Piece, Source
@@ -76,12 +76,12 @@ def _tokenizer(
     named = config.data.tokenizer
     if named is not None:
         path = Path(named)
-        if not path.is_file() and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not path.is_file() and not has_tokenizer(path):
             raise UsageError(f"data.tokenizer {named!r} is neither a {TOKENIZER} nor a folder with a tokenizer.")
         return _of(named), lambda: None
     folder = config.model.path
     if folder is not None:
-        if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        if has_tokenizer(Path(folder)):
             return _of(folder), lambda: None
         if config.model.init == "pretrained":
             raise UsageError(

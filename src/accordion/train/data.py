@@ -118,6 +118,15 @@ class GlobalOrder(Sampler[list[int]]):
         """Sequences left out at the end of each epoch."""
         return self.count - self.steps_per_epoch * self.share.global_batch
 
+    def notes(self, what: str) -> list[str]:
+        """Return what to say of a step and an epoch, whose sequences are called `what`."""
+        sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
+        uneven = f"; {self.num_dropped} more are left out, so that ranks stay even" if self.num_dropped else ""
+        return [
+            f"a step is {self.share.global_batch} {what}: {sizes}",
+            f"an epoch is {self.steps_per_epoch:,} steps{uneven}",
+        ]
+
     def __iter__(self) -> Iterator[list[int]]:
         used, each = self.steps_per_epoch * self.share.global_batch, self.share.world * self.share.micro_batch
         while True:

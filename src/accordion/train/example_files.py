@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +18,7 @@ from accordion.errors import UsageError
 from accordion.train.examples import Encoder
 from accordion.train.rows import Split
 from accordion.train.sources import Source
-from accordion.train.tokens import SPLITS, SPOOL_BYTES, TAIL_SHARE, Say, Told, place_for
+from accordion.train.tokens import SPLITS, SPOOL_BYTES, TAIL_SHARE, Say, Told, place_for, published
 
 FORMAT = 2  # of the cache; a change of code that changes examples takes the next number
 LENGTH = np.dtype(np.int64)
@@ -153,7 +151,11 @@ def _made(
             unread=sorted(encoder.unread),
         )
         accept(found, arrays)
-        _publish(found, arrays)
+        with published(folder) as draft:
+            for split, examples in arrays.items():
+                for name in ("tokens", "answers", "ends"):
+                    getattr(examples, name).tofile(draft / f"{split}.{name}")
+            (draft / "meta.json").write_text(json.dumps(asdict(found)))
     return found
 
 
@@ -175,27 +177,6 @@ def _balance(parts: dict[Split, _Part], itemsize: int, label: str) -> None:
         file.seek(sum(train.lengths) * size)
         shutil.copyfileobj(file, getattr(held_out, name))
         file.truncate(sum(train.lengths) * size)
-
-
-def _publish(made: ExampleFiles, parts: dict[Split, Examples]) -> None:
-    """Write beside the place and rename: another process finds all of it or nothing."""
-    folder = Path(made.folder)
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    draft.mkdir(parents=True)
-    try:
-        for split, part in parts.items():
-            for name, values in (("tokens", part.tokens), ("answers", part.answers), ("ends", part.ends)):
-                values.tofile(draft / f"{split}.{name}")
-        (draft / "meta.json").write_text(json.dumps(asdict(made)))
-        if folder.exists():  # damaged, or another process was quicker: its files are the same as these
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            os.rename(draft, folder)
-        except OSError:
-            if not (folder / "meta.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:

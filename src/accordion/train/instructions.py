@@ -12,17 +12,16 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
 
 from accordion.errors import UsageError
-from accordion.state import Only, sharded_engine
-from accordion.tasks.loaded import made_optimizer, optimizer_of
-from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
+from accordion.state import sharded_engine
+from accordion.train.adapters import fill_trained
 from accordion.train.batches import OrderedBatches, on_device
 from accordion.train.config import Config
 from accordion.train.data import EVAL_SEQUENCES, IGNORED, GlobalOrder, Share
 from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
+from accordion.train.language_work import LanguageWork
 from accordion.train.model import rows_are_sequences, rows_hold_documents
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
 from accordion.train.rows import Split
@@ -37,14 +36,11 @@ ROWS_OF_TEST = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instructions:
-    """A language model of `config` on examples. `spec`: a tokenizer.json. `generation`: its generation_config.json."""
+class Instructions(LanguageWork):
+    """A language model on examples. `spec`: a tokenizer.json."""
 
-    config: Config
     examples: ExampleFiles
     spec: str
-    generation: Mapping[str, Any]
-    counted: str = "tokens"
 
     def agreed(self) -> dict[str, str]:
         held = self.examples
@@ -53,23 +49,10 @@ class Instructions:
             "a tokenizer": held.tokenizer_digest[:12],
         }
 
-    def model(self, seed: int) -> nn.Module:
-        return trained_model(self.config)
-
-    def units(self) -> None:
-        return None
-
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
         fill_trained(model, self.config, seed)
         if self.config.data.packing == "documents":
             check_apart(model)
-
-    def optimizer(self, model: nn.Module) -> Optimizer | None:
-        make = optimizer_of(self.config.parts)
-        return None if make is None else made_optimizer(make, model)
-
-    def scheduler(self, optimizer: Optimizer) -> None:
-        return None
 
     def _rows(self, split: Any) -> ExampleRows:
         return ExampleRows(self.examples.read(split), self.config.data.seq_len, self.config.data.packing)
@@ -83,14 +66,8 @@ class Instructions:
 
     def notes(self, share: Share) -> list[str]:
         data, rows = self.config.data, self._rows("train")
-        order = GlobalOrder(len(rows), share, 0)
-        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
         what = f"rows of {data.seq_len} tokens" if data.packing == "documents" else "examples"
-        return [
-            f"a step is {share.global_batch} {what}: {sizes}",
-            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
-        ]
+        return GlobalOrder(len(rows), share, 0).notes(what)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum and count over the answer tokens of this micro-batch, 0-d float32."""
@@ -102,7 +79,7 @@ class Instructions:
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {
-            **said_of(self.config, model, self.generation),
+            **self.described(model),
             "data": self._data(),
             "tokenizer": self.examples.tokenizer_digest,
         }
@@ -111,14 +88,8 @@ class Instructions:
         data = self.config.data
         return f"{self.examples.digest} {data.packing} {data.seq_len}"
 
-    def kept(self) -> Only:
-        return kept_of(self.config)
-
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self._data())
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:

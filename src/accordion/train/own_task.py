@@ -103,13 +103,7 @@ class OwnTask:
     def notes(self, share: Share) -> list[str]:
         if self.size is None:
             return []
-        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-        order = GlobalOrder(self.size, share, 0)
-        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
-        return [
-            f"a step is {share.global_batch} samples: {sizes}",
-            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
-        ]
+        return GlobalOrder(self.size, share, 0).notes("samples")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
         return loss_of(self.loaded, model, batch)

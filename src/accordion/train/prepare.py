@@ -18,7 +18,7 @@ from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
-from accordion.train.adapters import generation_settings, kept_of, trained_model, with_base
+from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
 from accordion.train.config import Config, JobConfig
@@ -26,6 +26,7 @@ from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
 from accordion.train.examples import Encoder
 from accordion.train.instructions import Instructions, check_enough_rows
+from accordion.train.language_work import generation_settings
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.packing import ExampleRows
@@ -285,7 +286,9 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
 def _tell_of_unread(source: Source, say: Say) -> None:
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
-        say(f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}")
+        say(
+            f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}"
+        )
 
 
 def _tell_of_adapters(model: nn.Module, say: Say) -> None:

@@ -9,15 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from accordion.state import Only
-from accordion.tasks.loaded import made_optimizer, optimizer_of
-from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches
-from accordion.train.config import Config
 from accordion.train.data import GlobalOrder, Sequences, Share, num_sequences, validation_batches
 from accordion.train.evaluate import sample, token_losses, validation_loss
+from accordion.train.language_work import LanguageWork
 from accordion.train.screen import Screen
 from accordion.train.tokens import TokenFiles
 from accordion.train.work import Validation
@@ -26,13 +22,10 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """A language model of `config` on `tokens`. `generation`: its generation_config.json."""
+class Text(LanguageWork):
+    """A language model on `tokens`."""
 
-    config: Config
     tokens: TokenFiles
-    generation: Mapping[str, Any]
-    counted: str = "tokens"
 
     def agreed(self) -> dict[str, str]:
         tokens = self.tokens
@@ -41,34 +34,13 @@ class Text:
             "a tokenizer": tokens.tokenizer_digest[:12],
         }
 
-    def model(self, seed: int) -> nn.Module:
-        return trained_model(self.config)
-
-    def units(self) -> None:
-        return None
-
-    def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        fill_trained(model, self.config, seed)
-
-    def optimizer(self, model: nn.Module) -> Optimizer | None:
-        make = optimizer_of(self.config.parts)
-        return None if make is None else made_optimizer(make, model)
-
-    def scheduler(self, optimizer: Optimizer) -> None:
-        return None
-
     def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
         sequences = Sequences(self.tokens.read("train"), self.config.data.seq_len)
         return OrderedBatches(sequences, share, seed, None, pins=pins)
 
     def notes(self, share: Share) -> list[str]:
-        order = GlobalOrder(num_sequences(self.tokens.num_train, self.config.data.seq_len), share, 0)
-        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
-        return [
-            f"a step is {share.global_batch} sequences of {self.config.data.seq_len} tokens: {sizes}",
-            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
-        ]
+        count = num_sequences(self.tokens.num_train, self.config.data.seq_len)
+        return GlobalOrder(count, share, 0).notes(f"sequences of {self.config.data.seq_len} tokens")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """The mean of a token; every micro-batch has equally many."""
@@ -79,19 +51,13 @@ class Text:
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {
-            **said_of(self.config, model, self.generation),
+            **self.described(model),
             "data": self.tokens.digest,
             "tokenizer": self.tokens.tokenizer_digest,
         }
 
-    def kept(self) -> Only:
-        return kept_of(self.config)
-
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self.tokens.digest)
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
         tokens = self.tokens.read("validation")

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -262,7 +263,13 @@ def _tokenize(
             digest=_digest(files),
             tokenizer_digest=vocabulary.digest,
         )
-        _publish(made, files, vocabulary)
+        with published(folder) as draft:
+            for split in SPLITS:
+                files[split].seek(0)
+                with (draft / f"{split}.bin").open("wb") as target:
+                    shutil.copyfileobj(files[split], target)
+            (draft / "tokenizer.json").write_text(vocabulary.spec)
+            (draft / "meta.json").write_text(json.dumps(asdict(made)))
     return made
 
 
@@ -318,18 +325,13 @@ def _digest(files: Files) -> str:
     return digest.hexdigest()
 
 
-def _publish(made: TokenFiles, files: Files, vocabulary: Vocabulary) -> None:
-    """Write beside the place and rename: another process finds all of it or nothing."""
-    folder = Path(made.folder)
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """Give a folder to write to and rename it to `folder` at the end: another process finds all of it or nothing."""
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     draft.mkdir(parents=True)
     try:
-        for split in SPLITS:
-            files[split].seek(0)
-            with (draft / f"{split}.bin").open("wb") as target:
-                shutil.copyfileobj(files[split], target)
-        (draft / "tokenizer.json").write_text(vocabulary.spec)
-        (draft / "meta.json").write_text(json.dumps(asdict(made)))
+        yield draft
         if folder.exists():  # damaged, or another process was quicker: its files are the same as these
             shutil.rmtree(folder, ignore_errors=True)
         try:
