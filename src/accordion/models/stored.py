@@ -153,7 +153,7 @@ def _of_trained_adapter(
     found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
     generation = extra.get("generation_config", base.generation)
     ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
-    config = {**base.config, "eos_token_id": ends}
+    config = {**base.config, "eos_token_id": ends or None}
     return replace(base, config=config, tokenizer=found, adapter=path, lora=said, generation=generation)
 
 

@@ -1,4 +1,4 @@
-"""What training on text and training on examples have in common: the language model, and what its checkpoints say of it."""
+"""Base class of training on text and on examples: the language model, and its description in checkpoints."""
 
 from __future__ import annotations
 
