@@ -158,9 +158,9 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     config, expected = planned(config, named, world, device, Screen().note, task)
     screen = Screen()
     ask = partial(check_free, job=None)
-    prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, began_s=began_s)
+    prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, named=named, began_s=began_s)
     prepared = replace(prepared, expected=expected)
-    return launch.start(loop.train, (config, prepared, device), world, signals)
+    return launch.start(loop.train, (prepared, device), world, signals)
 
 
 def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> int:
@@ -191,6 +191,6 @@ def _started_rank(
     prepared = launch.once_per_host(
         place,
         store,
-        lambda: prepare(config, world, local_world, cache, screen.note, ask, show, began_s=began_s),
+        lambda: prepare(config, world, local_world, cache, screen.note, ask, show, named=named, began_s=began_s),
     )
-    return loop.train(place, store, config, prepared, device, signals)
+    return loop.train(place, store, prepared, device, signals)

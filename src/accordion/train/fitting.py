@@ -70,13 +70,15 @@ def fitted(
         )
     alone = replace(job.launch, nproc=1) if place is None else job.launch
     device, world = launch.choose(alone, place, devices_here())
-    job = translated(spread(job, frozenset(values), world), frozenset(values), world)
+    named = frozenset(values)
+    job = translated(spread(job, named, world), named, world)
     store: Store
     say = Screen(speaks=place is None or place.rank == 0).note
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
-        job, expected = planned(job, frozenset(values), world, device, say, loaded)
-        prepared = prepare(job, 1, 1, cache, say, partial(check_free, job=None), task=task, began_s=began_s)
+        job, expected = planned(job, named, world, device, say, loaded)
+        ask = partial(check_free, job=None)
+        prepared = prepare(job, 1, 1, cache, say, ask, task=task, named=named, began_s=began_s)
         prepared = replace(prepared, expected=expected)
     else:
         if job.train.plan != "none":
@@ -85,16 +87,19 @@ def fitted(
             )
         here, store = place, launch.joined(place, environ)
 
-        def ask(folders: Folders) -> None:
+        def first_asks(folders: Folders) -> None:
             if here.rank == 0:
                 check_free(folders, here.job)
 
+        local_world = here.local_world
         prepared = launch.once_per_host(
-            place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task, began_s=began_s)
+            place,
+            store,
+            lambda: prepare(job, world, local_world, cache, say, first_asks, task=task, named=named, began_s=began_s),
         )
     with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
         with ExitStack() as held, _told_to_others():
-            code = loop.train(place, store, job, prepared, device, signals, held)
+            code = loop.train(place, store, prepared, device, signals, held)
         if code:
             sys.exit(code)
     run_dir = Path(prepared.run_dir)

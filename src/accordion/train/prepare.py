@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -21,7 +21,7 @@ from accordion.train import checkpoints
 from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
-from accordion.train.config import Config, JobConfig
+from accordion.train.config import Config, Job, JobConfig
 from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
 from accordion.train.examples import FIELDS, Encoder
@@ -53,9 +53,10 @@ Show = Callable[[list[list[Part]]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run. `began_s`: when
-    this start of the run began, by `time.time` of this machine."""
+    """What ranks start from. `config`: with the batch of the run that it goes on with. `resume`: the checkpoint to go on from.
+    `expected`: what a plan says of the run. `began_s`: when this start of the run began, by `time.time` of this machine."""
 
+    config: JobConfig
     run_dir: str
     checkpoint_dir: str
     work: Work
@@ -79,17 +80,19 @@ def prepare(
     show: Show = lambda examples: None,
     task: object | None = None,
     *,
+    named: Collection[str] = (),
     began_s: float,
 ) -> Prepared:
     """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
 
     `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
     `ask`: called with the run's folders before they are looked into; may raise. `show`: called with examples that will be
-    learnt. `task`: what is trained where `config` names no class of it. `began_s`: when this start of the run began.
+    learnt. `task`: what is trained where `config` names no class of it. `named`: the keys that flags and run files gave.
+    `began_s`: when this start of the run began.
     """
     try:
         replicas = _replicas(config, world, local_world)
-        place = _Place(world=world, replicas=replicas, began_s=began_s, say=say, ask=ask, show=show)
+        place = _Place(world=world, replicas=replicas, named=named, began_s=began_s, say=say, ask=ask, show=show)
         _check_shards(config, place)
         check_trackers(config.log)
         if isinstance(config, Config):
@@ -121,6 +124,7 @@ class _Place:
 
     world: int
     replicas: int
+    named: Collection[str]
     began_s: float
     say: Say
     ask: Callable[[Folders], None]
@@ -140,15 +144,16 @@ def _check_shards(config: JobConfig, place: _Place) -> None:
             )
 
 
-def _folders(config: JobConfig, name: str, place: _Place) -> tuple[Folders, Path | None]:
-    """Those of the run, and the checkpoint to go on from. Nothing is written."""
+def _folders(config: Job, name: str, place: _Place) -> tuple[Folders, Path | None, Job]:
+    """Those of the run, the checkpoint to go on from, and `config` with the batch of that. Nothing is written."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
         _check_writable(path)
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
     place.ask(folders)
-    return folders, checkpoints.choose(folder, config, place.say)
+    resume = checkpoints.choose(folder, config, place.say)
+    return folders, resume, checkpoints.with_batch_of(resume, config, place.named, place.world)
 
 
 def _make(folders: Folders) -> None:
@@ -159,8 +164,9 @@ def _make(folders: Folders) -> None:
             raise UsageError(f"{str(path)!r} cannot be made: {error.strerror or error}.") from None
 
 
-def _prepared(folders: Folders, work: Work, place: _Place, resume: Path | None) -> Prepared:
+def _prepared(config: JobConfig, folders: Folders, work: Work, place: _Place, resume: Path | None) -> Prepared:
     return Prepared(
+        config=config,
         run_dir=str(folders["run.dir"]),
         checkpoint_dir=str(folders["checkpoint.dir"]),
         work=work,
@@ -172,9 +178,10 @@ def _prepared(folders: Folders, work: Work, place: _Place, resume: Path | None) 
 
 def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
     """Build the model and read a batch, and take the loss of it where that is quickly done here."""
-    task, options = work.loaded, config.train
+    task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
-    folders, resume = _folders(config, task.name, place)
+    folders, resume, config = _folders(config, task.name, place)
+    options = config.train
     with of_the_task("model()"):
         model = work.model(options.seed)
     units = units_named(config.shard.units, "shard.units")
@@ -187,13 +194,13 @@ def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     _make(folders)
-    return _prepared(folders, work, place, resume)
+    return _prepared(config, folders, work, place, resume)
 
 
 def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
     model_vocab, model_name = _model(config)
     source, say = find(config.data), place.say
-    folders, resume = _folders(config, f"{model_name}-{source.name}", place)
+    folders, resume, config = _folders(config, f"{model_name}-{source.name}", place)
     units = units_named(config.shard.units, "shard.units")
     if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
         _tell_of_adapters(_check_model(config, units, resume), say)
@@ -214,7 +221,8 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    return _prepared(folders, Text(config=with_base(config, folders["run.dir"]), tokens=tokens), place, resume)
+    config = with_base(config, folders["run.dir"])
+    return _prepared(config, folders, Text(config=config, tokens=tokens), place, resume)
 
 
 def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
@@ -222,7 +230,7 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     data, say = config.data, place.say
     model_vocab, model_name = _model(config)
     source = find_rows(data, FIELDS[data.format])
-    folders, resume = _folders(config, f"{model_name}-{source.name}", place)
+    folders, resume, config = _folders(config, f"{model_name}-{source.name}", place)
     model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
     inner = computing(model)
     _tell_of_adapters(model, say)
@@ -266,7 +274,7 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     spec = tokenizer.backend_tokenizer.to_str()
     config = with_base(config, folders["run.dir"])
     work = Instructions(config=config, examples=examples, spec=spec, end_id=tokenizer.eos_token_id)
-    return _prepared(folders, work, place, resume)
+    return _prepared(config, folders, work, place, resume)
 
 
 def _tell_of_adapters(model: nn.Module, say: Say) -> None:
