@@ -158,6 +158,7 @@ class TrainConfig:
         clip: largest gradient norm; 0: no clipping
         seed: of the initial weights and of the order of the data
         eval_every: steps between validations; 0: only at the end
+        validation_rows: rows of text or examples that a validation reads, the same random ones each time; 0: all
         on_nonfinite: where loss or gradients are NaN or inf: `stop` ends the run, naming the unit they came up in, `skip` says
             so and leaves the step out: weights, optimizer and schedule stay
         max_skips: steps in a row that `skip` leaves out before it ends the run; what a gradient scaler leaves out to lower
@@ -190,6 +191,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     eval_every: int = 0
+    validation_rows: int = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10
     deepspeed: str | None = None
@@ -340,6 +342,7 @@ AT_LEAST = {
     "train.clip": 0,
     "train.seed": 0,
     "train.eval_every": 0,
+    "train.validation_rows": 0,
     "train.max_skips": 1,
     "train.hours": 0,
     "train.patience": 0,
@@ -467,8 +470,9 @@ def _check_ending(config: JobConfig) -> None:
             )
     if options.min_delta and not options.patience:
         raise UsageError(f"train.min_delta is {options.min_delta}, which is for train.patience; give that too.")
-    if options.sample_every and not isinstance(config, Config):
-        raise UsageError("train.sample_every writes samples of text, and this run trains a task; leave it out.")
+    for key in ("sample_every", "validation_rows"):
+        if getattr(options, key) and not isinstance(config, Config):
+            raise UsageError(f"train.{key} is for text and examples, and this run trains a task; leave it out.")
     for key, value in (("wandb_mode", log.wandb_mode != "online"), ("mlflow_uri", log.mlflow_uri is not None)):
         if value and getattr(log, what := key.partition("_")[0]) is None:
             raise UsageError(f"log.{key} is given without log.{what}, which turns it on; give that too.")

@@ -22,7 +22,7 @@ from accordion.train.rows import RowSource
 from accordion.train.sources import Split
 from accordion.train.tokens import SPLITS, SPOOL_BYTES, TAIL_SHARE, Say, Told, place_for
 
-FORMAT = 1  # of the cache; a change of code that changes examples takes the next number
+FORMAT = 2  # of the cache; a change of code that changes examples takes the next number
 LENGTH = np.dtype(np.int64)
 
 

@@ -51,12 +51,8 @@ from accordion.train.trackers import trackers_of
 from accordion.units import units_named
 
 T = TypeVar("T")
-OF_RATES = (
-    "task.",
-    "optimizer.",
-    "train.lr",
-    "train.weight_decay",
-)  # keys that options and rates of the optimizer come from
+# Keys from which the options and rates of an optimizer follow.
+OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
 def train(

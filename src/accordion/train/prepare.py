@@ -240,7 +240,8 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
             "see each other; take --data.packing length."
         )
     tokenizer, keep_tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
-    _check_rows(len(tokenizer), model_vocab, config)
+    size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    _check_rows(size, model_vocab, config)
     digest = digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps)
@@ -268,7 +269,7 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
 
     with _cached(cache):
         encoder = Encoder(tokenizer, data.format)
-        examples = cached_examples(source, encoder, digest, len(tokenizer), cache, say, accept)
+        examples = cached_examples(source, encoder, digest, size, cache, say, accept)
         keep_tokenizer()
     tokenizer.save_pretrained(folders["run.dir"])
     spec = tokenizer.backend_tokenizer.to_str()
@@ -283,10 +284,10 @@ def _tell_of_adapters(model: nn.Module, say: Say) -> None:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
 
 
-def _check_rows(num_tokens: int, model_vocab: int, config: Config) -> None:
-    if num_tokens > model_vocab:
+def _check_rows(size: int, model_vocab: int, config: Config) -> None:
+    if size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {config.data.tokenizer or config.model.path} has {num_tokens} tokens, the model rows for "
+            f"the tokenizer of {config.data.tokenizer or config.model.path} has ids up to {size - 1}, the model rows for "
             f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
         )
 

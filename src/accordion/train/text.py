@@ -17,7 +17,16 @@ from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches
 from accordion.train.config import Config
-from accordion.train.data import GlobalOrder, Sequences, Share, num_sequences, validation_batches
+from accordion.train.data import (
+    GlobalOrder,
+    Sequences,
+    Share,
+    num_sequences,
+    num_windows,
+    rows_read,
+    validation_batches,
+    validation_order,
+)
 from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.screen import Screen
 from accordion.train.tokens import TokenFiles
@@ -95,9 +104,12 @@ class Text:
         return {}
 
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        tokens = self.tokens.read("validation")
-        loss = validation_loss(model, validation_batches(tokens, self.config.data.seq_len, share), device)
-        return Validation(loss=loss, words=f" (perplexity {math.exp(min(loss, 700.0)):,.1f})")
+        tokens, seq_len = self.tokens.read("validation"), self.config.data.seq_len
+        count = num_windows(tokens, seq_len)
+        order = validation_order(count, self.config.train.validation_rows)
+        loss = validation_loss(model, validation_batches(tokens, seq_len, share, order), device)
+        perplexity = math.exp(min(loss, 700.0))
+        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f}; {rows_read(order, count)})")
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""

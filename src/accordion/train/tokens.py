@@ -24,7 +24,7 @@ from accordion.errors import UsageError
 from accordion.files import NOT_REGULAR
 from accordion.train.sources import Piece, Source, Split, split_of
 
-FORMAT = 2  # of the cache; a change of the code below that changes tokens takes the next number
+FORMAT = 3  # of the cache; a change of the code below that changes tokens takes the next number
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
 LONGEST_WORD = 1024  # letters, or blanks, or signs without any other between them; longer ones are data, not words
@@ -41,7 +41,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data: `spec` is its tokenizer.json."""
+    """A tokenizer as data: `spec` is its tokenizer.json, `size` the rows that a model needs, one more than its largest id."""
 
     spec: str
     size: int
@@ -178,7 +178,8 @@ def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabular
         end = next((number for number in found if number is not None), None)
     if end is None:
         raise UsageError(f"{str(folder)!r} names no end-of-text token; set eos_token_id in its config.json.")
-    return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=end)
+    size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+    return Vocabulary(spec=tokenizer.to_str(), size=max(size, end + 1), end_id=end)
 
 
 def cached_vocabulary(source: Texts, size: int, cache: Path, say: Say) -> tuple[Vocabulary, Callable[[], None]]:
@@ -342,8 +343,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def check_fits(vocabulary: Vocabulary, model_vocab: int, where: str) -> None:
     """A model cannot look up a token that it has no row for."""
-    if vocabulary.size > model_vocab or vocabulary.end_id >= model_vocab:
+    if vocabulary.size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {where} has {vocabulary.size} tokens (end of text: {vocabulary.end_id}), the model rows for "
-            f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
+            f"the tokenizer of {where} has ids up to {vocabulary.size - 1}, the model rows for {model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
         )
