@@ -345,5 +345,6 @@ def check_fits(vocabulary: Vocabulary, model_vocab: int, where: str) -> None:
     """A model cannot look up a token that it has no row for."""
     if vocabulary.size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {where} has ids up to {vocabulary.size - 1}, the model rows for {model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
+            f"the tokenizer of {where} has ids up to {vocabulary.size - 1}, the model rows for {model_vocab}; take the tokenizer "
+            "that belongs to the model, or set vocab_size in config.json."
         )
