@@ -84,6 +84,7 @@ ORDER = [
     "config",
     "files",
     "garbage",
+    "output",
     "storage_watch",
     "errors",
     "version",

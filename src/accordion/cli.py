@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +15,7 @@ from accordion import __version__
 from accordion.config import nearest
 from accordion.errors import AccordionError, UsageError
 from accordion.garbage import end_with_one_collection
+from accordion.output import lasting_output
 
 COMMANDS = {
     "train": "train a model, sharded over ranks, on text",
@@ -51,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 75 where a
     signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    with lasting_output() if words[:1] == ["train"] else nullcontext():
+        return _code_of(words)
+
+
+def _code_of(words: list[str]) -> int:
     end_with_one_collection()
     try:
         return _run(words)
@@ -65,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("accordion: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `accordion train --help | head`
+    except BrokenPipeError:  # `accordion runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -218,7 +218,7 @@ def copy_beside(source: Path, folder: Path, dtype: torch.dtype | None = None) ->
     found = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
     for path in found:
         if path.name == CONFIG and dtype is not None:
-            write_config(folder, json.loads(path.read_text()), dtype)
+            write_config(folder, json.loads(path.read_text(encoding="utf-8")), dtype)
         else:
             shutil.copy2(path, folder)
     return [path.name for path in found]
@@ -228,7 +228,7 @@ def write_config(folder: Path, words: Mapping[str, object], dtype: torch.dtype |
     """The config.json, which says of the weights which dtype they have."""
     said = {key: value for key, value in words.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2))
+    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2), encoding="utf-8")
 
 
 def _to_torch(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:

@@ -96,7 +96,7 @@ def cached_examples(
     key = hashlib.sha256("\n".join([str(FORMAT), source.stamp, *source.fields, tokenizer_digest]).encode()).hexdigest()
     folder = cache / "examples" / key[:24]
     try:
-        held = ExampleFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        held = ExampleFiles(**json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"folder": str(folder)})
         parts = {split: held.read(split) for split in SPLITS}
         if [len(parts[split]) for split in SPLITS] != [held.num_train, held.num_validation]:
             raise ValueError(f"files in {folder} do not have as many examples")
@@ -184,7 +184,7 @@ def _publish(made: ExampleFiles, parts: dict[Split, Examples]) -> None:
         for split, part in parts.items():
             for name, values in (("tokens", part.tokens), ("answers", part.answers), ("ends", part.ends)):
                 values.tofile(draft / f"{split}.{name}")
-        (draft / "meta.json").write_text(json.dumps(asdict(made)))
+        (draft / "meta.json").write_text(json.dumps(asdict(made)), encoding="utf-8")
         if folder.exists():  # damaged, or another process was quicker: its files are the same as these
             shutil.rmtree(folder, ignore_errors=True)
         try:

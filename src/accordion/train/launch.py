@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
+from accordion.output import lasting_output
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -171,8 +172,8 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str, signals
         monitor_interval=0.1,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=logs),
-        # At SIGTERM torch's agent ends ranks, and some save.
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        # At SIGTERM torch's agent ends ranks, and some save; a terminal that goes ends none of these.
+        signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         **newer,
     )
     sign = os.path.join(logs, "begun")
@@ -203,7 +204,7 @@ class NothingStartedError(BaseException):
 
 class Forwarding(AbstractContextManager["Forwarding"]):
     """Owns what SIGTERM and SIGUSR1 do in a process that starts ranks: they go on to each of them, and before there are any
-    `NothingStartedError` is raised.
+    `NothingStartedError` is raised. SIGHUP, which a terminal that goes sends, does nothing here and in the ranks.
     """
 
     def __init__(self) -> None:
@@ -216,6 +217,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
     def __enter__(self) -> Forwarding:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -262,6 +264,11 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 def guarded(entry: Entry, *args: Any) -> None:
     """Be one rank. The rank that fails first says why; those that fail because of it end silently."""
+    with lasting_output():
+        _guarded(entry, *args)
+
+
+def _guarded(entry: Entry, *args: Any) -> None:
     faulthandler.enable()
     end_with_one_collection()
     place = place_of(os.environ)

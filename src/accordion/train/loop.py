@@ -629,7 +629,7 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
     """Write down what is run, and open the record; rank 0 only. Raises `UsageError` where the folder takes nothing even now."""
     folder = Path(run.prepared.run_dir)
     try:
-        (folder / "config.yaml").write_text(as_yaml(run.config))
+        (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
         trackers = trackers_of(run.config, folder, goes_on=done > 0, say=screen.note)
         return MetricsLog(folder, done, screen.note, trackers, tensorboard=run.config.log.tensorboard)
     except OSError as error:

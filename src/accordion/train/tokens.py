@@ -186,7 +186,7 @@ def cached_vocabulary(source: Texts, size: int, cache: Path, say: Say) -> tuple[
     """The tokenizer for `source` from the cache, else trained; the second part writes it there."""
     path = cache / "tokenizers" / f"{_key(source.stamp, str(size))}.json"
     try:
-        held = Vocabulary(**json.loads(path.read_text()))
+        held = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
         held.tokenizer()
     except Exception:  # absent, damaged or of another version: trained again
         say(f"training a tokenizer on {source.label} (once; kept in {path.parent})")
@@ -204,7 +204,7 @@ def cached_tokens(
     """
     folder = cache / "tokens" / _key(source.stamp, vocabulary.digest)
     try:
-        held = TokenFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        held = TokenFiles(**json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"folder": str(folder)})
         sizes = [held.num_train, held.num_validation]
         if [held.read(split).size for split in SPLITS] != sizes:
             raise ValueError(f"token files in {folder} do not have {sizes} tokens")
@@ -317,8 +317,8 @@ def _publish(made: TokenFiles, files: Files, vocabulary: Vocabulary) -> None:
             files[split].seek(0)
             with (draft / f"{split}.bin").open("wb") as target:
                 shutil.copyfileobj(files[split], target)
-        (draft / "tokenizer.json").write_text(vocabulary.spec)
-        (draft / "meta.json").write_text(json.dumps(asdict(made)))
+        (draft / "tokenizer.json").write_text(vocabulary.spec, encoding="utf-8")
+        (draft / "meta.json").write_text(json.dumps(asdict(made)), encoding="utf-8")
         if folder.exists():  # damaged, or another process was quicker: its files are the same as these
             shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -335,7 +335,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
