@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from accordion.config import Offload, checkpointing_named, nearest, strategy_named
@@ -16,6 +17,8 @@ from accordion.tasks.classes import CLASS_PATH, PartConfig
 from accordion.units import units_named
 
 Job = TypeVar("Job", bound="JobConfig")
+# Peaks of the learning rate for weights that are pretrained, and for adapters next to them.
+TUNING_LR, ADAPTER_LR = 2e-5, 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,8 @@ class TrainConfig:
         accumulate: micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences
         global_batch: sequences of a step over all ranks, in place of `accumulate`, so that a job that goes on with another
             number of ranks makes the same steps; 0: as `accumulate` says
-        lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`
+        lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`. Without it 2e-5 if `model.init` is
+            `pretrained`, 2e-4 if adapters are trained then
         warmup: steps of linear warmup
         schedule: of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd`
             (constant, then linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup
@@ -316,6 +320,11 @@ class Config(JobConfig, TextConfig):
     """One run on text: what it trains, and how it goes."""
 
 
+def model_name(model: ModelConfig) -> str:
+    """Return the preset, or the name of the model's folder."""
+    return model.preset if model.path is None else Path(model.path).resolve().name
+
+
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Group -> key -> value, what is trained before how."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
@@ -476,6 +485,16 @@ def _check_ending(config: JobConfig) -> None:
     for key, value in (("wandb_mode", log.wandb_mode != "online"), ("mlflow_uri", log.mlflow_uri is not None)):
         if value and getattr(log, what := key.partition("_")[0]) is None:
             raise UsageError(f"log.{key} is given without log.{what}, which turns it on; give that too.")
+
+
+def fine_tuning(config: Job, named: Collection[str]) -> Job:
+    """Return `config` with the learning rate for pretrained weights if the keys in `named` give none."""
+    if not isinstance(config, Config) or config.model.init != "pretrained":
+        return config
+    if "train.lr" in named or "optimizer" in config.parts:
+        return config
+    lr = TUNING_LR if config.adapter.kind == "none" else ADAPTER_LR
+    return replace(config, train=replace(config.train, lr=lr))
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:

@@ -20,7 +20,7 @@ from accordion.state import Only, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches, on_device
-from accordion.train.config import Config
+from accordion.train.config import Config, model_name
 from accordion.train.data import IGNORED, GlobalOrder, Share, rows_read, validation_order
 from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
@@ -46,6 +46,10 @@ class Instructions:
     spec: str
     end_id: int | None
     counted: str = "tokens"
+
+    @property
+    def name(self) -> str:
+        return model_name(self.config.model)
 
     def agreed(self) -> dict[str, str]:
         held = self.examples

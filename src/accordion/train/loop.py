@@ -157,6 +157,8 @@ def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
         return
     try:
         found = page_of(
+            folder,
+            run.prepared.work.name,
             run.config,
             lines_of(folder),
             log.validations,

@@ -21,7 +21,7 @@ from accordion.train import checkpoints
 from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
-from accordion.train.config import Config, Job, JobConfig
+from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
 from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
 from accordion.train.examples import FIELDS, Encoder
@@ -198,12 +198,12 @@ def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
 
 
 def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
-    model_vocab, model_name = _model(config)
+    model_vocab = _vocab_of_model(config)
     source, say = find(config.data), place.say
-    folders, resume, config = _folders(config, f"{model_name}-{source.name}", place)
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
     units = units_named(config.shard.units, "shard.units")
     if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
-        _tell_of_adapters(_check_model(config, units, resume), say)
+        _describe_model(_check_model(config, units, resume), config, say)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
@@ -228,12 +228,12 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
 def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
     data, say = config.data, place.say
-    model_vocab, model_name = _model(config)
+    model_vocab = _vocab_of_model(config)
     source = find_rows(data, FIELDS[data.format])
-    folders, resume, config = _folders(config, f"{model_name}-{source.name}", place)
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
     model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
     inner = computing(model)
-    _tell_of_adapters(model, say)
+    _describe_model(model, config, say)
     if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
         raise UsageError(
             f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
@@ -278,7 +278,12 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     return _prepared(config, folders, work, place, resume)
 
 
-def _tell_of_adapters(model: nn.Module, say: Say) -> None:
+def _describe_model(model: nn.Module, config: Config, say: Say) -> None:
+    if config.model.init == "pretrained" and "optimizer" not in config.parts:
+        say(
+            f"fine-tuning at a peak learning rate of {config.train.lr:g} (train.lr); "
+            f"without pretrained weights it is {TrainConfig().lr:g} by default"
+        )
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
@@ -303,17 +308,17 @@ def _replicas(config: JobConfig, world: int, local_world: int) -> int:
     return replicas
 
 
-def _model(config: Config) -> tuple[int, str]:
-    """The vocabulary that the model has rows for, and a name for the run's folder."""
+def _vocab_of_model(config: Config) -> int:
+    """The size of the vocabulary that the model has rows for."""
     if config.model.path is None:
-        return TRAINED[config.model.preset].vocab, config.model.preset
+        return TRAINED[config.model.preset].vocab
     described = check_folder(config.model.path)
     vocab = described.get("vocab_size")
     if not isinstance(vocab, int):
         vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
-    return vocab, Path(config.model.path).resolve().name
+    return vocab
 
 
 def _vocabulary(

@@ -16,7 +16,7 @@ from accordion.state import Only
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches
-from accordion.train.config import Config
+from accordion.train.config import Config, model_name
 from accordion.train.data import (
     GlobalOrder,
     Sequences,
@@ -42,6 +42,10 @@ class Text:
     config: Config
     tokens: TokenFiles
     counted: str = "tokens"
+
+    @property
+    def name(self) -> str:
+        return model_name(self.config.model)
 
     def agreed(self) -> dict[str, str]:
         tokens = self.tokens
