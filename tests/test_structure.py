@@ -57,6 +57,7 @@ ORDER = [
     "doctor",
     "generate",
     "__init__",
+    "api",
     "train",
     "export",
     "plan",

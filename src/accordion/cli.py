@@ -9,11 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 
-import torch
-
 from accordion import __version__
-from accordion.config import nearest
-from accordion.errors import AccordionError, UsageError
+from accordion.errors import AccordionError, UsageError, nearest
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
 
@@ -99,6 +96,8 @@ def _run(words: list[str]) -> int:
         print("\naccordion <command> --help tells more; accordion --version tells which one this is.")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
+        import torch  # seconds, for which help need not wait
+
         print(f"accordion {__version__}, torch {torch.__version__}")
         return 0
     command = words[0]
@@ -130,6 +129,12 @@ def _run(words: list[str]) -> int:
 
         return runs.run(words[1:])
     if command == "plan":
+        if {"-h", "--help"} & set(words):
+            from accordion.options import read
+            from accordion.plan.cli.options import ABOUT, Options
+
+            read(Options, ["--help"], "accordion plan", ABOUT)
+            return 0
         from accordion.plan.cli import command as planner
 
         return planner.run(words[1:])

@@ -17,8 +17,7 @@ from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import BEST, newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import Local, checkpoint_at
-from accordion.config import nearest
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.train.config import Job, JobConfig, flat
 
 NAME = re.compile(r"step-\d{6,}")

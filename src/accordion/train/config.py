@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from accordion.config import Offload, checkpointing_named, nearest, strategy_named
-from accordion.errors import UsageError
+from accordion.config import Offload, checkpointing_named, strategy_named
+from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED
 from accordion.options import unread
 from accordion.tasks.classes import CLASS_PATH, PartConfig

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.language import brief
 from accordion.train.rows import DataRow
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from accordion.config import nearest
 from accordion.devices import devices_here
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.options import made, options_of
 from accordion.safety.party_line import explain, lines_of_job
 from accordion.tasks.loaded import of_object

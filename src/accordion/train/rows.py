@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.train.config import DataConfig
 from accordion.train.sources import DATASET_MARKS, Split, find, parts_of, split_by_key
 

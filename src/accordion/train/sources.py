@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.files import NOT_REGULAR
 from accordion.train.config import DataConfig
 
