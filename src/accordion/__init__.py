@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accordion.version import VERSION
 
 if TYPE_CHECKING:
-    from accordion import api
     from accordion.api import *  # noqa: F403
-
-    __all__ = ["__version__"]
-    __all__ += api.__all__
 
 __version__ = VERSION
 
