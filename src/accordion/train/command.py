@@ -24,7 +24,7 @@ from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tunin
 from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.owner import check_free
-from accordion.train.prepare import Folders, prepare
+from accordion.train.prepare import prepare, prepare_on_host
 from accordion.train.run_files import content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
 from accordion.train.store_watchdog import watched_store
@@ -186,15 +186,7 @@ def _started_rank(
     screen = Screen(speaks=place.rank == 0)
     if warning := launch.few_cores(device, place.local_world, num_cores()):
         screen.note(warning)
-
-    def ask(folders: Folders) -> None:
-        if place.rank == 0:  # elsewhere it may have them already when others look
-            check_free(folders, place.job)
-
-    local_world, show = place.local_world, screen.examples
-    prepared = launch.once_per_host(
-        place,
-        store,
-        lambda: prepare(config, world, local_world, cache, screen.note, ask, show, named=named, began_s=began_s),
+    prepared = prepare_on_host(
+        place, store, config, world, cache, screen.note, show=screen.examples, named=named, began_s=began_s
     )
     return loop.train(place, store, prepared, device, signals)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from accordion.train.deepspeed import translated
 from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics_file import METRICS
-from accordion.train.owner import check_free
-from accordion.train.prepare import Folders, prepare
+from accordion.train.prepare import prepare_on_host
 from accordion.train.run_files import values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import last_line
@@ -76,26 +74,14 @@ def fitted(
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
         job, expected = planned(job, named, world, device, say, loaded)
-        ask = partial(check_free, job=None)
-        prepared = prepare(job, 1, 1, cache, say, ask, task=task, named=named, began_s=began_s)
-        prepared = replace(prepared, expected=expected)
     else:
         if job.train.plan != "none":
             raise UsageError(
                 "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
             )
-        here, store = place, launch.joined(place, environ)
-
-        def first_asks(folders: Folders) -> None:
-            if here.rank == 0:
-                check_free(folders, here.job)
-
-        local_world = here.local_world
-        prepared = launch.once_per_host(
-            place,
-            store,
-            lambda: prepare(job, world, local_world, cache, say, first_asks, task=task, named=named, began_s=began_s),
-        )
+        store, expected = launch.joined(place, environ), None
+    prepared = prepare_on_host(place, store, job, world, cache, say, task=task, named=named, began_s=began_s)
+    prepared = replace(prepared, expected=expected)
     with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
         with ExitStack() as held, _told_to_others():
             code = loop.train(place, store, prepared, device, signals, held)

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 
 from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
@@ -26,8 +28,10 @@ from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
 from accordion.train.examples import FIELDS, Encoder
 from accordion.train.instructions import Instructions, check_enough_rows
+from accordion.train.launch import RankPlace, once_per_host
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
+from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows
 from accordion.train.preview import Part, preview
 from accordion.train.rows import find_rows
@@ -104,6 +108,18 @@ def prepare(
         return _of_task(config, place, OwnTask(parts=config.parts, task=task))
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
+
+
+def prepare_on_host(
+    place: RankPlace, store: Store, config: JobConfig, world: int, cache: Path, say: Say, **options: Any
+) -> Prepared:
+    """`prepare` on the first rank of this host, then on its other ranks. The first rank of all asks for the folders."""
+
+    def ask(folders: Folders) -> None:
+        if place.rank == 0:  # elsewhere it may have them already when others look
+            check_free(folders, place.job)
+
+    return once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say, ask, **options))
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def page_of(
     defaults = flat(Config())
     keys = [[key, str(value), str(defaults.get(key, ""))] for key, value in flat(config).items()]
     keys.sort(key=lambda row: row[1] == row[2])  # those that differ from their defaults first
-    rows = _beside(config, lines, validations, expected)
+    rows = _beside(config, lines, validations, device, expected)
     return Page(
         name=NAME,
         title=f"{run_dir.resolve().name}: {ended}, {lines[-1]['step'] if lines else 0} of {config.train.steps} steps",
@@ -84,16 +84,19 @@ def _beside(
     config: JobConfig,
     lines: Sequence[dict[str, Any]],
     validations: Sequence[tuple[int, float]],
+    device: str,
     expected: Expected | None,
 ) -> list[list[str]]:
     """The first step makes optimizer state, and is left out of the median."""
     peak = max((line["peak_bytes"] for line in lines), default=0)
     seconds = [line["step_s"] for line in lines]
+    # On CPU ranks the plan counts tensors, and the record all that the process holds.
+    planned_peak = "" if expected is None or device == "cpu" else human(expected.peak_bytes)
     rows = [
         ["steps", str(config.train.steps), str(lines[-1]["step"] if lines else 0)],
         ["time of all steps", f"{config.train.hours:g} h at most" if config.train.hours else "", lasting(sum(seconds))],
         ["steps left out (NaN, inf)", "0", str(sum(bool(line.get("skipped")) for line in lines))],
-        ["peak memory of a rank", "" if expected is None else human(expected.peak_bytes), human(peak)],
+        ["peak memory of a rank", planned_peak, human(peak)],
     ]
     if seconds:
         planned = "" if expected is None else "{:.2g} to {:.2g} s".format(*expected.step_s)
