@@ -17,6 +17,7 @@ NOT_SIMULATED := happens_before plan sim support e2e  # e2e and plan ask for no 
 SIMULATED := $(GRID_AGAIN:%=--deselect tests/gpu/test_grid.py::%) \
   $(filter-out $(NOT_SIMULATED:%=tests/%/),$(filter %/,$(wildcard tests/*/)))
 ORDERED := tests/happens_before  # on no device: a checker of what streams order
+NCCL2 := tests/sim tests/safety/test_divergence.py tests/safety/test_waits.py tests/engine/test_contracts.py  # as torch 2.15 has it
 STRICT := tests/engine/test_grid.py tests/offload/test_every_strategy.py  # memory is filled when it is let go
 SEEDS := 0:100 1:0 2:30 3:300 4:1000  # SIM_SEED:SIM_DELAY_US, each of them with the tests of the simulator
 SEED := $(shell echo $$$$)  # with all the rest; make prints it
@@ -51,6 +52,7 @@ test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first: tests/
 	  SIM_SEED=$${pair%:*} SIM_DELAY_US=$${pair#*:} $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) tests/sim || exit 1; \
 	done
 	$(if $(strip $(SIMULATED)),SIM_SEED=$(SEED) $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(SIMULATED))
+	$(if $(strip $(NCCL2)),SIM_CCL_NAME=nccl2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(NCCL2))
 	SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT)
 
 lint: $(STAMP)

@@ -87,6 +87,7 @@ ORDER = [
     "garbage",
     "output",
     "storage_watch",
+    "tensor_checksum",
     "errors",
     "version",
     "_torch",
@@ -286,7 +287,7 @@ def test_no_effects_and_no_environment_in_the_core() -> None:
 def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard/api.py"]}
     print(f"engine/ and shard/api.py: {sum(counted.values())} lines", counted)
-    assert sum(counted.values()) <= 4600, "growth needs a reason in docs/design.md"
+    assert sum(counted.values()) <= 4700, "growth needs a reason in docs/design.md"
 
 
 FACTORIES = {

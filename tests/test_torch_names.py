@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -111,6 +112,33 @@ def _() -> None:
         assert _torch.saving_hook() is pack
 
 
+@checks("transforms_active", "is_batched")
+def _() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def see(x: Tensor) -> Tensor:
+        seen.append((_torch.transforms_active(), _torch.is_batched(x)))
+        return x * 1
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return see(grad)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(see, (torch.ones(2),), (torch.ones(2),))
+    torch.func.vmap(see)(torch.ones(2, 2))
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(Seen.apply(x), x, torch.eye(2), is_grads_batched=True)
+    see(x)
+    assert seen == [(True, True), (True, True), (False, True), (False, False)]
+
+
 @checks("apply", "run_at_once", "are_ours", "forget_references", "holders_of_memory", "base_of")
 def _() -> None:
     ours: list[list[bool]] = []
@@ -141,7 +169,7 @@ def _() -> None:
     assert _torch.base_of(whole) is None
 
 
-@checks("hand_over_hooks", "has_hooks", "have_hooks", "post_accumulate_hooks", "grads_of", "which_train", "marks_of")
+@checks("hand_over_hooks", "has_hooks", "need_autograd", "post_accumulate_hooks", "grads_of", "which_train", "marks_of")
 def _() -> None:
     old, new = (nn.Parameter(torch.ones(2)) for _ in range(2))
     heard: list[str] = []
@@ -151,7 +179,8 @@ def _() -> None:
     assert _torch.marks_of(old) == {"mark": 3}
     assert not _torch.has_hooks(new)
     _torch.hand_over_hooks(old, new)
-    assert _torch.have_hooks([old, new]) == [True, True]
+    frozen = torch.ones(1)
+    assert _torch.need_autograd([old, new, frozen, nn.Parameter(frozen)]) == [True, True, True, False]
     assert len(_torch.post_accumulate_hooks(new)) == 1
     new.sum().backward()
     assert heard == ["grad", "sum"]
@@ -202,6 +231,24 @@ def _() -> None:
         with _torch.plain_attributes():
             assert param.grad is None
     assert _torch.StridedShard(1, split_factor=2).split_factor == 2
+
+
+@checks("storages_of")
+def _() -> None:
+    with one_rank() as mesh:
+        param = sharded(mesh)
+        own = _torch.storages_of([param])
+        param.data = param.data
+        with torch.no_grad():
+            param.mul_(2)
+        assert _torch.storages_of([param]) == own
+        kept = param.data
+        param.data = kept * 2
+        assert _torch.storages_of([param]) != own
+        assert torch.equal(_torch.local_of(param), torch.full((2, 3), 2.0)), "what was assigned is nowhere"
+        # Its Python object, with the attributes, lives as long as the storage.
+        vars(_torch.local_of(param).untyped_storage())["mark"] = 1
+        assert vars(_torch.local_of(param.data).untyped_storage())["mark"] == 1
 
 
 @checks("answer_anomaly_checks", "has_rule", "answer_operator", "unanswered", "settle_before_unscale")
@@ -331,7 +378,10 @@ def _() -> None:
     assert _torch.checks_groups() is False
 
 
-@checks("companion_of", "keep_companion", "keep_with_job", "kept_with_job", "name_of_group", "fake_store", "ranks_of")
+@checks(
+    *("abandon_works", "companion_of", "keep_companion", "keep_with_job", "kept_with_job", "name_of_group"),
+    *("fake_store", "ranks_of"),
+)
 def _() -> None:
     with one_rank() as mesh:
         group = mesh.get_group()
@@ -341,6 +391,10 @@ def _() -> None:
         _torch.keep_with_job("accordion/test/1/", thing)
         assert _torch.kept_with_job("accordion/test/1/") == [thing]
         assert _torch.kept_with_job("accordion/test/2/") == []
+        num_references = sys.getrefcount(group)
+        _torch.abandon_works(group, [thing])
+        assert _torch.kept_with_job("accordion/abandoned/") == [[thing]]
+        assert sys.getrefcount(group) == num_references + 1
         assert _torch.name_of_group(group) == group.group_name
         with _torch.fake_tensors():
             assert _torch.ranks_of(mesh) == [0, 1]
@@ -375,6 +429,46 @@ def grouped(mesh: DeviceMesh) -> None:
     joined = _torch.joined_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b"))["a"])
     assert joined.size() == num
     assert _torch.flattened_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b")), "ab").ndim == 1
+
+
+def grouped_on_a_device(mesh: DeviceMesh) -> str:
+    """The device of a group made in a job that is bound to one, as torch 2.15 binds every job of NCCL."""
+    job: Any = dist.group.WORLD
+    before, job.bound_device_id = job.bound_device_id, torch.device("cpu", 0)
+    try:
+        ranks = list(range(mesh.size()))
+        group = _torch.named_group("accordion/test/bound", ranks, torch.device("cpu", 1), timedelta(seconds=30))
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == mesh.size()
+        return str(group.bound_device_id)
+    finally:
+        job.bound_device_id = before
+
+
+SPLIT_SOURCE = list(inspect.signature(dist.distributed_c10d._get_split_source).parameters)
+
+
+@pytest.mark.skipif(len(SPLIT_SOURCE) < 2, reason="torch binds no job to a CPU before 2.15")
+def test_a_named_group_is_bound_to_the_device_of_its_job(world: Any) -> None:
+    assert world.run(2, grouped_on_a_device) == ["cpu:0", "cpu:0"]
+
+
+@pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
+def test_a_named_group_is_asked_for_on_the_device_of_its_job(
+    monkeypatch: pytest.MonkeyPatch, bound: torch.device | None
+) -> None:
+    with one_rank():
+        monkeypatch.setattr(dist, "new_group", lambda *_, device_id, **__: device_id)
+        monkeypatch.setattr(dist.group.WORLD, "bound_device_id", bound)
+        assert _torch.named_group("accordion/test", [0, 1], CPU) == (bound or CPU)
+        monkeypatch.undo()
+
+
+def test_what_stands_in_for_functions_of_torch_takes_what_they_take() -> None:
+    """`named_group` replaces both for as long as torch makes a group."""
+    assert list(inspect.signature(dist.distributed_c10d._process_group_name).parameters) == ["ranks", "use_hashed_name"]
+    assert SPLIT_SOURCE in (["pg"], ["pg", "requested_backend"])
 
 
 @checks(
@@ -456,25 +550,51 @@ def _() -> None:
         assert _torch.is_shard_placement_result(_fsdp_common.ShardPlacementResult(None, None))
 
 
-@checks("hooks_before_any_step", "hooks_after_any_step", "has_counted_step", "count_steps")
+@checks("before_any_step", "hooks_after_any_step", "has_counted_step", "count_steps")
 def _() -> None:
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    from torch.optim import optimizer as of_torch
 
-    for kept, register in (
-        (_torch.hooks_before_any_step, register_optimizer_step_pre_hook),
-        (_torch.hooks_after_any_step, register_optimizer_step_post_hook),
-    ):
-        before = len(kept())
-        handle = register(lambda *_: None)
-        assert len(kept()) == before + 1
-        handle.remove()
+    before = len(_torch.hooks_after_any_step())
+    handle = of_torch.register_optimizer_step_post_hook(lambda *_: None)
+    assert len(_torch.hooks_after_any_step()) == before + 1
+    handle.remove()
+    kept, calls = dict(of_torch._global_optimizer_pre_hooks), list[Any]()
+    hook = lambda *call: calls.append(call)  # noqa: E731
+    for _ in range(2):
+        _torch.before_any_step(hook)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert calls == [(optimizer, (optimizer,), {})]
+    of_torch._global_optimizer_pre_hooks.clear()
+    of_torch._global_optimizer_pre_hooks.update(kept)
     assert not _torch.has_counted_step(optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert _torch.has_counted_step(optimizer)
     _torch.count_steps(optimizer)
     optimizer.step()
     assert optimizer._opt_called  # type: ignore[attr-defined]
+
+
+@checks("WholeVectors")
+def _() -> None:
+    class Whole(_torch.WholeVectors, torch.optim.LBFGS):
+        pass
+
+    results = []
+    for kind in (torch.optim.LBFGS, Whole):
+        params = [nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.ones(()))]
+        optimizer = kind(params, lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure(params: list[nn.Parameter] = params, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = (params[0] * params[1] - 1).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        results.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @checks("is_compiled", "without_compile")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
+from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 _c10d = torch._C._distributed_c10d
@@ -173,10 +174,10 @@ def has_hooks(leaf: Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-def have_hooks(leaves: Sequence[Tensor]) -> list[bool]:
-    """`has_hooks` of each."""
+def need_autograd(leaves: Sequence[Tensor]) -> list[bool]:
+    """Return for each leaf if its gradient is autograd's to take: to run hooks, or to drop it because the leaf is frozen."""
     with plain_attributes():
-        return [bool(x._backward_hooks or x._post_accumulate_grad_hooks) for x in leaves]
+        return [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
 
 
 _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
@@ -191,16 +192,34 @@ def grads_of(leaves: Sequence[Tensor]) -> list[Tensor | None]:
 def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
     """The indices of those that require gradients."""
     with plain_attributes():
-        return tuple([i for i, trains in enumerate(map(_trains, leaves)) if trains])
+        return tuple(compress(range(len(leaves)), map(_trains, leaves)))
+
+
+def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storage of each DTensor, which has no memory, without a call of Python for each.
+
+    `p.data = x` gives `p` the storage of `x`, and leaves the local tensor in which DTensor keeps its numbers as it was (all
+    versions). While somebody holds a storage, torch returns the same object for it again.
+    """
+    with plain_attributes():
+        return list(map(Tensor.untyped_storage, tensors))
+
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return True inside a transform of torch.func. No public name (all versions)."""
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for a tensor of a transform of torch.func, or of a backward with `is_grads_batched`. No public names."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)` without what torch does around it for functorch's transforms, where none is active: 9 us of 21.
+    """`function.apply(*args)` without what torch does around it for transforms of torch.func, 9 us of 21: none may be active.
 
     The method is public only as overridden; the one in C takes the same arguments (all versions).
     """
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -427,17 +446,18 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
 def named_group(
     name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
 ) -> Any:
-    """A process group that its own ranks make, under a name on which they have agreed. No public way (2.11 to 2.13).
+    """A process group that its own ranks make, under a name on which they have agreed. No public way (2.11 to 2.15).
 
     `new_group(use_local_synchronization=True)` names it after the number of groups that a rank knows. Where ranks know
     different ones, `new_group([0])` suffices, each waits for the others under a name of its own, for good.
     Nor is it split off the job's communicator, as torch does where `init_process_group` was given a device: all ranks of
-    the job would have to take part.
+    the job would have to take part. A job that is bound to a device takes groups of that device alone.
     """
     c10d: Any = torch.distributed.distributed_c10d
+    device = c10d._get_default_group().bound_device_id or device
     plain = c10d._process_group_name, c10d._get_split_source
     c10d._process_group_name = lambda ranks, use_hashed_name: name
-    c10d._get_split_source = lambda group: None
+    c10d._get_split_source = lambda *_: None  # (group), since 2.15 (group, backend)
     try:
         return torch.distributed.new_group(
             ranks, timeout, pg_options=options, use_local_synchronization=True, device_id=device
@@ -484,6 +504,16 @@ def kept_with_job(name: str) -> list[Any]:
     """What `keep_with_job` was given under names that begin so, since the job's groups were made."""
     tags = torch.distributed.distributed_c10d._world.tags_to_pg
     return [thing for tag, things in list(tags.items()) if tag.startswith(name) for thing in things]
+
+
+def abandon_works(group: Any, works: list[Any]) -> None:
+    """Keep works of gloo in flight that nobody will wait for, and never destroy their group.
+
+    Dropping a send or a receive closes its connection, and the destructor of a group waits for its collectives, at exit too,
+    up to the time-out. No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
+    """
+    keep_with_job(f"accordion/abandoned/{id(works)}", works)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def backend_of(group: Any, device: torch.device) -> str:
@@ -812,15 +842,19 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return given + list(kwargs.items())
 
 
-def hooks_before_any_step() -> list[Any]:
-    """What torch calls before the step of every optimizer; `register_optimizer_step_pre_hook` is public, the list is not."""
+def before_any_step(hook: Callable[..., Any]) -> None:
+    """Have torch call `hook` before the step of every optimizer, once for all models; they are listed under no public name.
+
+    Removed with a model, whenever that is collected, it would change what some step is walking through.
+    """
     from torch.optim import optimizer
 
-    return list(optimizer._global_optimizer_pre_hooks.values())
+    if hook not in optimizer._global_optimizer_pre_hooks.values():
+        optimizer.register_optimizer_step_pre_hook(hook)
 
 
 def hooks_after_any_step() -> list[Any]:
-    """What torch calls after the step of every optimizer; see `hooks_before_any_step`."""
+    """Return the hooks that torch calls after the step of every optimizer; they are listed under no public name."""
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())
@@ -872,6 +906,39 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 def fake_collectives() -> None:
     """Let torch's own collectives run on fake tensors; importing this module is what registers them (all versions)."""
     import torch.distributed._tools.fake_collectives  # noqa: F401
+
+
+class WholeVectors:
+    """Mixed into `torch.optim.LBFGS`: it computes with vectors of all elements, in the same order on every rank.
+
+    DTensor does not flatten rows that do not divide by the ranks. The methods that read gradients and write parameters have no
+    public name (2.11 to 2.15).
+    """
+
+    _params: list[Tensor]
+
+    def _gather_flat_grad(self) -> Tensor:
+        return torch.cat([_whole(p, p.grad).flatten() for p in self._params])
+
+    def _add_grad(self, step_size: Any, vector: Tensor) -> None:
+        parts = vector.split([p.numel() for p in self._params])
+        for p, part in zip(self._params, parts, strict=True):
+            change = part.view(p.shape)
+            if isinstance(p, DTensor):
+                rows = distribute_tensor(change, p.device_mesh, p.placements, src_data_rank=None)
+                assert local_of(rows).shape == local_of(p).shape, "rows are where distribute_tensor puts them"
+                change = as_dtensor(local_of(rows).to(local_of(p).device), p)
+            p.add_(change, alpha=step_size)
+
+
+def _whole(p: Tensor, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    if not isinstance(grad, DTensor):
+        return grad
+    # The rows may be on the host, where the mesh does not communicate.
+    rows = local_of(grad).to(grad.device_mesh.device_type)
+    return as_dtensor(rows, grad).full_tensor()
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from accordion.errors import UsageError
 
@@ -68,3 +70,28 @@ def name_of(device_type: str) -> str:
 def num_cores() -> int:
     """Cores of the CPU that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class HostCopy:
+    """Copies of small tensors on the host, made while the device goes on: ``is_ready`` polls, and ``read`` waits for them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        """Begin to copy tensors, all on one device, after all that its current stream was given."""
+        device = tensors[0].device
+        self._event: torch.Event | None = None
+        self._copies = tensors
+        if device.type != CPU:
+            self._copies = [torch.empty_like(tensor, device=CPU, pin_memory=True) for tensor in tensors]
+            for copy, tensor in zip(self._copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(device)
+            self._event.record()
+
+    def is_ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[Any]:
+        """Return the numbers of each tensor. The host waits for them, and for nothing that the device was given since."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return [copy.tolist() for copy in self._copies]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,28 +13,38 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator
+from accordion.engine.communicator import Communicator, reduced
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
-from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare
-from accordion.offload.step.optimizer_copy import local_state, write_back
+from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, tiers_of
+from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows
 
 Opt = TypeVar("Opt", bound=Optimizer)
+OURS = "_accordion_sharded"  # attribute of a sharded parameter
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
 )
-WHOLE = tuple(
-    getattr(torch.optim, name) for name in ("Adafactor", "Muon", "LBFGS", "SparseAdam") if hasattr(torch.optim, name)
-)
+WHOLE = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name))
 
 
-class LocalStep:
+class Wrapped:
+    """Mixed into an optimizer's class by `wrap_optimizer`."""
+
+    _kind: type[Optimizer]  # the class that it had before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies alone, which call what is given; a pickle has to write it, and is refused then."""
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        return _Copied(type(self), reduced[1]), (), *reduced[2:]
+
+
+class LocalStep(Wrapped):
     """Mixed into an optimizer's class by `wrap_optimizer`: for the time of a step, parameters and state are local tensors.
 
     Outside of it `param_groups` and `state` hold DTensors, so that state dicts, schedulers and scalers see the ordinary
@@ -49,7 +60,7 @@ class LocalStep:
             with torch.enable_grad():
                 loss = closure()
         if engines_of(self._as_optimizer()):
-            defer(self._as_optimizer(), type(self).__mro__[2])
+            defer(self._as_optimizer(), self._kind)
         else:
             self._step_here()
         return loss
@@ -58,9 +69,20 @@ class LocalStep:
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step_here(self) -> None:
-        outer_groups, outer_state = [group["params"] for group in self.param_groups], self.state
-        pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for params in outer_groups for p in params]
-        local = dict(pairs)
+        params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
+        pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for p in params]
+        sharded: dict[int, Tensor] = {id(own): p for p, own in pairs}
+
+        def to_local(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            own = _torch.local_of(tensor)
+            sharded.setdefault(id(own), tensor)
+            return own
+
+        def from_local(tensor: Tensor) -> Tensor:
+            return sharded.get(id(tensor), tensor)
+
         state: defaultdict[Any, Any] = defaultdict(dict)
         for p, own in pairs:
             if own is not p:
@@ -71,21 +93,35 @@ class LocalStep:
                 own.grad = grad
             if p in outer_state:
                 state[own] = local_state(outer_state[p])
+        # A key that is no parameter is of a state that all share.
+        state.update(
+            {key: exchange(value, to_local) for key, value in outer_state.items() if not isinstance(key, Tensor)}
+        )
         try:
-            for group, params in zip(self.param_groups, outer_groups, strict=True):
-                group["params"] = [local[p] for p in params]
             self.state = state
+            # Also what it holds besides its groups: a list of parameters.
+            self._exchange(to_local)
             super().step()  # type: ignore[misc]
         finally:
-            for group, params in zip(self.param_groups, outer_groups, strict=True):
-                group["params"] = params
             self.state = outer_state
+            self._exchange(from_local)
             for p, own in pairs:
                 if own is not p:
                     own.grad = None
                     torch.autograd.graph.increment_version(own)  # fused optimizers do not (2.13)
                 if own in state:
-                    write_back(outer_state[p], state[own], p, own)
+                    write_back(outer_state[p], state.pop(own), p, own)
+            outer_state.update({key: exchange(value, from_local) for key, value in state.items()})
+        if any(isinstance(key, DTensor) for key in state):
+            raise UsageError(
+                f"{type(self).__name__} holds its parameters in an object, where wrap_optimizer does not find them; keep them in "
+                "a list or dict of the optimizer, or leave out wrap_optimizer."
+            )
+
+    def _exchange(self, swap: Callable[[Tensor], Tensor]) -> None:
+        for name, value in list(vars(self).items()):
+            if name != "state":
+                vars(self)[name] = exchange(value, swap)
 
     # Of offloaded parameters a step may be under way, on another thread.
 
@@ -121,17 +157,49 @@ class LocalStep:
         refuse_other_rows(self._as_optimizer(), state_dict)
         self._wait()
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        prepare(self._as_optimizer(), type(self).__mro__[2])
+        prepare(self._as_optimizer(), self._kind)
         expose(self._as_optimizer())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copies alone, which call what is given; a pickle has to write it, and is refused then."""
-        reduced: Any = super().__reduce_ex__(max(2, protocol))
-        return _Copied(type(self), reduced[1]), (), *reduced[2:]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wait()
         super().add_param_group(param_group)  # type: ignore[misc]
+
+
+class WholeStep(Wrapped, _torch.WholeVectors):
+    """Mixed into LBFGS: each rank computes the same step, from the gradients of all elements and the mean loss of all ranks."""
+
+    param_groups: list[dict[str, Any]]
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        return super().step(partial(self.mean_loss, closure))  # type: ignore[misc]
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def mean_loss(self, closure: Callable[[], Any]) -> Tensor:
+        """Return the mean over all ranks of the loss of `closure`, which a line search compares."""
+        loss: Tensor = torch.as_tensor(closure()).detach()
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        mesh = next(p.device_mesh for p in self.param_groups[0]["params"] if isinstance(p, DTensor))
+        device = torch.device(mesh.device_type)
+        total = reduced(loss.to(device, copy=True), [Communicator(group, device) for group in mesh.get_all_groups()])
+        return total.div_(mesh.size())
+
+
+def wrap_at_first_step(engine: Engine) -> None:
+    """Have an LBFGS of parameters of `engine` wrapped when it first steps, if it is not by then."""
+    for unit in engine.units:
+        for param in unit.params:
+            vars(param.sharded)[OURS] = True
+    _torch.before_any_step(_wrap_before_step)
+
+
+def _wrap_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    is_whole = isinstance(optimizer, torch.optim.LBFGS) and not isinstance(optimizer, WholeStep)
+    if not is_whole or not any(OURS in vars(p) for p in optimizer.param_groups[0]["params"]):
+        return None
+    wrapped: Any = wrap_optimizer(optimizer)
+    closure = kwargs["closure"] if "closure" in kwargs else args[1]
+    return (optimizer, partial(wrapped.mean_loss, closure)), {}  # the step goes on in the new class
 
 
 class _Copied:
@@ -177,7 +245,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
     Its interface, param_groups and state stay as they were, with DTensors in them. Without it a step is right, and slower.
     Only where what becomes of an element depends on that element alone: so it is for most of torch.optim, and for others
-    where `elementwise` promises it. Of an optimizer around another (accelerate's) the one inside is wrapped. Raises
+    where `elementwise` promises it. LBFGS steps on whole vectors, which every rank keeps, with the mean loss of all ranks; it
+    is wrapped at its first step at the latest. Of an optimizer around another (accelerate's) the one inside is wrapped. Raises
     `UsageError` for the rest, and where the optimizer was made before `shard`. Inside of `torch.compile` it runs uncompiled.
 
     Its `state_dict` holds the rows of this rank; `load_state_dict` is called by all ranks together, and refuses on all of them
@@ -187,23 +256,20 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if not isinstance(given, Optimizer):
         raise UsageError(f"wrap_optimizer takes a torch.optim.Optimizer, not {type(given).__name__}.")
     if inner_of(given) is not given:
-        if not isinstance(inner_of(given), LocalStep):
+        if not isinstance(inner_of(given), Wrapped):
             _refuse_held_step(given)
         wrap_optimizer(inner_of(given), elementwise=elementwise)
         return optimizer
-    if isinstance(given, LocalStep):
+    if isinstance(given, Wrapped):
         return optimizer
     name = type(given).__name__
     if isinstance(given, WHOLE):
         raise UsageError(
             f"{name} looks at more than one element at a time, and a rank holds some rows of each parameter only; "
-            + (
-                "take AdamW."
-                if name == "Adafactor"
-                else "leave out wrap_optimizer: torch steps LBFGS and Muon on DTensors."
-            )
+            + ("take AdamW." if name == "Adafactor" else "leave out wrap_optimizer: torch steps Muon on DTensors.")
         )
-    if not (elementwise or isinstance(given, ELEMENTWISE)):
+    is_whole = isinstance(given, torch.optim.LBFGS)
+    if not (elementwise or is_whole or isinstance(given, ELEMENTWISE)):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True where its step treats each element by itself, as Adam "
             "does, and else leave out wrap_optimizer."
@@ -218,13 +284,27 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
         _ = p.grad  # a parameter that `shard` replaced says so
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
+    if is_whole and len({p.device_mesh for p in params if isinstance(p, DTensor)}) > 1:
+        raise UsageError(
+            f"{name} steps all of its parameters as one vector, and these are sharded over several meshes; make an optimizer for "
+            "each of them."
+        )
+    for engine in engines_of(given) if is_whole else ():
+        if any(offload.streams or offload.step_in_backward for offload in tiers_of(engine).offloads):
+            raise UsageError(
+                f"{name} steps whole vectors, and an Offload of its parameters has the step bring parts of them; leave out step, "
+                "step_in_backward and optimizer of the Offload."
+            )
     kind = type(optimizer)
     # What is called inside of a compiled function runs as it is: dynamo cannot trace the change to local tensors and back.
-    its = {"__module__": kind.__module__, "__doc__": kind.__doc__, "step": _torch.unseen_by_dynamo(LocalStep.step)}
-    optimizer.__class__ = type(kind.__name__, (LocalStep, kind), its)
+    step = WholeStep if is_whole else LocalStep
+    its: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
+    its["step"] = _torch.unseen_by_dynamo(step.step)
+    optimizer.__class__ = type(kind.__name__, (step, kind), its)
     if counted:
         _torch.count_steps(optimizer)
-    prepare(optimizer, kind)
+    if not is_whole:
+        prepare(optimizer, kind)
     return optimizer
 
 

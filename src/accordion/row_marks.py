@@ -1,9 +1,15 @@
-"""Whose rows the states of an optimizer are: a mark on each tensor, which pickles and copies of it keep, and DCP does not."""
+"""Rows of tensors that come from a file: refuse those that another rank wrote.
+
+A mesh keeps its coordinate when it is pickled. Plain states of an optimizer get a mark, which pickles and copies of them keep,
+and DCP does not.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -18,17 +24,19 @@ from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
 
 MARK = "_accordion_rows"  # attribute of a state
+MADE = "_accordion_made"  # attribute of a mesh: the process and the address at which it was made
 BITS = 20  # of a rank, where one number tells three
 Mark: TypeAlias = tuple[int, int, tuple[int, ...], tuple[tuple[str, int, int], ...]]
-"""(rank, number of ranks, shape of its rows, (placement, which of how many) on each axis that cuts): plain values, so that a
-mark passes `torch.load(weights_only=True)`. It is on the tensors and not beside them because DCP joins and cuts rows itself,
-and would give one rank's word on them to all.
+"""(position on the mesh, number of ranks, shape of its rows, (placement, which of how many) on each axis that cuts): plain
+values, so that a mark passes `torch.load(weights_only=True)`. It is on the tensors and not beside them because DCP joins and
+cuts rows itself, and would give one rank's word on them to all.
 """
 
 
 def mark_rows(optimizer: Optimizer) -> None:
     """Mark the states of sharded parameters as those of this rank's rows: all but numbers, and tables that several share."""
-    count = Counter(id(value) for state in optimizer.state.values() for value in state.values())
+    states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+    count = Counter(id(value) for state in states for value in state.values())
     for p, mark in _marks(optimizer):
         for value in optimizer.state[p].values() if mark is not None and p in optimizer.state else ():
             if isinstance(value, Tensor) and value.dim() and count[id(value)] == 1:
@@ -40,12 +48,71 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
     States without a mark are taken: helpers of torch and others cut them for the rank that asks.
     """
-    found = _other_rows(optimizer, state_dict)
-    if not dist.is_initialized():
-        return
-    # One number for each rank, of which the largest is told: the rank, counted from 1, whose states it was given, of how many.
-    rank, theirs, num_ranks = (0, 0, 0) if found is None else (dist.get_rank() + 1, *found[:2])
-    for mesh in dict.fromkeys(p.device_mesh for p in _params(optimizer) if isinstance(p, DTensor)):
+    if dist.is_initialized():
+        _refuse_on_all(_other_rows(optimizer, state_dict), _params(optimizer), "the optimizer's states")
+
+
+def mark_meshes(params: Iterable[Tensor]) -> None:
+    """Mark the mesh of each sharded parameter, so that a copy of it from a file is known as one.
+
+    Identity does not tell: DTensor gives the result of an operator the equal mesh that it met first.
+    """
+    for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
+        vars(mesh)[MADE] = os.getpid(), id(mesh)
+
+
+def _is_from_file(tensor: DTensor) -> bool:
+    mesh = tensor.device_mesh
+    here = os.getpid(), id(mesh)
+    return tuple(vars(mesh).get(MADE, here)) != here
+
+
+def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
+    """Raise `UsageError` on every rank if one of them was given rows of another rank, as in a file that `torch.save` wrote.
+
+    Collective if there are tensors from a file; tensors of this process are compared with their targets on this rank alone.
+
+    Args:
+        pairs: each given value with the tensor of this model that it is for.
+        what: names the given tensors in the message.
+    """
+    sharded = [(given, own) for given, own in pairs if isinstance(given, DTensor) and isinstance(own, DTensor)]
+    from_file = [(given, own) for given, own in sharded if _is_from_file(given)]
+    if from_file:
+        marks = (_mark(given) for given, own in from_file if _is_elsewhere(given, own))
+        _refuse_on_all(next(marks, None), (own for _, own in from_file), what)
+    others = (pair for pair in sharded if pair[0].device_mesh is not pair[1].device_mesh)
+    _refuse_on_all(next((_mark(given) for given, own in others if _is_elsewhere(given, own)), None), (), what)
+
+
+def refuse_states_of_others(optimizer: Optimizer) -> None:
+    """Raise `UsageError` on every rank if the states of a plain optimizer are those of other rows on one of them."""
+    states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
+    refuse_rows_of_others(states, "the optimizer's states")
+
+
+def _is_elsewhere(given: DTensor, own: DTensor) -> bool:
+    """Return whether this rank has another coordinate on the mesh of `given` than the rank that holds these rows."""
+    mesh, coordinate = given.device_mesh, given.device_mesh.get_coordinate()
+    cut = [axis for axis, how in enumerate(given.placements) if not how.is_replicate() and mesh.size(axis) > 1]
+    if mesh == own.device_mesh:
+        here = own.device_mesh.get_coordinate()
+        return coordinate != here and any(coordinate is None or here is None or coordinate[i] != here[i] for i in cut)
+    for axis in cut:
+        try:
+            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        except (RuntimeError, ValueError, KeyError):  # this process has no such group
+            return True
+        if coordinate is None or len(ranks) != mesh.size(axis) or ranks[coordinate[axis]] != dist.get_rank():
+            return True
+    return False
+
+
+def _refuse_on_all(other: Mark | None, tensors: Iterable[Tensor], what: str) -> None:
+    """Raise `UsageError` on the ranks of the meshes of `tensors` if one of them has a mark of other rows. Collective."""
+    # One number for each rank, of which the largest is told: the rank, counted from 1, whose rows it was given, of how many.
+    rank, theirs, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)
         links = [link for link in (Communicator(group, device) for group in mesh.get_all_groups()) if not link.is_fake]
         packed = torch.tensor((rank << 2 * BITS) + (theirs << BITS) + num_ranks, device=device)
@@ -53,9 +120,9 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         rank, theirs, num_ranks = (told >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
     if rank:
         raise UsageError(
-            f"rank {rank - 1} was given the optimizer's states of rank {theirs} of {num_ranks}, which are of other rows than its "
-            "own; the state dict of an optimizer on shards is one rank's: let every rank write its own and load it on as many "
-            "ranks, or use acc.save and acc.load."
+            f"rank {rank - 1} was given {what} of rank {theirs} of {num_ranks}, which are of other rows than its own: torch.save "
+            "writes the rows of one rank. Write what acc.full_state_dict(model) gives, or use acc.save and acc.load, or let "
+            "every rank load what it wrote itself, on as many ranks."
         )
 
 
@@ -74,7 +141,9 @@ def _mark(p: DTensor) -> Mark:
     coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
     axes = zip(p.placements, coordinate, mesh.shape, strict=True)
     cut = tuple((str(how), i, n) for how, i, n in axes if not isinstance(how, Replicate) and n > 1)
-    return dist.get_rank(), mesh.size(), tuple(_torch.local_of(p).shape), cut
+    # The coordinate is that of the rank that wrote a tensor of a file.
+    rank = sum(i * math.prod(mesh.shape[axis + 1 :]) for axis, i in enumerate(coordinate))
+    return rank, mesh.size(), tuple(_torch.local_of(p).shape), cut
 
 
 def _other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Mark | None:
@@ -84,10 +153,12 @@ def _other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Mark | N
         states = state_dict["state"]
     except (KeyError, TypeError):
         return None  # `load_state_dict` says what is wrong
-    for index, (_, mark) in zip(indices, _marks(optimizer), strict=False):
+    for index, (p, mark) in zip(indices, _marks(optimizer), strict=False):
         state = states.get(index)
         for value in state.values() if isinstance(state, Mapping) and mark is not None else ():
             given = getattr(value, MARK, None) if isinstance(value, Tensor) else None
+            if isinstance(value, DTensor) and isinstance(p, DTensor) and _is_elsewhere(value, p):
+                return _mark(value)
             if given is not None and mark is not None and given[2:] != mark[2:]:
                 return given  # type: ignore[no-any-return]
     return None

@@ -20,6 +20,7 @@ from accordion.engine.communicator import Communicator, broadcast, extremes, red
 from accordion.engine.context import ShardingContext
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
+from accordion.tensor_checksum import checksum, checksums
 from accordion.units import Owned
 
 log = logging.getLogger("accordion")
@@ -28,7 +29,6 @@ Facts = dict[str, str]
 """What a rank holds, by a name that messages show; differences are told in this order."""
 
 SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, its bits even: Knuth's multiplicative hash of 64 bits
 
 
 # -- any facts
@@ -287,18 +287,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:SHOWN_FACTS])) + _more(len(names) - SHOWN_FACTS, "more")
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> Facts:
-    """Of those that are not on the meta device."""
-    real = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    by_device: dict[torch.device, list[str]] = {}
-    for name, tensor in real.items():
-        by_device.setdefault(tensor.device, []).append(name)
-    sums: dict[str, int] = {}
-    for names in by_device.values():  # one wait for each device
-        sums |= dict(zip(names, torch.stack([checksum(real[name]) for name in names]).tolist(), strict=True))
-    return {name: f"with checksum {sums[name] % 2**64:016x}" for name in real}
-
-
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
     """The first rank's value of a tensor, on the device; where this rank's is real it is overwritten. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
@@ -365,26 +353,3 @@ def _communicators(context: ShardingContext) -> list[Communicator]:
     """Those on which somebody answers."""
     communicators = [axis.gather for axis in (context.shard, context.replicate)]
     return [communicator for communicator in communicators if communicator.num_ranks > 1 and not communicator.is_fake]
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """0-d int64: the tensor's bits taken as integers and summed, rows and columns with weights, so that their order counts.
-
-    The same for every order of summation, as integers wrap around.
-    """
-    if type(tensor.data) is not Tensor:  # a subclass: what it is made of, where it tells
-        sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(kind)
-    table = bits.reshape(bits.shape[0] if bits.dim() > 1 else 1, -1)
-    return _weighted(table.sum(0, dtype=torch.int64)) + _weighted(table.sum(1, dtype=torch.int64))
-
-
-def _weighted(sums: Tensor) -> Tensor:
-    weights = torch.arange(1, sums.numel() + 1, device=sums.device) * GOLDEN
-    return (sums * (weights ^ (weights >> 29))).sum()

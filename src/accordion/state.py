@@ -19,6 +19,7 @@ from accordion.engine.params import Param, own_part
 from accordion.errors import DivergenceError, UsageError
 from accordion.offload.step.deferred_step import owners_of
 from accordion.offload.step.step_in_backward import refuse_in_backward
+from accordion.row_marks import refuse_rows_of_others
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
 from accordion.same_on_ranks import same_given
@@ -122,15 +123,17 @@ def full_of(param: Param, engine: Engine) -> Tensor:
     return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
 
-Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | None
+Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | None
 """Which tensors of a model: "trained", the parameters that require a gradient; a pattern of names, as in a shell,
-"*.lora_*" say; a function (name, tensor) -> bool, the same on all ranks; None for all."""
+"*.lora_*" say; a function (name, tensor) -> bool, the same on all ranks; () for none of them; None for all."""
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
     """Those of `values` that `only` names. Raises `UsageError` where these are none."""
     if only is None:
         return dict(values)
+    if only == ():
+        return {}
     if not (isinstance(only, str) or callable(only)):
         raise UsageError(f'only={only!r} is no choice of tensors; pass "trained", a pattern of names, or a function.')
     if only == "trained":
@@ -197,11 +200,12 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
     first, and `DivergenceError` is raised on all of them, before anything changes, where these differ.
     It and `state_dict` wait for steps under way, also those of a part of the model, whatever part that is.
     """
-    model.register_load_state_dict_pre_hook(_cut_full_tensors)
     for module in model.modules():
+        module.register_load_state_dict_pre_hook(_own_rows)
         if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(_wait_for_shards)
             module.register_load_state_dict_pre_hook(_wait_for_shards)
+    model.register_load_state_dict_pre_hook(_cut_full_tensors)
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
@@ -213,6 +217,24 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
     units = {id(unit): unit for _, unit in owners_of(module.parameters(recurse=False))}
     for group in [group for unit in units.values() for group in unit.groups]:
         group.shard_buffer.synchronize()
+
+
+def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Called for each module of a state dict, the outermost first, whose call leaves nothing to do for the others."""
+    named = module.named_parameters(remove_duplicate=False)
+    take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
+
+
+def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
+    """Put the sharded tensors that `state` has from a file of this rank on the mesh of the parameters in `wanted`.
+
+    Collective if there are any. Raises `UsageError` on every rank if those of one rank are another one's.
+    """
+    refuse_rows_of_others(((state.get(key), own) for key, own in wanted.items()), "the model's tensors")
+    for key, own in wanted.items():
+        given: Any = state.get(key)
+        if is_sharded_alike(given, own) and given.device_mesh is not own.device_mesh:
+            state[key] = _torch.as_dtensor(_torch.local_of(given), own)
 
 
 def synchronize(model: nn.Module) -> None:

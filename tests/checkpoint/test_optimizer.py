@@ -66,6 +66,20 @@ def test_groups_in_another_order_take_options_by_their_parameters(tmp_path):
     assert mine.state[other[0].weight]["exp_avg"].shape == (4, 3)
 
 
+def test_an_optimizer_alone_is_saved_and_loaded(tmp_path):
+    model, other = small(), small(3)
+    optimizer = stepped(model, in_groups(model))
+    save(tmp_path / "both", model, optimizer)
+    save(tmp_path / "alone", model, optimizer, only=())
+    for name in ("both", "alone"):
+        weights, its = copy.deepcopy(other.state_dict()), in_groups(other)
+        load(tmp_path / name, other, its, only=())
+        assert str(its.state_dict()) == str(optimizer.state_dict())
+        assert str(other.state_dict()) == str(weights)
+    with pytest.raises(CheckpointError, match="4 missing in the checkpoint"):
+        load(tmp_path / "alone", other)
+
+
 def test_groups_joined_of_several_keep_their_own_options(tmp_path):
     model = small()
     save(tmp_path / "c", model, stepped(model, in_groups(model)))

@@ -240,11 +240,11 @@ def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
 # -- tensor subclasses
 
 
-class Packed(Tensor):
-    """Rows in float32 that travel as bfloat16. In operators it is the tensor inside."""
+class Wrapped(Tensor):
+    """In operators it is the tensor inside."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Packed:
+    def __new__(cls, inner: Tensor) -> Wrapped:
         return Tensor._make_wrapper_subclass(
             cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
         )
@@ -254,9 +254,9 @@ class Packed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None) -> Any:
-        unwrap = lambda t: t.inner if isinstance(t, Packed) else t  # noqa: E731
+        unwrap = lambda t: t.inner if isinstance(t, Wrapped) else t  # noqa: E731
         out = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
-        if op.overloadpacket.__name__.endswith("_") and isinstance(args[0], Packed):
+        if op.overloadpacket.__name__.endswith("_") and isinstance(args[0], Wrapped):
             return args[0]
         kept = (
             "detach",
@@ -273,6 +273,10 @@ class Packed(Tensor):
         if op.overloadpacket.__name__ not in kept:
             return out
         return tree_map(lambda t: cls(t) if isinstance(t, Tensor) else t, out)
+
+
+class Packed(Wrapped):
+    """Rows in float32 that travel as bfloat16."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
         assert isinstance(mp_policy, theirs.MixedPrecisionPolicy)
@@ -344,6 +348,78 @@ def extended(mesh) -> None:
 
 def test_tensor_subclasses_say_how_they_are_gathered(world):
     world.run(2, extended)
+
+
+def sends_bfloat16(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
+    assert mesh.ndim == 1
+    assert module.weight.shape == outer_size
+    rows = self.to(torch.bfloat16)
+    return (torch.cat([rows, rows.new_zeros(-(-outer_size[0] // mesh.size()) - len(rows), *outer_size[1:])]),), None
+
+
+@torch.no_grad()
+def shows_float32(self, gathered, metadata, param_dtype, *, out=None) -> Any:
+    (full,) = gathered
+    if out is not None:
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(full[: len(out)])
+        return None
+    made = full.to(param_dtype)
+    return made, (full, made)
+
+
+def sends_itself(self, mesh) -> Any:
+    return (self,), None
+
+
+def shows_what_was_gathered(self, gathered, metadata, param_dtype, *, out=None) -> Any:
+    return None if out is not None else (gathered[0], gathered)
+
+
+HOOKS = {"casts": (sends_bfloat16, shows_float32), "shows what was gathered": (sends_itself, shows_what_was_gathered)}
+
+
+def extended_later(mesh, hooks: str, on_meta: bool, width: int, **options: Any) -> None:
+    """Methods of the local tensors, plain ones and those of a subclass without any, that are set after `fully_shard`."""
+    pair = []
+    for api in SIDES:
+        torch.manual_seed(0)
+        model = here(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]))
+        if not on_meta:
+            model[1][0].weight = nn.Parameter(Wrapped(model[1][0].weight.detach()))
+        model = model.to("meta") if on_meta else model
+        for block in model:
+            api.fully_shard(block, mesh=mesh, **options)
+        api.fully_shard(model, mesh=mesh, **options)
+        if on_meta:
+            model.to_empty(device=device())
+            for i, param in enumerate(model.parameters()):
+                nn.init.constant_(param, 0.1 * i)
+        for block in model:
+            local = block[0].weight._local_tensor
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = (hook.__get__(local) for hook in HOOKS[hooks])
+        pair.append(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in pair]
+    for step in range(3):
+        x = torch.randn(4, width, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())).to(device())
+        losses = [m(x).square().mean() for m in pair]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        for a, b in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+            assert torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=1e-6, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_methods_of_local_tensors_may_be_set_after_fully_shard(world, hooks):
+    for on_meta in (False, True):
+        world.run(2, extended_later, hooks, on_meta, 8)
+    world.run_mesh((2, 2), ("replicate", "shard"), extended_later, hooks, False, 8, reshard_after_forward=False)
+    if hooks == "casts":
+        world.run(2, extended_later, hooks, True, 5)
 
 
 class Positions(nn.Module):

@@ -13,13 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator
+from accordion.engine.communicator import HOST_ORDERED, Communicator, is_stream_ordered
+from accordion.engine.layout import LARGE_PACK_LIMIT_BYTES, PACK_LIMIT_BYTES
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Checked:
     """NCCL in the wrapper that torch 2.11 puts around it under TORCH_DISTRIBUTED_DEBUG=DETAIL; two ranks that hold the same."""
+
+    def __init__(self, name: str = "nccl") -> None:
+        self._name = name
 
     def size(self) -> int:
         return 2
@@ -28,7 +32,7 @@ class Checked:
         return 0
 
     def name(self) -> str:
-        return "nccl"
+        return self._name
 
     def _get_backend(self, device: torch.device) -> Checked:
         return self
@@ -61,7 +65,7 @@ def detail() -> Iterator[None]:
 
 def test_a_group_that_is_checked_is_asked_for_one_tensor_after_the_other(detail, monkeypatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    communicator = Communicator(Checked(), CPU)
+    communicator = Communicator(Checked(), CUDA)
     shards = [torch.arange(3.0), torch.arange(5.0)]
     fulls, outs, sums = (
         [torch.zeros(6), torch.zeros(10)],
@@ -81,6 +85,30 @@ def test_a_group_that_is_checked_is_asked_for_one_tensor_after_the_other(detail,
         assert torch.equal(out, 2 * shard)
         assert torch.equal(all_of, full)
         assert (total == 2).all()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "rccl", "xccl", "hccl", "simccl"])
+def test_a_backend_of_an_accelerator_is_ordered_by_its_streams(backend, monkeypatch) -> None:
+    """torch 2.15 makes an "nccl2" where "nccl" is asked for, and every vendor has a name of its own."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    communicator = Communicator(Checked(backend), CUDA)
+    assert communicator.is_ordered
+    assert not communicator.can_poll
+
+
+@pytest.mark.parametrize("backend", HOST_ORDERED)
+def test_some_backends_are_waited_for_by_the_host(backend) -> None:
+    assert not is_stream_ordered(backend, CUDA)
+
+
+def test_every_backend_of_a_cpu_is_waited_for_by_the_host() -> None:
+    assert not is_stream_ordered("ccl", CPU)
+
+
+@pytest.mark.parametrize(("backend", "limit"), [("nccl", PACK_LIMIT_BYTES), ("nccl2", LARGE_PACK_LIMIT_BYTES)])
+def test_more_is_packed_where_each_tensor_is_a_launch(backend, limit, monkeypatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    assert Communicator(Checked(backend), CUDA).pack_limit_bytes == limit
 
 
 class Options:

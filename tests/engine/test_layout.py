@@ -10,6 +10,7 @@ import pytest
 
 from accordion.engine.layout import (
     ALIGN_BYTES,
+    LARGE_PACK_LIMIT_BYTES,
     PACK_LIMIT_BYTES,
     PADDING_BYTES,
     PADDING_SHARE,
@@ -90,6 +91,12 @@ def test_shards_of_a_message_do_not_overlap_and_packed_ones_are_one_row(num_rank
         for i in msg.direct:
             assert num_ranks == 1 or cuts[i].padded_numel * itemsize >= PACK_LIMIT_BYTES
             assert not even_only or cuts[i].rows % num_ranks == 0
+
+
+def test_a_communicator_may_ask_to_pack_more() -> None:
+    cuts = [cut(shape, 2, 4) for shape in [(1024, 1024), (1024, 1023), (8,)]]
+    assert message(cuts, 4).direct == (0, 1)
+    assert message(cuts, 4, pack_limit_bytes=LARGE_PACK_LIMIT_BYTES).direct == (0,)
 
 
 def test_full_parameters_start_aligned_and_have_room_for_their_padding() -> None:

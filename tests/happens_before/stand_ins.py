@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,8 @@ from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before.checker import Checker, Event, Stream, where
 
 SHARD, TOPOLOGY = (sys.modules[f"accordion.shard.{name}"] for name in ("api", "topology"))
+COMMUNICATOR = sys.modules["accordion.engine.communicator"]
+FORWARD_WRITES = sys.modules["accordion.safety.forward_writes"]
 NO_KERNEL = (
     "aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift", "aten._unsafe_view", "aten.set_", "aten.alias",
     "aten.empty_like", "aten.empty_strided", "aten._local_scalar_dense", "aten.equal", "prim.device",
@@ -174,6 +177,22 @@ class DeviceModule:
         self._checker.waits[f"device: {where()}"] += 1
 
 
+class PinnedCopy:
+    """Stands in for `HostCopy`: to read what has not been polled for is a wait of the host."""
+
+    def __init__(self, checker: Checker, read: Callable[[Tensor], Any], tensors: list[Tensor]) -> None:
+        self._event, self._read, self._tensors, self._is_polled = checker.current.record_event(), read, tensors, False
+
+    def is_ready(self) -> bool:
+        self._is_polled = True
+        return self._event.query()
+
+    def read(self) -> list[Any]:
+        if not self._is_polled:
+            self._event.synchronize()
+        return [self._read(tensor) for tensor in self._tensors]
+
+
 @contextmanager
 def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     """Rank 0 of `num_ranks`, on a device that is stood in for; gives what watches over it."""
@@ -228,9 +247,10 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
         (DivergenceMonitor, "__init__", watch),
         (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_made", lambda self, num_threads, name: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
-        (TOPOLOGY, "own_communicator", second),
+        (TOPOLOGY, "own_communicator", second), (COMMUNICATOR, "is_stream_ordered", lambda backend, device: True),
         (TOPOLOGY, "_one_node", lambda communicator, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
         (TOPOLOGY, "same_mesh", lambda mesh: None),
+        (FORWARD_WRITES, "HostCopy", partial(PinnedCopy, checker, read)),
         (SHARD, "same_values", lambda *args: lambda owned: owned.original.detach()),
     ]  # fmt: skip
     dist.init_process_group("ordered", store=_torch.fake_store(), rank=0, world_size=num_ranks)

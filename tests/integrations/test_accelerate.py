@@ -181,14 +181,21 @@ def test_ranks_evaluate_with_the_first_ones_buffers_as_under_ddp(ranks):
 
 
 class Counter:
+    """Counts, and keeps an average of a model's parameters."""
+
     def __init__(self) -> None:
-        self.value = 0
+        self.value, self.average = 0, list[torch.Tensor]()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
+    def follow(self, model: nn.Module) -> None:
+        self.average = [p.detach().clone() for p in model.parameters()]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
+        for mine, given in zip(self.average, state["average"], strict=True):
+            mine.copy_(given)
 
 
 def prepared(slower: float = 0.1, **changes: Any) -> Any:
@@ -245,6 +252,7 @@ def saves(mesh: Any, folder: Path) -> dict[str, torch.Tensor]:
         for seed in range(2):
             step(one, model, optimizer, schedule, seed)
             counter.value = seed + 1
+            counter.follow(model)
             one.save_state()
         step(one, model, optimizer, schedule, 5)
         one.save_model(model, str(folder / "model"))
@@ -256,8 +264,11 @@ def loads(mesh: Any, folder: Path, expected: dict[str, torch.Tensor], exact: boo
 
     with library_job():
         one, model, optimizer, schedule, counter = prepared()
+        counter.follow(model)
         one.load_state(str(folder / "checkpoints" / "checkpoint_1"))
         assert counter.value == 2
+        for average, param in zip(counter.average, model.parameters(), strict=True):
+            torch.testing.assert_close(average.full_tensor(), param.detach().full_tensor(), rtol=0, atol=0)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
         step(one, model, optimizer, schedule, 5)
         limits = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
@@ -277,6 +288,7 @@ def torn(mesh: Any, folder: Path) -> None:
         torch.distributed.barrier()
         with pytest.raises(acc.CheckpointError, match="checkpoint_1 has no sharded_0: it was not saved by this"):
             one.load_state(str(newest))
+        counter.follow(one._models[0])
         one.load_state()
         assert counter.value == 1
 
@@ -286,6 +298,50 @@ def test_a_state_is_saved_whole_and_loads_on_any_number_of_ranks(ranks, tmp_path
     ranks(2).run(2, loads, tmp_path, expected, True)
     ranks(1).run(1, loads, tmp_path, expected, False)
     ranks(2).run(2, torn, tmp_path)
+
+
+def with_hooks(mesh: Any, folder: Path) -> None:
+    """Hooks save and load the first of two models themselves, as those of diffusers' programs do."""
+    with library_job():
+        one = accelerator(True)
+        models = [net(0), net(1)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+        models[0], models[1], optimizers[0], optimizers[1] = one.prepare(*models, *optimizers)
+        shown = []
+
+        def save_first(models: list[Any], weights: list[Any], folder: str) -> None:
+            shown.append((len(models), len(weights)))
+            state = one.get_state_dict(models[0])
+            if one.is_main_process:
+                torch.save({name: tensor + 1 for name, tensor in state.items()}, Path(folder, "own.pt"))
+                weights.pop(0)
+
+        def load_first(models: list[Any], folder: str) -> None:
+            shown.append((len(models), 0))
+            models.pop(0).load_state_dict(torch.load(Path(folder, "own.pt")))
+
+        one.register_save_state_pre_hook(save_first)
+        one.register_load_state_pre_hook(load_first)
+
+        def train() -> None:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                one.backward(model(torch.ones(2, WIDTH)).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train()
+        expected = [full(model) for model in models]
+        one.save_state(str(folder))
+        train()
+        one.load_state(str(folder))
+        assert shown == [(2, 2), (2, 0)]
+        torch.testing.assert_close(full(models[0]), {name: t + 1 for name, t in expected[0].items()})
+        torch.testing.assert_close(full(models[1]), expected[1])
+        assert all(float(state["step"]) == 1 for o in optimizers for state in o.state.values())
+
+
+def test_hooks_of_a_state_get_the_models_and_take_over_their_weights(ranks, tmp_path):
+    ranks(2).run(2, with_hooks, tmp_path)
 
 
 def refuses(mesh: Any) -> None:
@@ -315,9 +371,8 @@ def refuses(mesh: Any) -> None:
             one.save_state("nowhere")
         late = net(3)
         optimizer = torch.optim.AdamW(late.parameters())
-        late(torch.ones(1, WIDTH)).sum().backward()
-        optimizer.step()
-        with pytest.raises(acc.UsageError, match="has stepped parameters that were sharded since"):
+        optimizer.state[late[0][0].weight] = {"rows": torch.ones(32)}
+        with pytest.raises(acc.UsageError, match="was made before its model was sharded, and has a state 'rows'"):
             one.prepare(late, optimizer)
     with library_job(), pytest.raises(acc.UsageError, match="a dynamo backend compiles the model as a whole"):
         accelerator(True, dynamo_backend="eager")
@@ -325,3 +380,36 @@ def refuses(mesh: Any) -> None:
 
 def test_what_cannot_be_meant_is_refused(ranks):
     ranks(2).run(2, refuses)
+
+
+def takes_states(mesh: Any) -> None:
+    makers = {
+        "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.5),
+        "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+        "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+    }
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    for name, make in makers.items():
+        for before in (0, 2) if name != "lbfgs" else (0,):
+            results = []
+            for ours in (False, True):
+                model, one = net(2), accelerator(True) if ours else None
+                optimizer = make(model.parameters())
+                for step in range(4):
+                    if step == before and one is not None:
+                        model, optimizer = one.prepare(model, optimizer)
+
+                    def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+                        optimizer.zero_grad()
+                        loss = model(x).square().mean()
+                        loss.backward()
+                        return loss
+
+                    optimizer.step(closure)
+                results.append(full(model))
+            for name, value in results[0].items():
+                torch.testing.assert_close(results[1][name], value, msg=name)
+
+
+def test_an_optimizer_that_has_states_already_keeps_them_when_it_is_prepared(ranks):
+    ranks(2).run(2, takes_states)

@@ -480,6 +480,84 @@ def test_checkpoints_early_stopping_and_averages(ranks, tmp_path):
 # -- meshes, what is refused, what works without it
 
 
+def fine_tuned(mesh: Any, folder: Path) -> None:
+    """A callback adds a parameter group in the second epoch, another keeps an average, and hooks change a checkpoint."""
+    pl = lightning()
+
+    class Unfreezes(pl.callbacks.BaseFinetuning):  # type: ignore[misc]
+        def freeze_before_training(self, module: Any) -> None:
+            """Nothing: DistributedDataParallel would not sum the gradients of what was frozen when it was wrapped."""
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                module.net[0].zero_grad()
+                self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+    class Averages(pl.Callback):  # type: ignore[misc]
+        average: Any = None
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.average = self.average or [p.detach().clone() for p in module.parameters()]
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            for mine, param in zip(self.average, module.parameters(), strict=True):
+                mine.lerp_(param.detach(), 0.5)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"average": self.average}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.average = state["average"]
+
+    def made() -> Any:
+        lit = module(pl)
+
+        def configure_optimizers() -> Any:
+            return torch.optim.AdamW(lit.net[1:].parameters(), lr=1e-2)
+
+        def rename(checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            state["older.bias"] = state.pop("net.1.0.bias")
+            state["net.2.2.bias"] = state["net.2.2.bias"] * 2
+            checkpoint["beside"] = {"bias": state["older.bias"] + 1}
+
+        def rename_back(checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            state["net.1.0.bias"] = checkpoint["beside"]["bias"] - 1
+            torch.testing.assert_close(full_of(state.pop("older.bias")), full_of(state["net.1.0.bias"]))
+
+        lit.configure_optimizers = configure_optimizers
+        lit.on_save_checkpoint, lit.on_load_checkpoint = rename, rename_back
+        return lit
+
+    found = []
+    for name, ours, options in (
+        ("ddp", False, {}),
+        ("full", True, {}),
+        ("sharded", True, {"state_dict_type": "sharded"}),
+    ):
+        with torchrun_job():
+            path, calls = folder / f"{name}.ckpt", lambda: [Unfreezes(), Averages()]
+            one = trainer(pl, ours, folder, options, callbacks=calls())
+            one.fit(made(), data())
+            one.save_checkpoint(path)
+            lit = made()
+            one = trainer(pl, ours, folder, options, max_epochs=3, callbacks=calls())
+            one.fit(lit, data(), ckpt_path=path)
+            assert [len(group["params"]) for group in one.optimizers[0].param_groups] == [8, 4]
+            found.append((full(lit), [full_of(tensor) for tensor in one.callbacks[-1].average]))
+    for mine in found[1:]:
+        torch.testing.assert_close(mine, found[0], rtol=1e-4, atol=1e-5)
+
+
+def full_of(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def test_callbacks_and_hooks_change_what_is_saved_and_resumed(ranks, tmp_path):
+    ranks(2).run(2, fine_tuned, tmp_path)
+
+
 def over_nodes(mesh: Any, folder: Path) -> None:
     pl, found = lightning(), []
     for ours in (False, True):
@@ -628,7 +706,8 @@ def fabric_saves(mesh: Any, folder: Path) -> None:
             model = blocks()
             model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
             fabric_loop(one, model, optimizer, steps=6)
-            one.save(folder / kind, {"model": model, "optimizer": optimizer, "step": 6})
+            average = [p.detach().clone() for p in model.parameters()]
+            one.save(folder / kind, {"model": model, "optimizer": optimizer, "step": 6, "average": average})
             expected = fabric_loop(one, model, optimizer, steps=3)
             if dist.get_rank() == 0:
                 torch.save(expected[2::3], folder / f"{kind}.norms")
@@ -641,7 +720,10 @@ def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
         model, optimizer = one.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         state = {"model": model, "optimizer": optimizer, "step": 0}
         rest = one.load(folder / kind, state)
-        assert (state["step"], rest) == (6, {})
+        assert (state["step"], list(rest)) == (6, ["average"])
+        for average, param in zip(rest["average"], model.parameters(), strict=True):
+            assert average.placements == param.placements
+            torch.testing.assert_close(average.full_tensor(), param.detach().full_tensor(), rtol=0, atol=0)
         assert fabric_loop(one, model, optimizer, steps=3)[2::3] == pytest.approx(
             torch.load(folder / f"{kind}.norms"), rel=1e-5
         )

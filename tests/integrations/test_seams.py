@@ -18,7 +18,7 @@ FOLDER = Path(accordion.__file__).parent / "integrations"
 
 def test_every_seam_is_there():
     pytest.importorskip("accelerate")
-    from accordion.integrations.seams import lost
+    from tests.support.seams import lost
 
     assert not list(lost()), "\n".join(lost())
 
@@ -30,7 +30,7 @@ def test_sharding_takes_all_that_shard_takes():
 
 
 def test_every_underscore_method_that_is_overridden_is_in_the_table():
-    from accordion.integrations.seams import SEAMS
+    from tests.support.seams import SEAMS
 
     tree = ast.parse((FOLDER / "transformers.py").read_text())
     mixin = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ShardedTrainer")
@@ -44,7 +44,7 @@ def test_every_underscore_method_that_is_overridden_is_in_the_table():
 
 
 def test_every_underscore_name_of_lightning_is_in_the_table():
-    from accordion.integrations.seams import SEAMS
+    from tests.support.seams import SEAMS
 
     own = {
         "_mesh",
@@ -57,7 +57,7 @@ def test_every_underscore_name_of_lightning_is_in_the_table():
         "_write_folder",
         "_read_folder",
     }
-    own |= {"_clear", "_clip_grad_by_norm", "_filled"}
+    own |= {"_clear", "_clip_grad_by_norm", "_shard_all", "_folder", "_own_state", "_changes", "_modules"}
     text = "".join((FOLDER / f"lightning_{name}.py").read_text() for name in ("common", "trainer", "fabrics"))
     nodes = list(ast.walk(ast.parse(text.replace("from __future__ import annotations", ""))))
     used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
@@ -71,7 +71,7 @@ def test_a_lost_seam_is_a_sentence(monkeypatch):
     pytest.importorskip("accelerate")
     import transformers
 
-    from accordion.integrations.seams import lost
+    from tests.support.seams import lost
 
     monkeypatch.delattr(transformers.Trainer, "_load_best_model")
     (sentence,) = lost()
@@ -82,3 +82,12 @@ def test_no_library_is_imported_before_it_is_asked_for():
     libraries = ["transformers", "accelerate", "peft", "trl", "lightning", "pytorch_lightning"]
     said = f"import sys, accordion, accordion.integrations; print([x for x in {libraries} if x in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "[]"
+
+
+def test_every_underscore_name_of_accelerate_is_in_the_table():
+    from tests.support.seams import SEAMS
+
+    nodes = ast.walk(ast.parse((FOLDER / "accelerate.py").read_text()))
+    used = {n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr[0] == "_" and n.attr[1] != "_"}
+    own = {"_take", "_pairs", "_complete", "_without"}
+    assert used - own == {seam.name for seam in SEAMS if "accelerate" in seam.module}

@@ -6,6 +6,8 @@ import errno
 import multiprocessing as mp
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
 from tests.support.reference import grads_of, params_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def disk_fails(mesh, path: Path) -> None:
@@ -252,6 +256,26 @@ def test_memory_that_cannot_be_pinned_is_named(world):
     world.run(2, refused)
     world.run(2, refused_on_one)
     assert pin_on(FakeAccelerator(0)) == ["register 4096", "settle", "unregister"]
+
+
+PINS = """
+import torch
+from accordion.offload.arena import pin
+from tests.offload.test_faults import FakeAccelerator
+
+memory = torch.empty(4096, dtype=torch.uint8)
+owner = torch.nn.Identity()
+pin(owner, memory, FakeAccelerator(0), lambda: print("waits"), lambda: None)
+"""
+
+
+def test_pinned_memory_does_not_wait_for_the_device_at_exit():
+    path = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", PINS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, check=True
+    )
+    assert done.stdout == ""
 
 
 def ranks_differ(mesh, path: Path) -> None:

@@ -13,26 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
-from accordion.compat.fsdp2 import fully_shard
 from accordion.config import Place
 from accordion.engine.hooks import engine_of
-from accordion.engine.unit import is_layer
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.own_engine import AtOnce
 from accordion.plan.trace.spread import ALL_AXES, EXPERT_DATA_AXIS, EXPERTS_AXIS, spread_experts
-from accordion.units import choose_units
 from tests.plan import subjects
 
-TENSOR_AXIS = "tp"
 MARK = "the step that is counted"
 
 
@@ -41,33 +33,6 @@ def exchanged(group: Any, rows: Tensor) -> Tensor:
     out, rows = torch.empty_like(rows), rows.contiguous()
     dist.all_to_all_single(out, rows, group=group)
     return out
-
-
-def styles_of(model: Any) -> dict[str, ParallelStyle]:
-    """torch's own, in the places that transformers names."""
-    whole = Replicate()
-    torchs: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_gather_output": partial(ColwiseParallel, output_layouts=whole),
-        "embedding_rowwise": partial(RowwiseParallel, input_layouts=whole),
-    }
-    return {pattern: torchs[style]() for pattern, style in model.tp_plan.items()}
-
-
-def share_layers(
-    model: Any, mesh: Any, precision: acc.Precision | None = None, checkpoint_activations: str = "none"
-) -> None:
-    """Tensor parallelism of torch over one axis, inside of sharding over the other, in the units that `shard` takes."""
-    units = choose_units(model, None)
-    parallelize_module(model, mesh[TENSOR_AXIS], styles_of(model))
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision and precision.params, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for _, module in reversed(units):
-        if checkpoint_activations == "full" and module is not model and not is_layer(module):
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        fully_shard(module, mesh=mesh["shard"], mp_policy=policy)
 
 
 def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion") -> int:
@@ -86,10 +51,7 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
             if run.expert_parallel > 1:
                 meshes = spread_experts(model, mesh, partial(exchanged, mesh[EXPERTS_AXIS].get_group()))
                 mesh = mesh[EXPERT_DATA_AXIS, EXPERTS_AXIS]._flatten(ALL_AXES)
-            if run.tensor_parallel > 1:
-                share_layers(model, mesh, **run.sharding)
-            else:
-                acc.shard(model, mesh, **run.sharding, meshes=meshes)
+            acc.shard(model, mesh, **run.sharding, meshes=meshes)
             engine = engine_of(model)
             if "offload" in run.sharding and engine is not None:  # the profiler follows no other thread
                 vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)

@@ -106,7 +106,6 @@ class Case:
     accumulate: int = 1
     change: Callable[[nn.Module], None] | None = None
     expert_parallel: int = 1
-    tensor_parallel: int = 1
 
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -138,15 +137,6 @@ EXPERTS = {
     ),
 }
 """Cases of the mixture alone."""
-LAYERS = {
-    "layers over 2": Case(tensor_parallel=2, sharding={"precision": BF16}),
-    "layers over 2, recomputed": Case(
-        tensor_parallel=2, sharding={"checkpoint_activations": "full", "precision": BF16}
-    ),
-    "layers over 2, float32": Case(tensor_parallel=2),
-    "layers over 4": Case(ranks=1, tensor_parallel=4),
-}
-"""Cases of the Llama alone, the model for which transformers has a plan."""
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
 
 
@@ -164,7 +154,7 @@ def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
 
 
 def case_of(case: str) -> Case:
-    return {**CASES, **EXPERTS, **LAYERS}[case]
+    return {**CASES, **EXPERTS}[case]
 
 
 def made(architecture: str, case: str, device: str) -> nn.Module:
@@ -194,7 +184,6 @@ def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingS
         node=max(1, c.ranks // 2),
         accumulate=c.accumulate,
         expert_parallel=c.expert_parallel,
-        tensor_parallel=c.tensor_parallel,
         sharding=sharding,
         device="cpu",
     )

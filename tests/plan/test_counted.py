@@ -41,7 +41,6 @@ FSDP2 = [
     ("vision", "frozen"),
 ]
 ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES] + [("mixture", c) for c in subjects.EXPERTS]
-ALL += [("llama", c) for c in subjects.LAYERS]
 
 
 def assert_close(world, architecture, case, engine="accordion"):
@@ -51,8 +50,6 @@ def assert_close(world, architecture, case, engine="accordion"):
     shape, names = (run.ranks,), ("shard",)
     if run.expert_parallel > 1:
         shape, names = (run.ranks // run.expert_parallel, run.expert_parallel), (EXPERT_DATA_AXIS, EXPERTS_AXIS)
-    elif run.tensor_parallel > 1:
-        shape, names = (run.ranks, run.tensor_parallel), ("shard", counted.TENSOR_AXIS)
     elif run.strategy.hybrid:
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")
     least = 2 << 60

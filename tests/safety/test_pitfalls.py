@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import accordion as acc
 from accordion.config import STRATEGIES
@@ -475,6 +476,39 @@ def inference(mesh, strategy: acc.Strategy) -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
 def test_notable_full_parameters_stay_after_inference(world, strategy):
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), inference, STRATEGIES[strategy])
+
+
+def flattened(mesh) -> None:
+    model = acc.shard(here(nn.Linear(5, 3)), mesh=mesh)
+    model(torch.ones(2, 5, device=device())).sum().backward()
+    weight = model.weight
+    shapes = (
+        Tensor.flatten,
+        Tensor.ravel,
+        lambda t: t.view(-1),
+        lambda t: t.reshape(15),
+        lambda t: t.detach().view(-1),
+    )
+    for change in (*shapes, flat_gradient, lambda t: parameters_to_vector(model.parameters())):
+        with pytest.raises(
+            acc.UsageError, match=r"sharded tensor of shape \(3, 5\).*do not divide.*full_params\(model\)"
+        ):
+            change(weight)
+    with pytest.raises(RuntimeError, match="invalid for input of size 15"):
+        weight.view(7)
+    before = acc.full_state_dict(model, rank0_only=False)
+    with acc.full_params(model, write=True):
+        vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())
+    assert_close(acc.full_state_dict(model, rank0_only=False), {name: value / 2 for name, value in before.items()})
+
+
+def flat_gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad.flatten()
+
+
+def test_flattening_rows_that_do_not_divide_says_what_to_do(world):
+    world.run(2, flattened)
 
 
 def on_cpu(mesh) -> list[float]:

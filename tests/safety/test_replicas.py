@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.safety.replicas import different
+from accordion.tensor_checksum import ROW, checksum, checksums
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
 
@@ -58,9 +60,31 @@ def test_replicas_that_are_alike_pass(world, tmp_path):
 
 def test_ranks_are_held_against_the_first_that_has_their_rows():
     heard = {
-        0: {"shard": 0, "digests": {"a": 1, "b": 2}},
-        1: {"shard": 1, "digests": {"a": 3, "b": 4}},
-        2: {"shard": 0, "digests": {"a": 1, "b": 2}},
-        3: {"shard": 1, "digests": {"a": 3, "b": 5}},
+        0: {"shard": 0, "digests": {"a": "1", "b": "2"}},
+        1: {"shard": 1, "digests": {"a": "3", "b": "4"}},
+        2: {"shard": 0, "digests": {"a": "1", "b": "2"}},
+        3: {"shard": 1, "digests": {"a": "3", "b": "5"}},
     }
     assert different(heard) == "rank 3 has other numbers than rank 1 in b"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("num", [1, 5, ROW, 2 * ROW + 3])
+def test_any_bit_changes_a_checksum(dtype, num):
+    torch.manual_seed(0)
+    values = torch.randint(0, 2, (num,)).to(dtype)
+    for place in {0, num // 2, num - 1}:
+        changed = values.clone()
+        changed.view(torch.uint8)[(place + 1) * dtype.itemsize - 1] ^= 128 if dtype.is_floating_point else 1
+        assert checksum(changed) != checksum(values)
+    if dtype.is_floating_point:
+        assert checksum(-values) != checksum(values)
+
+
+def test_a_checksum_tells_places_apart():
+    square = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    assert checksum(square) != checksum(square.flip(0))
+    rows = torch.arange(3.0 * ROW)
+    assert checksum(rows) != checksum(rows.roll(ROW))
+    assert checksums({"a": square, "meta": square.to("meta")}).keys() == {"a"}
+    assert checksums({}) == {}

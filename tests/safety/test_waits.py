@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from accordion import _torch
 from accordion.engine.communicator import Pending, alone
+from accordion.engine.gloo import GlooCommunicator
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety import divergence, party_line
 from accordion.safety.divergence import DivergenceMonitor
@@ -38,7 +39,8 @@ class EndsLate:
 
 
 def waits_for(work: EndsLate) -> None:
-    DivergenceMonitor([], [0]).wait(Pending(alone(torch.device("cpu")), [work]), "gathers unit 1")
+    communicator = GlooCommunicator(None, torch.device("cpu"))
+    DivergenceMonitor([], [0]).wait(Pending(communicator, [work]), "gathers unit 1")
 
 
 def test_what_ends_while_a_wait_is_given_up_has_ended() -> None:
@@ -50,6 +52,36 @@ def test_what_ends_while_a_wait_is_given_up_has_ended() -> None:
 def test_what_fails_while_a_wait_is_given_up_has_failed() -> None:
     with pytest.raises(DivergenceError, match="while this rank gathers unit 1: Connection closed by peer"):
         waits_for(EndsLate("Connection closed by peer"))
+
+
+class EndsItself:
+    """A work of torch's nccl2, NCCL or MPI: to it a timeout is an order, after which it is over for good."""
+
+    def __init__(self, failure: str | None = None) -> None:
+        self.timeouts: list[object] = []
+        self._failure = failure
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, *timeout: object) -> None:
+        self.timeouts += timeout
+        if timeout or self._failure is not None:
+            raise RuntimeError(
+                self._failure or "Watchdog caught collective operation timeout: NCCL operation timed out"
+            )
+
+
+def test_no_work_but_one_of_gloo_is_waited_for_with_a_timeout() -> None:
+    work = EndsItself()
+    DivergenceMonitor([], [0]).wait(Pending(alone(torch.device("cpu")), [work], [work]), "gathers unit 1")
+    assert work.timeouts == []
+
+
+def test_a_failure_of_a_work_of_another_backend_is_named() -> None:
+    pending = Pending(alone(torch.device("cpu")), [EndsItself("MPI_ERR_OTHER: known error")])
+    with pytest.raises(DivergenceError, match="while this rank gathers unit 1: MPI_ERR_OTHER"):
+        DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
 
 
 @pytest.mark.parametrize("asks_in_vain", [False, True])

@@ -8,10 +8,36 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.sim, pytest.mark.slow]
+from accordion.bench.contenders import OURS
+from accordion.bench.gpu import cases
+from accordion.models.llama import LlamaShape
+from accordion.workers.ranks import Seat, WorkerTeam, World
+from tests.inside import engine_in
+
+pytestmark = pytest.mark.sim
 LETTERS = "abcdefg"
 
 
+class OneOfMany:
+    """The model of part (b), on one rank of a world that does not exist."""
+
+    def __init__(self, seat: Seat) -> None:
+        preset = LlamaShape(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
+        case = cases.Case(preset=preset, batch=1, seq=16, meta=True)
+        self._trainer = cases.shape_trainer(seat, OURS, case)
+
+    def is_ordered(self) -> list[bool]:
+        self._trainer.losses(2)
+        axis = engine_in(self._trainer._loop._model).context.shard
+        return [axis.gather.is_ordered, axis.reduce.is_ordered]
+
+
+def test_simulated_ranks_take_the_way_of_the_devices_own_library():
+    with WorkerTeam(OURS, World(num_ranks=8, device_type="sim", group="fake"), OneOfMany) as team:
+        assert team.ask("is_ordered") == [[True, True]]
+
+
+@pytest.mark.slow
 def test_one_run_writes_one_file_with_all_parts_and_says_what_such_a_device_cannot_tell(tmp_path):
     command = [sys.executable, "-m", "accordion.bench.gpu", "--tiny", "--device", "sim", "--parts", LETTERS]
     done = subprocess.run(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
 from tests.devices import device
 from tests.inside import engine_in
+from tests.support.checks import logged
 
 pytestmark = pytest.mark.sim
 
@@ -44,3 +51,82 @@ def num_groups(mesh, num_models: int) -> int:
 def test_models_over_one_mesh_share_its_communicators(world):
     for added in world.run(3, num_groups, 4):
         assert added <= 1
+
+
+@contextmanager
+def mesh_of(library: str) -> Iterator[DeviceMesh]:
+    """A mesh of all ranks, which communicate through a library of that name; so do the groups that are made inside."""
+    with mock.patch.dict(os.environ, SIM_CCL_NAME=library):
+        yield DeviceMesh.from_group(dist.new_group(), "sim")
+
+
+class Block(nn.Module):
+    """As in a small Llama: seven weights of at most 2 MiB, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(512)
+        self.attention = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
+        self.down = nn.Linear(1024, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        for linear in self.attention:
+            y = linear(y)
+        return x + self.down(self.up[0](y).tanh() * self.up[1](y))
+
+
+NUM_BLOCKS = 3
+
+
+def waits_and_launches(mesh, library: str, reduce: str) -> tuple[list[int], int]:
+    """Of each of four steps how often the host waits; of the last one how many collectives are launched."""
+    torch.manual_seed(0)
+    with mesh_of(library) as own:
+        model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)]).to(device())
+        acc.shard(model, own, units={Block}, strategy=dataclasses.replace(acc.SHARD_GRAD_OP, reduce=reduce))
+    axis = engine_in(model).context.shard
+    assert axis.gather.is_ordered
+    assert axis.gather.group is not axis.reduce.group
+    x, waits = torch.randn(4, 512, device=device()), []
+    for step in range(4):
+        if step == 3:
+            torch.accelerator.synchronize()
+            torch.sim.trace(True)
+        before = torch.sim.num_waits()
+        model(x).square().mean().backward()
+        model.zero_grad()
+        waits.append(torch.sim.num_waits() - before)
+    torch.accelerator.synchronize()
+    events = torch.sim.trace(False)
+    return waits, sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in events)
+
+
+@pytest.mark.parametrize("reduce", ["exchange", "reduce_scatter"])
+@pytest.mark.parametrize("library", ["nccl", "nccl2", "a vendor's"])
+def test_every_library_of_a_device_is_left_to_its_streams(world, library, reduce):
+    """torch 2.15 makes an nccl2 where NCCL is asked for, which does not coalesce: there more is packed."""
+    for waits, launches in world.run(world.num_ranks, waits_and_launches, library, reduce):
+        assert waits[1:] == [0, 0, 0]
+        assert launches == 2 * NUM_BLOCKS, "one to gather, one to reduce"
+
+
+def on_one_device(mesh) -> tuple[list[str], list[str]]:
+    """The log of a rank on a device of its own, and of the same one on the first device, which rank 0 has."""
+    own, logs = torch.accelerator.current_device_index(), []
+    try:
+        for index in (own, 0):
+            torch.accelerator.set_device_index(index)
+            with logged() as log:
+                acc.shard(nn.Linear(8, 8).to(device()), mesh)
+            logs.append([line for line in log if "computes on" in line])
+    finally:
+        torch.accelerator.set_device_index(own)
+    return logs[0], logs[1]
+
+
+def test_a_rank_on_the_device_of_another_one_is_named(world):
+    (first, second), (other_first, (line,)) = world.run(2, on_one_device)
+    assert first == second == other_first == []
+    assert line.startswith("rank 1 computes on sim:0, as rank 0 does, and this machine has 4 devices; call")

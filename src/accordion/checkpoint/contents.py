@@ -35,6 +35,7 @@ class Contents:
 
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
+    params: Mapping[str, Tensor]  # of the model, by name, whichever of them a checkpoint holds
     optimizer: Json = None
 
 
@@ -66,15 +67,16 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: On
     `only`: which tensors of the model; the optimizer's states are those of its own parameters.
     """
     tensors, aliases = model_tensors(model)
-    names = {id(tensor): name.removeprefix("model/") for name, tensor in tensors.items()}
+    params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+    names = {id(tensor): name for name, tensor in params.items()}
     if only is not None:
-        wanted = chosen({name.removeprefix("model/"): tensor for name, tensor in tensors.items()}, only)
+        wanted = chosen(params, only)
         tensors = {f"model/{name}": tensor for name, tensor in wanted.items()}
         aliases = {name: source for name, source in aliases.items() if source in tensors}
     if optimizer is None:
-        return Contents(tensors=tensors, aliases=aliases)
+        return Contents(tensors=tensors, aliases=aliases, params=params)
     words, state = optimizer_state(optimizer, names)
-    return Contents(tensors={**tensors, **state}, aliases=aliases, optimizer=words)
+    return Contents(tensors={**tensors, **state}, aliases=aliases, params=params, optimizer=words)
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -112,13 +114,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         params = [by_index[index] for index in group["params"]]
         groups.append({"params": params, "options": encode(options, f"optimizer/groups/{i}", tensors)})
-    state = {}
+    state, shared = {}, {}
     for index, value in kept["state"].items():
-        if index not in by_index:
-            raise CheckpointError(f"the optimizer has state for {index!r}, which is none of its parameters.")
-        state[by_index[index]] = encode(value, f"optimizer/state/{by_index[index]}", tensors)
+        if index in by_index:
+            state[by_index[index]] = encode(value, f"optimizer/state/{by_index[index]}", tensors)
+        elif isinstance(index, str):
+            shared[index] = encode(value, f"optimizer/shared/{index}", tensors)
+        else:
+            raise CheckpointError(
+                f"the optimizer has state for {index!r}, which is neither one of its parameters nor a string."
+            )
     _refuse_subclasses(tensors)
-    return {"kind": kinds(optimizer), "groups": groups, "state": state}, tensors
+    words = {"kind": kinds(optimizer), "groups": groups, "state": state}
+    return words | ({"shared": shared} if shared else {}), tensors
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -249,7 +249,8 @@ def _check_words(optimizer: Json, extra: Json, saved_by: Json) -> None:
         raise CheckpointError("it does not say by whom it was saved.")
     groups = [] if optimizer is None else optimizer["groups"]
     described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
-    if optimizer is not None and not (described and isinstance(optimizer["state"], dict)):
+    states = [] if optimizer is None else [optimizer["state"], optimizer.get("shared", {})]
+    if not (described and all(isinstance(state, dict) for state in states)):
         raise CheckpointError("its optimizer is not described by groups and state.")
     kind, of_rows = ([] if optimizer is None else optimizer.get(key, []) for key in ("kind", "of_rows"))
     pairs = all(

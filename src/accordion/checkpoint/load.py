@@ -61,7 +61,7 @@ def load(
     in. `state`: objects whose `load_state_dict` gets what this rank saved, or
     what rank 0 did where the number of ranks is another. `strict=False` fills what has the same name and shape, leaves the
     rest as it is and says what in one warning. `only`: which tensors of the model, as `save` was given it; the others stay as
-    they are. Returns the `extra` that was saved.
+    they are. `()`: none of them, whatever the checkpoint has. Returns the `extra` that was saved.
 
     Every byte that is used is held against its checksum first. Raises `CheckpointError` on every rank, before anything
     changes, naming every missing, extra or misshapen tensor, every file and tensor that is damaged, an optimizer of another

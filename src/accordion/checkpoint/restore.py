@@ -27,7 +27,7 @@ def differences(manifest: Manifest, found: Contents, own: OwnStates | None = Non
     unlike = _listed(
         "missing in the checkpoint", (name for name, source in sources.items() if source not in manifest.tensors)
     )
-    saved = [name for name in manifest.tensors if name.startswith("model/")]
+    saved = [name for name in manifest.tensors if name.startswith("model/")] if wanted else []
     unlike += _listed(
         "in the checkpoint but not in the model", (_named(name, found) for name in saved if name not in used)
     )
@@ -137,10 +137,10 @@ def restored(
     for group, sources in zip(now["param_groups"], _sources(words, found.optimizer), strict=True):
         options = words["groups"][sources[0]]["options"] if len(sources) == 1 else {}
         groups.append({**group, **decode(options, partial(tensor_for, None)), "params": group["params"]})
-    state = dict(now["state"])
+    state = now["state"] | decode(words.get("shared", {}), partial(tensor_for, None))
     for group, ours in zip(groups, found.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
-            param, entry = found.tensors["model/" + name], manifest.tensors.get("model/" + name)
+            param, entry = found.params[name], manifest.tensors.get("model/" + name)
             fits = (entry is None or entry.shape == tuple(param.shape)) and not (own and name in own.misfits)
             state.pop(index, None) if fits else None
             if fits and name in words["state"]:

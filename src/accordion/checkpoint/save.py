@@ -75,7 +75,8 @@ def save(
     beside it whose names differ in the number at their end alone; 0 keeps all.
 
     `only`: which tensors of the model: "trained", the parameters that require a gradient, so that adapters are saved without
-    their base; a pattern of names; a function (name, tensor) -> bool, the same on all ranks. `load` is given it too.
+    their base; a pattern of names; a function (name, tensor) -> bool, the same on all ranks. `load` is given it too. `()`: none
+    of them, the optimizer's states alone.
 
     `background`: returns as soon as everything is copied to host memory, and writes in a thread. A later save waits for it;
     where it failed, the next step of `optimizer`, the next save or `wait()` of what is returned raises.

@@ -82,7 +82,14 @@ def named(places: Sequence[Place]) -> str:
 # -- what is compared
 
 
-MODEL, KIND, GROUP = "model/", "optimizer", "group/"  # begin the names of what is no state; those are JSON lists
+# Begin the names of what is no state of a parameter; those are JSON lists.
+MODEL, KIND, GROUP, SHARED = "model/", "optimizer", "group/", "shared/"
+SAME_ON_ALL = {
+    MODEL: "models",
+    KIND: "optimizers",
+    GROUP: "groups of the optimizer",
+    SHARED: "states of the optimizer that belong to no parameter",
+}
 
 
 def _facts(found: Contents) -> dict[str, str]:
@@ -96,6 +103,8 @@ def _facts(found: Contents) -> dict[str, str]:
         facts[f"{GROUP}{i}/params"] = f"{told} ({_digest(text)})"
         for key, value in group["options"].items():
             facts[f"{GROUP}{i}/{key}"] = _said(value, found.tensors)
+    for key, value in found.optimizer.get("shared", {}).items():
+        facts[f"{SHARED}{key}"] = _said(value, found.tensors)
     return facts | {json.dumps(place): _said(value, found.tensors) for place, value in states(found.optimizer)}
 
 
@@ -156,7 +165,7 @@ def refers_to(value: Json) -> Iterator[str]:
 
 def _refuse(apart: Mapping[str, list[str]], who: str = "save") -> None:
     """Raise `CheckpointError` where ranks differ in more than states."""
-    for begins, what in ((MODEL, "models"), (KIND, "optimizers"), (GROUP, "groups of the optimizer")):
+    for begins, what in SAME_ON_ALL.items():
         names = [name for name in apart if name.startswith(begins)]
         if names:
             values = apart[names[0]]
@@ -185,7 +194,7 @@ def _of_local_rows(found: Contents, optimizer: torch.optim.Optimizer | None) -> 
     return [
         (param, key)
         for (param, key), value in states(found.optimizer)
-        if key != "step" and isinstance(found.tensors.get("model/" + param), DTensor)
+        if key != "step" and isinstance(found.params.get(param), DTensor)
         for name in refers_to(value)
         if not isinstance(found.tensors[name], DTensor) and found.tensors[name].dim()
     ]
@@ -221,7 +230,7 @@ def _split(found: Contents, places: list[Place], of_rows: list[Place], team: Tea
 
 def rows_of(param: str, found: Contents) -> Json:
     """Which part of a parameter this rank holds, and how it lies in memory: offset, shape and strides."""
-    tensor = found.tensors["model/" + param]
+    tensor = found.params[param]
     box = own_box(param, tensor)
     return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
 

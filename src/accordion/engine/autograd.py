@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.calls import Call
+from accordion.engine.calls import Call, transform_error
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
 from accordion.errors import UsageError
@@ -55,7 +55,7 @@ class AwaitReduce(torch.autograd.Function):
             engine = call.engine
             accumulates = engine.accumulates()
             waits = parts[0].goes_on and accumulates and not engine.observers.gradients_arrive
-            if waits and not any(_torch.have_hooks(call.trained.params)):
+            if waits and not any(_torch.need_autograd(call.trained.params)):
                 for part in parts:
                     part.arrive()
                 engine.delayed_writes.add(partial(hand_over, call, parts, True))
@@ -79,7 +79,7 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
         tell(call.unit)
     params = call.trained.params
     held = _torch.grads_of(params)
-    listens = _torch.have_hooks(params) if accumulates else [True] * len(params)
+    listens = _torch.need_autograd(params) if accumulates else [True] * len(params)
     adding = [False] * len(params)
     if [g for g in held if g is not None]:
         pairs = list(zip(listens, held, strict=True))
@@ -146,7 +146,9 @@ class Gather(torch.autograd.Function):
         if not call.trained.indices:
             return None, None
         if not call.reduces:
-            engine.add_up(unit, call.trained, grads)
+            # A parameter that was frozen since the forward gets no gradient, as in autograd's own accumulation.
+            trains = _torch.which_train(call.trained.params)
+            engine.add_up(unit, [call.trained.indices[k] for k in trains], [grads[k] for k in trains])
             return None, engine.zero if call.sync else None
         parts = engine.reduce(unit, call.trained, grads, ours)
         engine.reduces_under_way.append(parts)
@@ -172,11 +174,21 @@ class OutputNode(torch.autograd.Function):
         shared: Sequence[Tensor],
         *tensors: Tensor,
     ) -> Any:
-        ctx.begin, ctx.zero, ctx.num_to_reach = begin, zero, len(tensors) - num_outputs
+        ctx.begin, ctx.zero, ctx.to_reach = begin, zero, tensors[num_outputs:]
         ctx.set_materialize_grads(False)
         # Not save_for_backward: in a recomputation the saved tensors must be those of the forward.
         ctx.shared = [(tensor, tensor._version) for tensor in shared]
         return tuple([tensor.detach() for tensor in tensors[:num_outputs]])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Return the tangents of the outputs as outputs too: they carry a graph, and a backward may come through them alone."""
+        outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
+        having = [tangent for tangent in outputs if tangent is not None]
+        if any(map(_torch.is_batched, having)):
+            raise transform_error()
+        reaching: Any = iter(OutputNode.apply(ctx.begin, ctx.zero, len(having), (), *having, *ctx.to_reach))  # type: ignore[no-untyped-call]
+        return tuple([None if tangent is None else next(reaching) for tangent in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -185,5 +197,11 @@ class OutputNode(torch.autograd.Function):
                 "an output of the sharded model was changed in place that shares memory with an input or another output; the "
                 "gradient would miss it: return a clone, or write out of place."
             )
+        is_batched = any(map(_torch.is_batched, filter(torch.is_tensor, grads)))
+        if is_batched and any(_torch.will_execute(_torch.node_of(tensor)) for tensor in ctx.to_reach):
+            raise UsageError(
+                "gradients of the parameters of a sharded model were asked for in one batched backward (is_grads_batched=True), "
+                "and a reduce takes one gradient at a time; call torch.autograd.grad once for each, or ask for those of inputs."
+            )
         ctx.begin(None)
-        return None, None, None, None, *grads, *[ctx.zero] * ctx.num_to_reach
+        return None, None, None, None, *grads, *[ctx.zero] * len(ctx.to_reach)

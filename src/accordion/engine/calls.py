@@ -24,6 +24,14 @@ from accordion.errors import UsageError
 ENDS_WITH_THE_BACKWARD = -1  # no node says when the gradients of the inputs are there
 
 
+def transform_error() -> UsageError:
+    """Return the error to raise inside a transform of torch.func, and for batched tangents of forward-mode differentiation."""
+    return UsageError(
+        "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
+        "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
+    )
+
+
 class Call:
     """One call of a unit. State in transfer belongs to (call, backward task): a graph may be walked twice.
 
@@ -85,8 +93,7 @@ class Call:
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
         """A node of this call is about to read a full parameter, and perhaps nothing else said that a backward comes."""
-        if not self.has_begun():
-            self._begin(fulls)
+        self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's weight that a hook reads too
             self._take_lease(task, fulls)

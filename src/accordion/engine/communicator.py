@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion import _torch
+from accordion.engine import layout
 
-STREAM_ORDERED = ("nccl", "xccl", "rccl", "hccl")
+HOST_ORDERED = ("gloo", "fake", "mpi", "ucc", "threaded")  # also where tensors are an accelerator's
+LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # each tensor of a coalesced collective by itself
 
 CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -35,6 +37,11 @@ def device_type_of_job() -> str:
     return accelerator.type if here is not None and here != backends.get("cpu") else "cpu"
 
 
+def is_stream_ordered(backend: str, device: torch.device) -> bool:
+    """Return whether collectives of a backend on `device` run in the order of a stream: on accelerators most do."""
+    return device.type != "cpu" and backend not in HOST_ORDERED
+
+
 class Pending(NamedTuple):
     """What the host must wait for; no works where the backend orders by streams.
 
@@ -54,10 +61,12 @@ class Communicator:
     The `dist.*` wrappers do the same and cost 57 us more a unit and step.
 
     What a backend is better at, for those who plan a reduce or a gather: `exchanges`, all-to-all beats reduce-scatter at every
-    size; `in_one_piece`, what is begun in pieces is no faster; `sends`, messages from rank to rank beat collectives.
+    size; `in_one_piece`, what is begun in pieces is no faster; `sends`, messages from rank to rank beat collectives. `can_poll`:
+    a wait for a work may time out and be repeated; every other backend takes a timeout for the end of the communicator.
+    `pack_limit_bytes`: smaller tensors travel packed with others.
     """
 
-    exchanges = in_one_piece = sends = False
+    exchanges = in_one_piece = sends = can_poll = False
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -65,11 +74,13 @@ class Communicator:
         self.rank: int = group.rank() if group is not None else 0
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
-        self.is_fake = False
+        self.is_fake, self.pack_limit_bytes = False, layout.PACK_LIMIT_BYTES
         if group is None:
             return
         backend = _torch.backend_of(group, device)
-        self._async, self.is_fake = backend not in STREAM_ORDERED, backend == "fake"
+        if backend in LAUNCHES_EACH:
+            self.pack_limit_bytes = layout.LARGE_PACK_LIMIT_BYTES
+        self._async, self.is_fake = not is_stream_ordered(backend, device), backend == "fake"
         self._waits = self._async and backend != "threaded"  # whose ranks are threads, and meet in the call itself
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
@@ -93,7 +104,8 @@ class Communicator:
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         """Every `fulls[i]` (1-D, num_ranks * n) becomes the `shards[i]` (1-D, n) of all ranks in rank order.
 
-        One launch on a stream-ordered backend. gloo copies in and out of a coalesced gather, and has none for CUDA tensors.
+        One launch on a stream-ordered backend that coalesces. gloo copies in and out of a coalesced gather, and has none for
+        CUDA tensors.
         """
         if self._async or not self._coalesces:
             gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
@@ -151,10 +163,8 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
         return communicator
     second = _torch.companion_of(communicator.group)
     if second is None:
-        name, (timeout, options) = (
-            f"accordion/{common_name([communicator])}",
-            _torch.options_of(communicator.group, device),
-        )
+        name = f"accordion/{common_name([communicator])}"
+        timeout, options = _torch.options_of(communicator.group, device)
         second = _torch.named_group(name, communicator.ranks, device, timeout, options)
         _torch.keep_companion(communicator.group, second)
     return Communicator(second, device)

@@ -78,6 +78,7 @@ class Engine:
         self._nodes_of = _torch.NO_BACKWARD  # the backward in which that call runs
         # Backwards.
         self.reduces_under_way: list[list[PendingReduce]] = []  # those of one call of a unit together
+        self.failed_reduces: list[PendingReduce] = []  # of backwards that raised; the host must wait for them
         self.delayed_writes = DelayedWrites()
         self.undecided = UndecidedGradients()
         self.arriving: list[Transfer] = []  # gradients on their way to where they rest, off the device
@@ -98,8 +99,8 @@ class Engine:
 
     def dismantle(self) -> None:
         """The model is gone: break the cycles between units, so that their memory goes with it and not with the collector."""
-        for part in [part for parts in self.reduces_under_way for part in parts if self.context.waiter.broken is None]:
-            part.finish()
+        for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
+            part.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
             call.drop()
@@ -109,7 +110,7 @@ class Engine:
         self.units, self.kept, self.pre_backward_nodes, self.call_stacks = [], [], [], []
         self.observers.clear()
         self._tasks.clear()
-        self.reduces_under_way.clear()
+        self.reduces_under_way, self.failed_reduces = [], []
         self.delayed_writes.clear()
         self.undecided.forget()
 
@@ -155,8 +156,8 @@ class Engine:
         if _torch.is_in_backward():
             return
         self.order.end(FORWARD)
-        self.let_go()
-        if not torch.is_grad_enabled():
+        self.let_go(waits=error is None)
+        if error is None and not torch.is_grad_enabled():
             # No backward follows in which the host waits: a step may, that writes what is read.
             self.synchronize()
         for tell in self.observers.forward_ends:
@@ -185,10 +186,10 @@ class Engine:
             self.launch(unit)
         return unit.acquire()
 
-    def let_go(self) -> None:
-        """Free what was gathered ahead and not used."""
+    def let_go(self, waits: bool = True) -> None:
+        """Free what was gathered ahead and not used. `waits`: see `Unit.let_go`."""
         for unit in self.units:
-            unit.let_go()
+            unit.let_go(waits)
 
     def keep(self, unit: Unit, root: int) -> KeptLease:
         """Turn a forward lease into one that waits for the backward."""
@@ -220,16 +221,20 @@ class Engine:
         for unit in self.units:
             unit.leases = 0
             unit.module_params.hide_all()
-            unit.let_go()
+            unit.let_go(waits=False)
 
     def recover(self) -> None:
-        """After a backward that raised (its callbacks never ran): wait for what flies, then end every lease it left."""
-        self.land_gradients()
+        """Clean up after a backward that raised, whose callbacks never ran: drop its gradients and end every lease it left.
+
+        The host waits for nothing, as other ranks may be elsewhere; the next backward waits for the collectives.
+        """
         if not self._tasks and not self.reduces_under_way:
             return
-        for parts in self.reduces_under_way:
-            for part in parts:
-                part.finish()
+        for part in [part for parts in self.reduces_under_way for part in parts]:
+            if part.lets_host_wait:
+                self.failed_reduces.append(part)
+            else:
+                part.finish(decide=False)
         self.reduces_under_way.clear()
         self.delayed_writes.clear()
         self.undecided.forget()
@@ -242,7 +247,7 @@ class Engine:
         self.drop_kept()
         for unit in self.units:
             unit.module_params.hide_all()
-            unit.let_go()
+            unit.let_go(waits=False)
 
     # -- backward
 
@@ -257,6 +262,8 @@ class Engine:
         if task in self._tasks:
             return
         if not self._tasks:
+            while self.failed_reduces:
+                self.failed_reduces.pop(0).finish(decide=False)
             self.order.begin(BACKWARD)
             for tell in self.observers.backward_begins:
                 tell()
@@ -268,17 +275,19 @@ class Engine:
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
-        self.add_up(unit, unit.trained_at((i,)), [grad])
+        # With all others that train: ranks may have such gradients for different parameters, and reduce the same ones.
+        indices = tuple(sorted({*unit.trained.indices, i}))
+        self.add_up(unit, indices, [grad if k == i else None for k in indices])
 
     # -- gradients
 
-    def add_up(self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None]) -> None:
-        """Under no_sync: keep this rank's full gradients, and what they add up to."""
+    def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Under no_sync: add this rank's full gradients of the parameters `indices` to their local sums."""
         self.writes_here()
-        self._taking(GRADIENTS, unit.local_sums.add, trained.indices, grads)
+        self._taking(GRADIENTS, unit.local_sums.add, indices, grads)
 
     def reduce(
-        self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
+        self, unit: Unit, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
         """`Unit.reduce`."""
         return self._taking(GRADIENTS, unit.reduce, trained, grads, ours)
@@ -313,6 +322,7 @@ class Engine:
         """Wait until shards, gradients and the optimizer's state are what the last step, backward and copies make of them."""
         self.land_gradients()
         for unit in self.units:
+            unit.module_params.check_data()
             for group in unit.groups:
                 group.shard_buffer.synchronize()
 
@@ -371,13 +381,16 @@ class Engine:
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Units that added up under no_sync and were not visited by the synchronised backward, in unit order on all ranks."""
-        for unit in [unit for unit in self.units if unit.local_sums.is_adding and unit.unit_policy.reduces]:
-            trained = unit.trained
-            nothing = [None] * len(trained.indices)
-            parts = self.reduce(unit, trained, nothing, [False] * len(nothing))
-            decide = any(_torch.have_hooks(trained.params)) or bool(self.observers.gradients_arrive)
-            grads = self.as_gradients(unit, trained, parts, [False] * len(nothing), decide)
+        """Reduce local sums that the synchronized backward did not visit, in unit order on all ranks.
+
+        Also those of parameters that are frozen by now: their gradients of earlier micro-batches belong to the step.
+        """
+        for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
+            trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
+            not_ours = [False] * len(trained.indices)
+            parts = self.reduce(unit, trained, None, not_ours)
+            decide = any(_torch.need_autograd(trained.params)) or bool(self.observers.gradients_arrive)
+            grads = self.as_gradients(unit, trained, parts, not_ours, decide)
             self.land_gradients()
             counted = [place for part in parts for place in part.counted()]
             for param, grad, place in zip(trained.params, grads, counted, strict=True):

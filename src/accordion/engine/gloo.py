@@ -28,7 +28,7 @@ class GlooCommunicator(Communicator):
     it at every size. Its host begins a second piece only when it waits for the first.
     """
 
-    exchanges = in_one_piece = True
+    exchanges = in_one_piece = can_poll = True
 
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__(group, device)

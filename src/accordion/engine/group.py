@@ -27,10 +27,11 @@ NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
     """How shards of tensors gathered in `dtype` travel over the axis that shards, and how a shard buffer keeps them."""
-    outer = message(cuts, dtype.itemsize, num_flags=1)
+    limit = context.shard.gather.pack_limit_bytes
+    outer = message(cuts, dtype.itemsize, num_flags=1, pack_limit_bytes=limit)
     if not context.cut_twice:
         return outer, outer
-    return outer, message([context.levels(c)[1][1] for c in cuts], dtype.itemsize)
+    return outer, message([context.levels(c)[1][1] for c in cuts], dtype.itemsize, pack_limit_bytes=limit)
 
 
 class InnerShard(ShardBuffer):

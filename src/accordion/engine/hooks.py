@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accordion import _torch
 from accordion.engine.autograd import Gather, OutputNode, reduce_node_of
-from accordion.engine.calls import Call
+from accordion.engine.calls import Call, transform_error
 from accordion.engine.engine import IN_BACKWARD, Engine
 from accordion.engine.order import FORWARD
 from accordion.engine.tree import map_tensors, overlapping, tensors_of
@@ -119,6 +119,8 @@ class Hooks:
             self._calls.append(None)
             return None
         try:
+            if _torch.transforms_active():
+                raise transform_error()
             for tell in engine.observers.unit_is_called:
                 tell()
         except BaseException:
@@ -228,7 +230,7 @@ class Hooks:
         call, fulls = entry
         engine, unit, given = self.engine, self.unit, out
         error = sys.exc_info()[1] if out is None else None  # torch calls this hook while it handles an error too
-        failed: BaseException | None = None  # an observer
+        failed: BaseException | None = None
         for watch in engine.observers.unit_leaves:
             try:
                 out = watch(call, out, error)
@@ -237,14 +239,17 @@ class Hooks:
         unit.module_params.hide(fulls)
         if (refused := unit.lost_write(call.writes, fulls)) is not None:
             unit.release()
-            engine.leave(None)
+            engine.leave(refused)
             raise refused
         if call.root == IN_BACKWARD:
             engine.drop_kept(lambda kept: kept.root == IN_BACKWARD)
         if error is None:
-            out = map_tensors(self.own_memory, out)
-            if torch.is_grad_enabled():
-                out = self._watch_outputs(call, fulls, out, (args, kwargs))
+            try:
+                out = map_tensors(self.own_memory, out)
+                if torch.is_grad_enabled():
+                    out = self._watch_outputs(call, fulls, out, (args, kwargs))
+            except BaseException as caught:  # the call ends first
+                error = failed = caught
         self._end_forward(call, keep=error is None and self._keeps_lease(call))
         engine.leave(error)
         if failed is not None:
@@ -300,9 +305,8 @@ class Hooks:
     def _keeps_lease(self, call: Call) -> bool:
         """Whether full parameters stay until the backward: what it needs first, or what the strategy says."""
         engine, keep = self.engine, self.unit.unit_policy.keep
-        if (
-            call.root == IN_BACKWARD
-        ):  # reentrant checkpointing recomputes calls and walks the last at once; one waits at most
+        # Reentrant checkpointing recomputes calls and walks the last at once: one waits at most.
+        if call.root == IN_BACKWARD:
             return self.unit.leases == 1
         if keep is not None:
             return keep
@@ -337,11 +341,6 @@ class Hooks:
 def attached_to(module: nn.Module) -> Hooks | None:
     """The hooks of the unit that `module` belongs to; None if it is no unit's own module."""
     return module.__dict__.get(ATTACHED)
-
-
-def units_of(modules: Iterator[nn.Module]) -> list[Unit]:
-    """The units whose modules are among `modules`."""
-    return [hooks.unit for hooks in map(attached_to, modules) if hooks is not None]
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -10,6 +10,7 @@ from math import prod
 KIB = 1024
 ALIGN_BYTES = 256  # start of each full parameter: what vectorised kernels and NCCL ask for
 PACK_LIMIT_BYTES = 256 * KIB  # below this a parameter travels packed with others: 65,536 float32 in the first probes
+LARGE_PACK_LIMIT_BYTES = 4096 * KIB  # the same where each tensor is a launch of its own: docs/design.md
 PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding on dim 0 beyond both: cut another dim, or keep whole
 
 
@@ -112,16 +113,27 @@ class Message:
         return self.pack_numel + self.num_flags
 
 
-def message(cuts: Sequence[Cut], itemsize: int, *, even_only: bool = False, num_flags: int = 0) -> Message:
+def message(
+    cuts: Sequence[Cut],
+    itemsize: int,
+    *,
+    even_only: bool = False,
+    num_flags: int = 0,
+    pack_limit_bytes: int | None = None,
+) -> Message:
     """Sort tensors into direct, packed and whole, and give each shard its place; `num_flags` elements follow the packed ones.
 
-    `even_only`: a direct tensor must divide evenly (reduce-scatter has no split sizes).
+    Direct are those cut on dim 0 that are large enough, or alone on their axis. `even_only`: a direct tensor must divide evenly
+    (reduce-scatter has no split sizes). `pack_limit_bytes`: of the communicator, `PACK_LIMIT_BYTES` by default.
     """
+    limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []
     for i, c in enumerate(cuts):
         if c.dim is None:
             whole.append(i)
-        elif goes_direct(c, itemsize) and not (even_only and c.rows % c.num_ranks):
+        elif c.dim != 0 or (even_only and c.rows % c.num_ranks):
+            packed.append(i)
+        elif c.num_ranks == 1 or c.padded_numel * itemsize >= limit:
             direct.append(i)
         else:
             packed.append(i)
@@ -142,11 +154,6 @@ def message(cuts: Sequence[Cut], itemsize: int, *, even_only: bool = False, num_
     return Message(
         tuple(cuts), tuple(direct), tuple(packed), tuple(whole), tuple(offsets), start, pack_numel, num_flags, at
     )
-
-
-def goes_direct(c: Cut, itemsize: int) -> bool:
-    """A tensor cut on dim 0 and large enough travels in place; alone on its axis every tensor does."""
-    return c.dim == 0 and (c.num_ranks == 1 or c.padded_numel * itemsize >= PACK_LIMIT_BYTES)
 
 
 def aligned(numel: int, itemsize: int) -> int:

@@ -28,19 +28,20 @@ class _Sum:
 
 
 class LocalSums:
-    """The sums of one unit's full gradients, each in the dtype of its sum over ranks.
+    """Full gradients of one unit, summed on this rank under no_sync, each in the dtype of its sum over ranks.
 
-    `is_adding`: a backward under no_sync came by since the last reduce: the same on all ranks, unlike what it brought.
+    `pending`: indices of the parameters that a backward under no_sync trained and no reduce has taken since. It is the same
+    on all ranks, also if a rank had no gradient for some of them.
     """
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
         self._params, self._dtypes = params, dtypes
         self._sums: dict[int, _Sum] = {}  # by index of the parameter
-        self.is_adding = False
+        self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Add full gradients of the parameters `indices`. A parameter without a `grad` gets one of zeros."""
-        self.is_adding = True
+        self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:
                 continue
@@ -56,17 +57,26 @@ class LocalSums:
                 shown = param.grad = _zeros(self._params[i])
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
-    def take(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`grads` of the parameters `indices` with what added up before them, which is forgotten."""
-        self.is_adding = False
-        return [self._with_sum(i, grad) for i, grad in zip(indices, grads, strict=True)]
+    def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """Return `grads` of the parameters `indices`, each added to the sum of its parameter, and forget these sums.
 
-    def _with_sum(self, i: int, grad: Tensor | None) -> Tensor | None:
-        held = self._held(i)
-        self._forget(i)
-        if held is None:
+        A parameter that was frozen since the forward keeps its sum, because its gradient will be dropped. `grads`: None to take
+        all sums alone.
+        """
+        if grads is None:
+            self.pending.difference_update(indices)
+            return [self._with_sum(i, None) for i in indices]
+        takes = [self._params[i].sharded.requires_grad for i in indices]
+        self.pending.difference_update([i for i, yes in zip(indices, takes, strict=True) if yes])
+        return [self._with_sum(i, g, yes) for i, g, yes in zip(indices, grads, takes, strict=True)]
+
+    def _with_sum(self, i: int, grad: Tensor | None, takes: bool = True) -> Tensor | None:
+        local_sum = self._held(i) if takes else None
+        if takes:
+            self._forget(i)
+        if local_sum is None:
             return grad if grad is None else grad.to(self._dtypes[i])
-        return held.total if grad is None else held.total + grad
+        return local_sum.total if grad is None else local_sum.total + grad
 
     def any_held(self) -> bool:
         """Whether gradients have been added up that no reduce has taken, and nobody has cleared."""
@@ -76,7 +86,7 @@ class LocalSums:
         """Forget what has been added up, and the zeros that stand for it."""
         for i in list(self._sums):
             self._forget(i)
-        self.is_adding = False
+        self.pending.clear()
 
     def _forget(self, i: int) -> None:
         held = self._sums.pop(i, None)

@@ -22,6 +22,7 @@ class ModuleParams:
         self.has_around = any(p.around is not None or p.extension is not None for p in params)
         self._places = [(ref, attr, i) for i, p in enumerate(params) for ref, attr in p.places]
         self._shards = [p.sharded for p in params]
+        self._storages = _torch.storages_of(self._shards)
         # Runs of parameters that lie in one module: it, their names, which they are, and their shards.
         self._runs: list[tuple[weakref.ref[nn.Module], list[str], slice, list[nn.Parameter]]] = []
         for ref, attr, i in self._places:
@@ -56,6 +57,17 @@ class ModuleParams:
                     f"parameter {name!r} was replaced after shard(), by functional_call or by assignment, and the sharded "
                     "model would not use it; write into it under full_params(model, write=True)."
                 )
+
+    def check_data(self) -> None:
+        """Raise `UsageError` if `p.data = ...` was written for a sharded parameter, whose local tensor does not follow."""
+        storages = _torch.storages_of(self._shards)
+        if storages == self._storages:
+            return
+        unlike = [p for p, now, own in zip(self._params, storages, self._storages, strict=True) if now is not own]
+        raise UsageError(
+            f"the data of parameter {unlike[0].name!r} was assigned after shard() (`p.data = ...`), which does not reach its "
+            "shards; write in place, `with torch.no_grad(): p.copy_(...)`, and convert dtypes before shard() or with Precision."
+        )
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
         """What modules see of full tensors: the same list where no parameter says otherwise."""

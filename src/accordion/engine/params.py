@@ -40,7 +40,7 @@ class ParamView(Protocol):
         """This rank's part of such a tensor, a view."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Param:
     """One tensor of the model: its sharded parameter and every place where a module reads it.
 

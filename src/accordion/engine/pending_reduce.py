@@ -93,6 +93,17 @@ class PendingReduce:
             if self.goes_on:
                 self._first.let_go()
 
+    @property
+    def lets_host_wait(self) -> bool:
+        """Return True if `finish` lets the host wait for other ranks."""
+        return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
+
+    def abandon(self) -> None:
+        """Give up the gradients. The host waits for nothing."""
+        for transfer in (self._transfer, self._outer):
+            if transfer is not None:
+                transfer.abandon()
+
     def _finish_sums(self, buffers: list[Tensor], flag_sums: Tensor | None = None) -> None:
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:

@@ -35,7 +35,11 @@ class ReducePlan:
         self.taken = [i for i, c in enumerate(cuts) if num == 1 and c.numel * self.wire.itemsize >= PACK_LIMIT_BYTES]
         self.others = [i for i in range(len(cuts)) if i not in self.taken]
         self.msg = msg = message(
-            [cuts[i] for i in self.others], self.wire.itemsize, even_only=not self.exchange, num_flags=num_flags
+            [cuts[i] for i in self.others],
+            self.wire.itemsize,
+            even_only=not self.exchange,
+            num_flags=num_flags,
+            pack_limit_bytes=axis.reduce.pack_limit_bytes,
         )
         self.places: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
         for c, at in zip(msg.cuts, msg.shard_offsets, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from accordion.engine.communicator import Pending
 
 Steps = Generator[Pending, None, None]
 """A communication cut at its waits: it yields the works that must be done before it goes on."""
+
+PAUSE_S = 5e-4  # between two polls of an event by a thread, which writes megabytes then
 
 
 class Waiter(Protocol):
@@ -194,6 +198,15 @@ class Transfer:
                 self.aside = now
         self._held.clear()
 
+    def abandon(self) -> None:
+        """Give up the result. The host waits for nothing: device memory goes in stream order, gloo's with its works."""
+        if self.ended:
+            self.land()
+        if self._pending is not None:
+            _torch.abandon_works(self._pending.communicator.group, [*self._pending.works, *self._pending.sends])
+        self._steps.close()  # it holds whoever made it, who holds this
+        self._held.clear()
+
     def lead(self, stream: Any) -> None:
         """It has landed; let one more compute stream wait for its end."""
         if self._end is not None and stream is not None:
@@ -205,14 +218,20 @@ class Transfer:
         side_stream.wait(self._end)
 
     def block(self) -> None:
-        """Let the calling thread, any one, wait for the end of what was begun; nothing is let go."""
-        if self._end is not None:
-            self._end.synchronize()
+        """Block a thread of a pool until the transfer has ended; no buffer is freed.
+
+        Python joins such threads at exit, and a collective before the end may never end then: raises `RuntimeError`.
+        """
+        while self._end is not None and not self._end.query():
+            if not threading.main_thread().is_alive():
+                raise RuntimeError("the program ended before the device did")
+            time.sleep(PAUSE_S)
 
     def synchronize(self) -> None:
         """Let the host wait for the end, and the buffers go: not before, since any thread may ask, on a stream of its own."""
         self._finish()
-        self.block()
+        if self._end is not None:
+            self._end.synchronize()
         self.land()
 
     def _finish(self) -> None:

@@ -170,6 +170,7 @@ class Unit:
 
     def refresh(self) -> bool:
         """Before a root call: see what the user has changed. True where other parameters are trained than before."""
+        self.module_params.check_data()
         self.drop_stale()
         return self.see_trained()
 
@@ -251,8 +252,7 @@ class Unit:
     def dismantle(self) -> None:
         """The model is gone: what is being gathered waits for nobody, but its memory for what is at work on it."""
         for transfer in self._transfers:
-            if transfer.ended:
-                transfer.land()
+            transfer.abandon()
 
     def release(self) -> None:
         self.leases -= 1
@@ -260,10 +260,12 @@ class Unit:
         if self.leases == 0:
             self.let_go()
 
-    def let_go(self) -> None:
-        """Free the full parameters where no lease holds them and the strategy does not keep them."""
+    def let_go(self, waits: bool = True) -> None:
+        """Free the full parameters that nobody keeps; without `waits` not those for whose gather the host must wait."""
         if self.leases == 0 and self.is_launched and self.context.waiter.broken is None:
             if self._transfers:
+                if not waits and not all(transfer.ended for transfer in self._transfers):
+                    return
                 self._land()
             if not (self.context.keeps_full or self.keep_until_stale):
                 self._close()
@@ -297,22 +299,25 @@ class Unit:
         `fulls`: what it was shown. A tensor that was given other memory, by `weight.data = ...`, gets its own again; with the
         same numbers in it that was no harm, as where an RNN lays its weights together.
         """
-        text = "wrote into a parameter"
-        if self.writes() == writes:
-            if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
-                return None
-            changed = []
-            for full, own, param in zip(fulls, self._memory, self.params, strict=True):
-                if _ADDRESS(full) != _ADDRESS(own):
-                    given, full.data = full.data, own
-                    is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
-                    changed += [] if is_alike and torch.equal(given, own) else [param.name]
-            if not changed:
-                return None
-            text = f"assigned other values to the data of parameter {changed[0]!r}"
+        if self.writes() != writes:
+            return self.lost_write_error("modified a parameter")
+        if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
+            return None
+        changed = []
+        for full, own, param in zip(fulls, self._memory, self.params, strict=True):
+            if _ADDRESS(full) != _ADDRESS(own):
+                given, full.data = full.data, own
+                is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
+                changed += [] if is_alike and torch.equal(given, own) else [param.name]
+        if not changed:
+            return None
+        return self.lost_write_error(f"assigned other values to the data of parameter {changed[0]!r}")
+
+    def lost_write_error(self, change: str) -> UsageError:
+        """Return the error to raise after a forward that modified full parameters."""
         return UsageError(
-            f"unit {self.name or 'root'!r} {text} in its forward, and the shards would not follow; write into parameters under "
-            "full_params(model, write=True), or have the module do so before shard()."
+            f"unit {self.name or 'root'!r} {change} in its forward, and the change would be lost when the parameter is "
+            "resharded; modify parameters inside full_params(model, write=True) or before shard(), or make the tensor a buffer."
         )
 
     def holds(self, tensor: Tensor) -> bool:
@@ -339,11 +344,14 @@ class Unit:
                 yield group, [i for i, _ in mine], [v for _, v in mine]
 
     def reduce(
-        self, trained: TrainedParams, grads: Sequence[Tensor | None], ours: Sequence[bool]
+        self, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
-        """Begin to reduce full gradients, with what adds up under no_sync before it. `ours`: which of them nobody else has."""
-        added = self.local_sums.is_adding
-        if added:
+        """Begin to reduce full gradients and the local sums of their parameters.
+
+        `grads`: None to reduce the local sums alone. `ours`: the gradients that nobody else has.
+        """
+        added = not self.local_sums.pending.isdisjoint(trained.indices)
+        if added or grads is None:
             grads = self.local_sums.take(trained.indices, grads)
             ours = [False] * len(grads)  # a sum of one is the tensor that autograd gave
         if len(self.groups) == 1:

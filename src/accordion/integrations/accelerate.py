@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.completeness import is_whole
 from accordion.integrations.pairs import Pair, engines_of, paired, parts
 from accordion.integrations.sharding import Sharding, step_on_shards
+from accordion.integrations.whole_states import Beside
 from accordion.optim import clip_norm_of
 from accordion.state import full_state_dict, no_sync
 
@@ -42,6 +44,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     _models: list[Any]
+    _custom_objects: list[Any]
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -162,13 +165,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As accelerate's; each sharded model and its optimizer are a checkpoint of `accordion.save` in that folder.
 
-        A folder whose save was cut short has not all of them, and `load_state` refuses it.
+        A folder whose save was cut short has not all of them, and `load_state` refuses it. Hooks of
+        `register_save_state_pre_hook` get all models and their full weights, on the first rank; of a model whose weights they
+        take out, the optimizer alone is saved. Sharded tensors of registered objects are saved too.
         """
         pairs = self._pairs()
-        with self._without([model for model, _ in pairs], [o for _, own in pairs for o in own]):
+        with self._without(pairs, self._save_model_state_pre_hook) as taken:
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for name, model, optimizer in parts(pairs):
-            save(os.path.join(folder, name), model, optimizer)
+            save(os.path.join(folder, name), model, optimizer, only=() if model in taken else None)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -176,10 +181,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         pairs = self._pairs()
         names = [name for name, _, _ in parts(pairs)]
         folder = Team.of(()).agree(lambda: self._complete(input_dir, names))
-        with self._without([model for model, _ in pairs], [o for _, own in pairs for o in own]):
+        with self._without(pairs, self._load_model_state_pre_hook) as taken:
             super().load_state(str(folder), load_kwargs, **kwargs)
         for name, model, optimizer in parts(pairs):
-            load(folder / name, model, optimizer)
+            load(folder / name, model, optimizer, only=() if model in taken else None)
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
         """The folder from which to load: without one the newest that was named by accelerate and is complete."""
@@ -206,12 +211,45 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return paired([model for model in self._models if engine_of(model) is not None], self._optimizers)
 
     @contextmanager
-    def _without(self, models: list[nn.Module], optimizers: list[Any]) -> Iterator[None]:
-        """Inside, accelerate's own save and load see all but these."""
-        held = self._models, self._optimizers
-        self._models = [m for m in held[0] if all(m is not one for one in models)]
-        self._optimizers = [o for o in held[1] if all(o is not one for one in optimizers)]
+    def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
+        """Hide `pairs` from accelerate's own save or load inside, and let `hooks` see all models all the same.
+
+        Yields a list that is filled with the models of `pairs` that hooks took out of what is saved or loaded, on all ranks as
+        on the first.
+        """
+        models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
+        sharded, taken = [model for model, _ in pairs], list[nn.Module]()
+
+        def run_hooks(shown: list[Any], *rest: Any) -> None:
+            """Call each hook as accelerate does: with (models, weights, folder) in a save, with (models, folder) in a load."""
+            *weights, folder = rest
+            listed = weights[0] if weights else shown  # out of which hooks take what they save or load themselves
+            own = iter(list(listed))
+            every = [
+                (self.get_state_dict(model) if weights else model) if model in sharded else next(own)
+                for model in models
+            ]
+            left = list(every)
+            for hook in hidden.values():
+                hook(*([list(models)] if weights else []), left, folder)
+            is_left = [any(one is other for other in left) for one in every]
+            listed[:] = [
+                one for one, m, stays in zip(every, models, is_left, strict=True) if stays and m not in sharded
+            ]
+            is_left = json.loads(Team.of(()).shared(json.dumps(is_left))[0])
+            taken.extend(m for m, stays in zip(models, is_left, strict=True) if not stays and m in sharded)
+
+        own_optimizers = [optimizer for _, own in pairs for optimizer in own]
+        self._models = [m for m in models if m not in sharded]
+        self._optimizers = [o for o in optimizers if all(o is not one for one in own_optimizers)]
+        if sharded:
+            self._custom_objects = [Beside(one, sharded, self.is_local_main_process) for one in objects]
+            if hooks:
+                hooks.clear()
+                hooks[-1] = run_hooks
         try:
-            yield
+            yield taken
         finally:
-            self._models, self._optimizers = held
+            self._models, self._optimizers, self._custom_objects = models, optimizers, objects
+            hooks.clear()
+            hooks.update(hidden)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from accordion.errors import UsageError
 from accordion.integrations.lightning_common import ShardedStrategy
 from accordion.integrations.pairs import engines_of, paired, parts
 from accordion.integrations.sharding import step_on_shards
-from accordion.integrations.whole_states import load_whole, state_for_all, whole
+from accordion.integrations.whole_states import load_whole, placed, state_for_all, whole
 from accordion.optim import clip_norm_of
 from accordion.state import no_sync, settle
 
@@ -35,6 +36,7 @@ class FabricMixin(ShardedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._backward_sync_control = NoBackwardSync()
+        self._modules: WeakSet[nn.Module] = WeakSet()  # that were set up
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: each rank's rows go to its device when the model is sharded; the whole model may not fit there."""
@@ -42,6 +44,7 @@ class FabricMixin(ShardedStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         if engine_of(module) is None and next(module.parameters(), None) is not None:
             self._sharded(module, getattr(self.precision, "precision", "32-true"))
+        self._modules.add(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -91,11 +94,16 @@ class FabricMixin(ShardedStrategy):
                 )
             rest = {key: one for key, one in state.items() if not isinstance(one, (nn.Module, Optimizer))}
             rest = {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in rest.items()}
+            rest = whole(rest, self.is_global_zero, mark=True)
             self._write_folder(Path(path), self._parts(state), rest)
             return
-        found = whole(self._convert_stateful_objects_in_state(state, filter=filter or {}), self.is_global_zero)  # type: ignore[attr-defined]
+        states = self._convert_stateful_objects_in_state(state, filter=filter or {})  # type: ignore[attr-defined]
+        checkpoint = {
+            key: whole(one, self.is_global_zero, mark=not isinstance(state[key], (nn.Module, Optimizer)))
+            for key, one in states.items()
+        }
         Team.of(()).agree(lambda: self._clear(path))
-        write = partial(self.checkpoint_io.save_checkpoint, found, path, storage_options)
+        write = partial(self.checkpoint_io.save_checkpoint, checkpoint, path, storage_options)
         Team.of(()).agree(lambda: write() if self.is_global_zero else None)
 
     def load_checkpoint(
@@ -105,10 +113,10 @@ class FabricMixin(ShardedStrategy):
         if Path(path).is_dir():
             if not isinstance(state, dict):
                 raise UsageError(f"{path} is a sharded checkpoint; load it with a dict of the objects that were saved.")
-            found = self._read_folder(Path(path), self._parts(state), **kwargs)
+            found = placed(self._read_folder(Path(path), self._parts(state), **kwargs), self._modules)
         else:
             read = super().load_checkpoint  # type: ignore[misc]
-            found = Team.of(()).agree(lambda: read(path, None, **kwargs))
+            found = placed(Team.of(()).agree(lambda: read(path, None, **kwargs)), self._modules)
             if not state:
                 return found
         if isinstance(state, (nn.Module, Optimizer)):

@@ -16,15 +16,17 @@ from torch.optim.swa_utils import AveragedModel
 from accordion.checkpoint import load
 from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import attached_to
+from accordion.engine.tree import map_tensors
 from accordion.errors import UsageError
 from accordion.integrations.lightning_common import ShardedStrategy
 from accordion.integrations.pairs import engines_of, paired, parts
 from accordion.integrations.sharding import step_on_shards
-from accordion.integrations.whole_states import load_whole, state_for_all, whole
+from accordion.integrations.whole_states import OF_MODEL, load_whole, placed, state_for_all, whole
 from accordion.optim import clip_norm_of
 from accordion.shard.api import entry_point
 from accordion.state import no_sync, settle
 
+NAMES = "accordion_names"  # in a sharded checkpoint: the model's own name of each tensor that a hook has renamed
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -46,13 +48,25 @@ class TrainerMixin(ShardedStrategy):
     precision_plugin: Any
     cluster_environment: Any
     optimizers: Any
+    _folder: Path | None = None  # the sharded checkpoint from which the model was filled
+    _own_state: Mapping[str, Any] = {}  # the model's tensors as a checkpoint's hooks were given them
 
     # -- setting up
 
     def setup(self, trainer: Any) -> None:
-        fitting, self._filled = trainer.state.fn == "fit", False
         self.accelerator.setup(trainer)
-        model, layer_sync = self.lightning_module, getattr(self, "_layer_sync", None)
+        self._shard_all(trainer)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()  # type: ignore[attr-defined]
+        plugin = self.precision_plugin
+        if _is_lightnings(type(plugin).clip_grad_by_norm):
+            vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
+
+    def _shard_all(self, trainer: Any) -> None:
+        """Shard the LightningModule and its averages, unless they are already."""
+        fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
+        model = self.lightning_module
         self.roots = _roots(model)
         if not self.roots:
             model = layer_sync.apply(model) if fitting and layer_sync else model
@@ -63,12 +77,6 @@ class TrainerMixin(ShardedStrategy):
         for average in self._averages:
             if not _roots(average):
                 self._shard(average)
-        if fitting:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()  # type: ignore[attr-defined]
-        plugin = self.precision_plugin
-        if _is_lightnings(type(plugin).clip_grad_by_norm):
-            vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _shard(self, model: Any) -> list[nn.Module]:
         precision = getattr(self.precision_plugin, "precision", "32-true")
@@ -117,15 +125,13 @@ class TrainerMixin(ShardedStrategy):
 
     # -- checkpoints
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of sharded tensors; `save_checkpoint` gathers them. Called by all ranks together."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
-        return self.lightning_module.state_dict()  # type: ignore[no-any-return]
+        state = self.lightning_module.state_dict()
+        self._own_state = dict(state)
+        return state  # type: ignore[no-any-return]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -140,40 +146,68 @@ class TrainerMixin(ShardedStrategy):
                 raise UsageError("storage_options are not taken with state_dict_type='sharded'; leave them out.")
             with_states = "optimizer_states" in checkpoint
             averaged = "averaging_state" in checkpoint
-            taken = {"state_dict", "current_model_state", "optimizer_states"}
-            rest = whole({key: one for key, one in checkpoint.items() if key not in taken}, self.is_global_zero)
+            rest = {key: one for key, one in checkpoint.items() if key not in OF_MODEL}
+            rest = whole(rest, self.is_global_zero, mark=True)
+            if not averaged:
+                rest |= whole(self._changes(checkpoint.get("state_dict", {})), self.is_global_zero)
             self._write_folder(Path(path), self._parts(with_states, averaged), rest)
             return
-        found, write = whole(checkpoint, self.is_global_zero), super().save_checkpoint  # type: ignore[misc]
+        keep, write = self.is_global_zero, super().save_checkpoint  # type: ignore[misc]
+        full = {key: whole(one, keep, mark=key not in OF_MODEL) for key, one in checkpoint.items()}
         Team.of(()).agree(lambda: self._clear(path))
-        Team.of(()).agree(lambda: write(found, path, storage_options))
+        Team.of(()).agree(lambda: write(full, path, storage_options))
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What a file holds, or the rest of what a folder does, of which the model and its optimizers are filled."""
+        """Return what a file holds, or the rest of what a folder does, from which the model is filled here.
+
+        Lightning calls this before `setup`, so that callbacks have their states when fitting starts, as without sharding.
+        """
         path = str(self.broadcast(checkpoint_path))
-        self._filled = Path(path).is_dir()  # what a folder has is in the model and its optimizers when it is read
-        if not self._filled:
+        self._shard_all(self.lightning_module.trainer)
+        self._folder = Path(path) if Path(path).is_dir() else None
+        if self._folder is None:
             read = super().load_checkpoint  # type: ignore[misc]
-            return Team.of(()).agree(lambda: read(path, *args, **kwargs))
-        averaged = (Path(path) / "average_sharded_0").is_dir()
-        found = self._read_folder(
-            Path(path), self._parts(bool(self.optimizers), averaged and bool(self._averages)), **kwargs
+            restored = Team.of(()).agree(lambda: read(path, *args, **kwargs))
+            return placed(restored, self.roots)
+        averaged = (self._folder / "average_sharded_0").is_dir()
+        restored = placed(
+            self._read_folder(self._folder, self._parts(False, averaged and bool(self._averages)), **kwargs), self.roots
         )
         if averaged and self._averages:  # its callback loads both from here, which are in place already
-            found["current_model_state"] = self.lightning_module.state_dict()
-            found["state_dict"] = self._averages[0].state_dict()
+            restored["current_model_state"] = self.lightning_module.state_dict()
         elif averaged:
             for name, model, _ in parts(paired(self.roots, ())):
-                load(Path(path) / f"average_{name}", model)
-        return {**found, "optimizer_states": []}
+                load(self._folder / f"average_{name}", model)
+        source = self._averages[0] if averaged and self._averages else self.lightning_module
+        own = self._own_state = source.state_dict()
+        names = restored.pop(NAMES, {name: name for name in own})
+        restored["state_dict"] = {**{name: own[old] for name, old in names.items()}, **restored.get("state_dict", {})}
+        return {**restored, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if "state_dict" in checkpoint and not self._filled:
-            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+        state, own = checkpoint["state_dict"], self._own_state
+        if self._folder is not None:
+            if state.keys() == own.keys() and all(state[name] is own[name] for name in own):
+                return  # in place already
+            # Copies, as a hook may have given a tensor of the model the name of another.
+            checkpoint = {**checkpoint, "state_dict": map_tensors(torch.clone, state)}
+        super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._folder is not None:
+            for name, model, optimizer in parts(paired(self.roots, self.optimizers)):
+                load(self._folder / name, model, optimizer, only=())
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_whole(optimizer, state)
+
+    def _changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what hooks of the checkpoint made of the model's state dict: other tensors, and other names of its own."""
+        old = {id(tensor): name for name, tensor in self._own_state.items()}
+        names = {name: old[id(one)] for name, one in state.items() if id(one) in old}
+        if names == {name: name for name in self._own_state} and len(names) == len(state):
+            return {}
+        return {NAMES: names, "state_dict": {name: one for name, one in state.items() if name not in names}}
 
     def _parts(self, with_states: bool, averaged: bool) -> dict[str, list[Any]]:
         found = {"": list(parts(paired(self.roots, self.optimizers if with_states else ())))}

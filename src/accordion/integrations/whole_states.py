@@ -2,36 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion.engine.tree import map_tensors
 from accordion.errors import UsageError
 from accordion.optim import inner_of
 
+Tree = TypeVar("Tree")
+PLACED = "_accordion_placements"  # the attribute of a full tensor that was sharded and is no parameter of the model
+OF_MODEL = (
+    "state_dict",
+    "current_model_state",
+    "optimizer_states",
+)  # keys of Lightning's that are loaded into what is sharded
 
-def whole(value: Any, keep: bool) -> Any:
-    """`value` with each sharded tensor in it, at any depth of dicts, lists and tuples, gathered to the host; other tensors as
-    they are. `keep`: whether this rank wants it; else such tensors are None. Called by all ranks together, of trees alike.
+
+def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
+    """Return `value` with each sharded tensor in it, at any depth, gathered to the host. Collective; of trees alike.
+
+    Args:
+        keep: whether this rank wants the tensors; otherwise they are None.
+        mark: let the tensors remember that they were sharded, for `placed`.
     """
-    if isinstance(value, DTensor):
+
+    def gathered(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
         with torch.no_grad():
-            detached: Any = value.detach()
+            detached: Any = tensor.detach()
             full = detached.full_tensor()
-        return full.cpu() if keep else None
-    if isinstance(value, Mapping):
-        done = {key: whole(part, keep) for key, part in value.items()}
-        return value if all(done[key] is part for key, part in value.items()) else done
-    if isinstance(value, (list, tuple)):
-        found = [whole(part, keep) for part in value]
-        return value if all(a is b for a, b in zip(found, value, strict=True)) else type(value)(found)
-    return value
+        if not keep:
+            return None
+        full = full.cpu()
+        if mark:
+            setattr(full, PLACED, str(tensor.placements))
+        return full
+
+    return map_tensors(gathered, value)
+
+
+def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
+    """Return `value` with each tensor that `whole` has marked in it sharded again, like the parameter of its shape."""
+    params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
+
+    def sharded(tensor: Tensor) -> Any:
+        if not hasattr(tensor, PLACED) or not params:
+            return tensor
+        placements = getattr(tensor, PLACED)
+        like = min(params, key=lambda p: (p.shape != tensor.shape, str(p.placements) != placements))
+        return _cut_like(tensor.detach(), like)
+
+    return map_tensors(sharded, value)  # type: ignore[no-any-return]
+
+
+class Beside:
+    """Stands for an object beside the models: a library saves its sharded tensors whole, and loads them sharded again."""
+
+    def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
+        self._inner, self._models, self._keep = inner, models, keep
+
+    def state_dict(self) -> Any:
+        return whole(self._inner.state_dict(), self._keep, mark=True)
+
+    def load_state_dict(self, state: Any) -> None:
+        self._inner.load_state_dict(placed(state, self._models))
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
@@ -67,6 +109,10 @@ def _placed(one: Any, param: DTensor) -> Any:
     """A state as the parameter lies, where it is of its shape; else on every rank."""
     if not isinstance(one, Tensor) or isinstance(one, DTensor) or not one.ndim:
         return one
+    return _cut_like(one, param)
+
+
+def _cut_like(one: Tensor, param: DTensor) -> DTensor:
     alike = one.shape == param.shape
     placements = param.placements if alike else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)

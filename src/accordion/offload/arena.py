@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,8 @@ from torch import Tensor
 from accordion.errors import UsageError
 
 ALIGN_BYTES = 4096  # of each part: a page, which pinning and direct disk access ask for
+
+SETTLE_S = 2.0  # for copies that are under way when pinned memory is dropped
 
 
 def page_aligned(num_bytes: int) -> int:
@@ -79,8 +82,8 @@ def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None],
             f"the machine refuses to pin {memory.numel()} bytes of host memory ({runtime.cudaGetErrorString(result)}); raise the "
             "limit of locked memory (ulimit -l), offload less, or use more machines."
         )
-    # The finalizer holds the memory: it must not be given back while it is registered.
-    weakref.finalize(owner, _unpin, runtime, memory, settle)
+    # The finalizer holds the memory: it must not be given back while it is registered. At exit the system takes both back.
+    weakref.finalize(owner, _unpin, runtime, memory, settle).atexit = False
 
 
 def _launch(device: torch.device) -> None:
@@ -88,8 +91,15 @@ def _launch(device: torch.device) -> None:
 
 
 def _unpin(runtime: Any, memory: Tensor, settle: Callable[[], None]) -> None:
-    settle()
-    runtime.cudaHostUnregister(memory.data_ptr())
+    """Give memory back once the device has settled; on a thread, as a collective before that may never end."""
+
+    def unregister() -> None:
+        settle()
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+    waits = threading.Thread(target=unregister, name="accordion-unpin", daemon=True)
+    waits.start()
+    waits.join(SETTLE_S)
 
 
 def _first_line(error: BaseException) -> str:

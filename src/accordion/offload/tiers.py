@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accordion import _torch
 from accordion.config import DEVICE, Offload, folder_of
@@ -121,14 +119,6 @@ class Tiers:
     def _made(self, num_threads: int, name: str) -> ThreadPoolExecutor:
         """Threads that wait for events of this rank's device."""
         return ThreadPoolExecutor(num_threads, name, initializer=partial(_choose, self._context.device))
-
-    def guard(self, before_step: Callable[[Optimizer, Any, Any], None]) -> None:
-        """Have torch call this before the step of any optimizer, once for all models and for good.
-
-        Taken out with its model, whenever that is collected, it would change what some step is walking through.
-        """
-        if before_step not in _torch.hooks_before_any_step():
-            register_optimizer_step_pre_hook(before_step)
 
     def follow(self, unit: Unit, order: UnitOrder) -> None:
         """Know a unit by its index, and the order in which units are used, for what is read ahead."""

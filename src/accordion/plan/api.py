@@ -21,7 +21,6 @@ from accordion.plan.experts import EVENLY, check_experts
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import DISK_GBPS, NETWORK_GBPS, Cluster, Gpu, check_rate, gpu_named, with_attention
 from accordion.plan.losses import LOSSES
-from accordion.plan.other_models import kind_of, tokens_of
 from accordion.plan.own_model import names_code, vocab_of
 from accordion.plan.replay.calibrate import calibrated, choice_of, only_choice
 from accordion.plan.result import Plan
@@ -40,7 +39,6 @@ from accordion.plan.search.space import (
     check_offload,
 )
 from accordion.plan.search.traces import moved_as, traced_as
-from accordion.plan.tensor_parallel import check_tensor_parallel
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject
@@ -89,7 +87,6 @@ def plan(
     offload_activations: str | None = None,
     checkpoint_activations: str | None = None,
     expert_parallel: int = 1,
-    tensor_parallel: int = 1,
     micro_batch: int | None = None,
     seq: int = 4096,
     accumulate: int = 1,
@@ -119,9 +116,8 @@ def plan(
     inputs of recomputed units wait; without it elsewhere than on the device only where nothing fits. `secondary`: what `shard`
     takes, 0 for nothing; looked for where neither it nor `strategy` is given. `seq`: tokens of a sequence. `no_sync`:
     micro-batches of a step but the last reduce nothing. `expert_parallel`: neighbouring ranks that share the experts of a
-    mixture; tokens are assumed to choose experts evenly. `tensor_parallel`: neighbouring GPUs of a node that share layers, by the
-    plan that transformers has for the model, and train on the same data. `global_batch`: samples of a step over all GPUs, from
-    which `accumulate` follows.
+    mixture; tokens are assumed to choose experts evenly. `global_batch`: samples of a step over all GPUs, from which `accumulate`
+    follows.
     `host_memory_gib`, `disk_gbps`: a machine's. `engine`: "fsdp2" traces PyTorch's own in this one's place.
     `measured_step_s`: seconds of one step on these cards, which calibrates all times; of the configuration `measured_at`
     ("full_shard,selective,2,8": strategy, checkpointing, micro-batch, GPUs), or of the only one there is. `mean_tokens`: of a
@@ -150,7 +146,6 @@ def plan(
         offload_activations=offload_activations,
         checkpoint_activations=checkpoint_activations,
         expert_parallel=expert_parallel,
-        tensor_parallel=tensor_parallel,
         micro_batch=micro_batch,
     )
     _check_numbers(counts, node, training, fixed)
@@ -171,8 +166,6 @@ def plan(
     task = _named(model, seq, micro_batch, training.kernels) if isinstance(model, str) else _given(model, loss, batch)
     if expert_parallel > 1:
         check_experts(task.model, task.name, expert_parallel)
-    if tensor_parallel > 1:
-        check_tensor_parallel(task.model, task.name, tensor_parallel)
     space = _left_by(fixed, training, task, counts)
     num_params, measured = sum(p.numel() for p in task.model.parameters()), ""
     num_trained = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
@@ -232,15 +225,7 @@ class Fixed:
     offload_activations: str | None
     checkpoint_activations: str | None
     expert_parallel: int
-    tensor_parallel: int
     micro_batch: int | None
-
-    @property
-    def shares(self) -> str:
-        """The option by which ranks share what else each has whole; empty where there is none."""
-        if self.tensor_parallel > 1:
-            return "tensor_parallel"
-        return "expert_parallel" if self.expert_parallel > 1 else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +257,6 @@ def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> W
     if names_code(model):
         return _own(model, seq, micro_batch, kernels)
     config, where = configuration(model, seq), f"model {model!r}"
-    kind = kind_of(config)
     made = trained_model(config, where, kernels)
     built = Built(made, partial(trained_model, config, where, kernels))  # 80 blocks take a third of a second
     return Workload(
@@ -280,10 +264,10 @@ def _named(model: str, seq: int, micro_batch: int | None, kernels: Kernels) -> W
         model=made,
         subject_for=partial(language_subject, config, where, seq=seq, make=built, kernels=kernels),
         micro_batches=MICRO_BATCHES if micro_batch is None else [micro_batch],
-        tokens=seq if kind is None else tokens_of(kind, config, seq),
-        counted="tokens" if kind is None or kind.has_tokens else "samples",
+        tokens=seq,
+        counted="tokens",
         remarks=remarks_on(config, made),
-        vocab=int(config.get_text_config().vocab_size) if kind is None or kind.has_tokens else 0,
+        vocab=int(config.get_text_config().vocab_size),
     )
 
 
@@ -323,7 +307,7 @@ def _given(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor] | None, ba
     if apart is not None:
         raise UsageError(
             f"parameter {apart!r} lies over a mesh already, which is not planned; plan the model as it is before. Experts are "
-            "spread by expert_parallel, and layers of transformers' models cut by tensor_parallel."
+            "spread by expert_parallel."
         )
     model = plain
     subject = subject_of(model, loss, batch)
@@ -371,11 +355,10 @@ def _left_by(fixed: Fixed, training: Training, task: Workload, counts: Sequence[
         no_sync=training.no_sync,
         global_batch=training.global_batch,
         replicas=fixed.replicas or 0,
-        secondary=0 if fixed.shares else fixed.secondary,
+        secondary=0 if fixed.expert_parallel > 1 else fixed.secondary,
         offloads=tuple(OFFLOADS) if offload is None else [offload],
         activations=_places(fixed, training.engine),
         expert_parallel=fixed.expert_parallel,
-        tensor_parallel=fixed.tensor_parallel,
         units=_units(task.model, training.engine, training.sharding),
         optimizer=training.optimizer,
         engine=training.engine,
@@ -397,7 +380,7 @@ def _strategies(fixed: Fixed, offload: str | None, engine: str) -> Sequence[str]
     if fixed.strategy is not None:
         return [fixed.strategy]
     known: Sequence[str] = ENGINES[engine]
-    if fixed.shares:
+    if fixed.expert_parallel > 1:
         known = [s for s in known if not strategy_named(s).hybrid]
     return known if offload in (None, NO_OFFLOAD) else [s for s in known if strategy_named(s).grads is Place.SHARD]
 
@@ -418,7 +401,6 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         "accumulate": training.accumulate,
         "replicas": fixed.replicas,
         "expert_parallel": fixed.expert_parallel,
-        "tensor_parallel": fixed.tensor_parallel,
         "global_batch": training.global_batch,
     }
     if fixed.secondary is not None and not (fixed.secondary == 0 or 2 <= fixed.secondary <= LARGEST):
@@ -435,13 +417,9 @@ def _check_numbers(counts: Sequence[int], node: int, training: Training, fixed: 
         )
     if not 0 <= training.kernels.lora_rank <= 4096:
         raise UsageError(f"lora_rank is {training.kernels.lora_rank}; it takes 0 (no adapters) to 4,096.")
-    shared = {"expert_parallel": fixed.expert_parallel, "tensor_parallel": fixed.tensor_parallel}
-    for name, ranks in shared.items():
-        if max(counts, default=0) % ranks:  # fewer ones that it does not divide are left out
-            raise UsageError(f"{name} is {ranks}, which does not divide {max(counts)} GPUs; take a divisor.")
-    if node % fixed.tensor_parallel:
+    if max(counts, default=0) % fixed.expert_parallel:  # smaller numbers of GPUs that it does not divide are left out
         raise UsageError(
-            f"tensor_parallel is {fixed.tensor_parallel}, which does not divide the {node} GPUs of a node; take a divisor."
+            f"expert_parallel is {fixed.expert_parallel}, which does not divide {max(counts)} GPUs; take a divisor."
         )
     if not counts:
         raise UsageError("gpus is empty; name at least one number of GPUs.")
@@ -489,25 +467,16 @@ def _check_names(training: Training, fixed: Fixed) -> None:
         raise UsageError(
             f"fsdp2 with secondary={fixed.secondary} is not planned; take the engine accordion, or leave it out."
         )
-    if fixed.shares:
-        _check_beside_shared(fixed, training)
+    if fixed.expert_parallel > 1:
+        _check_beside_experts(fixed, training)
     if fixed.replicas is not None and strategy is not None and not strategy_named(strategy).hybrid:
         raise UsageError(
             f"replicas is {fixed.replicas}, of which strategy {strategy!r} keeps none; take hybrid_shard, or leave it out."
         )
 
 
-def _check_beside_shared(fixed: Fixed, training: Training) -> None:
-    """Raises `UsageError` for what is not planned with experts, or layers, over some of the ranks."""
-    kernels = training.kernels
-    alone = {
-        f"expert_parallel={fixed.expert_parallel}": fixed.expert_parallel > 1,
-        f"loss {kernels.loss!r}": kernels.loss == "chunked",
-        f"lora_rank={kernels.lora_rank}": kernels.lora_rank > 0,
-    }
-    for name, is_asked in alone.items():
-        if is_asked and fixed.tensor_parallel > 1:
-            raise UsageError(f"tensor_parallel with {name} is not planned; leave one of them out.")
+def _check_beside_experts(fixed: Fixed, training: Training) -> None:
+    """Raise `UsageError` for options that are not planned with experts over some of the ranks."""
     beside = {
         f"engine {training.engine!r}": training.engine != "accordion",
         f"strategy {fixed.strategy!r}": fixed.strategy is not None and strategy_named(fixed.strategy).hybrid,
@@ -517,7 +486,7 @@ def _check_beside_shared(fixed: Fixed, training: Training) -> None:
     for name, is_asked in beside.items():
         if is_asked:
             raise UsageError(
-                f"{fixed.shares} with {name} is not planned; leave one of them out, or take full_shard, shard_grad_op, "
+                f"expert_parallel with {name} is not planned; leave one of them out, or take full_shard, shard_grad_op, "
                 "shard_optim or no_shard."
             )
 

@@ -12,7 +12,6 @@ REPLICATE = "replicate"  # that of a hybrid's reduces between its groups of rank
 SECONDARY = "secondary"  # the axis of neighbours that keep one copy from a forward to its backward
 EXPERTS = "experts"  # the axis of neighbours that share the experts of a mixture
 EXPERT_DATA = "expert data"  # that of ranks that have the same ones
-TENSOR = "tensor"  # that of neighbours that share layers
 ALL_TO_ALL = "all_to_all"  # of tokens to their experts, on the compute stream
 HOST = "host"  # memory that is none of the card's; and, as a stream, the caller, who begins all work on all others
 STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps what rests on the host, and the files of its states
@@ -88,7 +87,7 @@ class Collective:
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int
-    axis: str  # shard, replicate, SECONDARY, EXPERTS, EXPERT_DATA or TENSOR
+    axis: str  # shard, replicate, SECONDARY, EXPERTS or EXPERT_DATA
     stream: str
 
 

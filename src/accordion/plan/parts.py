@@ -36,7 +36,6 @@ WAITED_FOR = {  # streams, as a user thinks of them
     HOST: "waiting for the host",
 }
 BESIDE = {FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host"}
-OTHERS = 1.3  # watts of a machine for each watt of its cards: hosts, network, cooling; a guess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +156,12 @@ def logits_off(log: Log, logits_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """Of a run over so many tokens, from the fast end to the slow one. `dollars`: None where no price was given; `kwh` where the
-    card's power is not known.
-    """
+    """Of a run over so many tokens, from the fast end to the slow one. `dollars`: None where no price was given."""
 
     tokens: float
     hours: tuple[float, float]
     gpu_hours: tuple[float, float]
     dollars: tuple[float, float] | None
-    kwh: tuple[float, float] | None
 
     def as_dict(self) -> Mapping[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -176,13 +172,11 @@ def cost_of(tokens: float, rates: Sequence[float], gpus: int, cluster: Cluster, 
     seconds = sorted(tokens / (rate * gpus) for rate in rates)
     hours = (seconds[0] / 3600, seconds[-1] / 3600)
     gpu_hours = (hours[0] * gpus, hours[1] * gpus)
-    watts = cluster.gpu.watts * OTHERS
     return RunCost(
         tokens=tokens,
         hours=hours,
         gpu_hours=gpu_hours,
         dollars=None if price is None else (gpu_hours[0] * price, gpu_hours[1] * price),
-        kwh=(gpu_hours[0] * watts / 1e3, gpu_hours[1] * watts / 1e3) if watts else None,
     )
 
 

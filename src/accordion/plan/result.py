@@ -227,7 +227,6 @@ class Plan:
             "no_sync": c.choice.no_sync,
             "gpus": c.choice.gpus,
             "expert_parallel": c.choice.expert_parallel,
-            "tensor_parallel": c.choice.tensor_parallel,
             "offload": c.choice.offload,
             "offload_params": OFFLOADS[c.choice.offload][0],
             "offload_optimizer": OFFLOADS[c.choice.offload][1],
@@ -362,7 +361,7 @@ def explanation(plan: Plan) -> list[tuple[str, str, str]]:
     if chosen.memory is None:
         return lines
     highest, at_peak = chosen.memory.peak.highest, chosen.memory.peak.breakdown
-    over, away = chosen.choice.shards * chosen.choice.tensor_parallel, chosen.choice.offload != NO_OFFLOAD
+    over, away = chosen.choice.shards, chosen.choice.offload != NO_OFFLOAD
     by_hand: Mapping[str, str] = {
         "parameters": f"4 B x {n:,} / {over} = {4 * n / over / GIB:,.2f} GiB, as masters",
         "gradients": f"4 B x {n:,} / {over} = {4 * n / over / GIB:,.2f} GiB at the end of the backward, reduced in float32",

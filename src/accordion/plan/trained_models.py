@@ -22,7 +22,6 @@ from accordion.models.language import brief, is_encoder, language_model, masked_
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
 from accordion.plan.losses import expect_labels, loss_of_logits, with_chunked_head
-from accordion.plan.other_models import check_loss, kind_of, loss_of_kind, model_of_kind
 from accordion.plan.own_model import own_loss, own_model
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units, min_params
@@ -77,6 +76,13 @@ def _check_config(config: Any, model: str) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
+    if getattr(
+        config, "is_encoder_decoder", False
+    ):  # its decoder alone is a causal language model of transformers, too
+        raise UsageError(
+            f"model {model!r} is of type {config.model_type!r}, an encoder with a decoder; plan it as a task (--task), or from "
+            "Python, with accordion.plan(model, loss, batch)."
+        )
     quantized = getattr(config, "quantization_config", None)
     if quantized and not _is_four_bits(config):
         how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
@@ -95,10 +101,7 @@ def _is_four_bits(config: Any) -> bool:
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
     """What a reader should know of how a named model is planned."""
     found = []
-    kind = kind_of(config)
-    if kind is not None:
-        found.append(f"planned as {type(model).__name__}, which {kind.words}")
-    elif is_encoder(config):
+    if is_encoder(config):
         found.append(
             f"an encoder: planned as {type(model).__name__}, which fills in masked tokens, and not as a causal model"
         )
@@ -143,12 +146,8 @@ class Built:
 
 def trained_model(config: Any, where: str, kernels: Kernels) -> nn.Module:
     """The language model, with those of its kernels that it is built with. Raises `UsageError`."""
-    kind, attention = kind_of(config), "eager" if kernels.attention == "eager" else None
-    if kind is None:
-        model = (masked_model if is_encoder(config) else language_model)(config, where, attention)
-    else:
-        check_loss(kind, kernels.loss, where)
-        model = model_of_kind(kind, config, where, attention)
+    attention = "eager" if kernels.attention == "eager" else None
+    model = (masked_model if is_encoder(config) else language_model)(config, where, attention)
     return _changed(model, where, kernels, kernels.four_bits or _is_four_bits(config))
 
 
@@ -180,14 +179,9 @@ def language_subject(
     make: Callable[[], nn.Module] | None = None,
     kernels: Kernels | None = None,
 ) -> Subject:
-    """Training on text as `accordion train` does it, unless `kernels` say otherwise; no cache of keys. What reads other things
-    than text is trained as its kind is.
-    """
-    kernels, kind = kernels or Kernels(), kind_of(config)
+    """Return training on text as `accordion train` does it, unless `kernels` say otherwise; without a cache of keys."""
+    kernels = kernels or Kernels()
     make = make or partial(trained_model, config, where, kernels)
-    if kind is not None:
-        loss = partial(_run, where, partial(loss_of_kind, kind, kernels.loss))
-        return Subject(make=make, batch=partial(kind.batch, config, micro_batch, seq), loss=loss)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, where, partial(_token_loss, kernels.loss))
     share = kernels.attention_share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from accordion.safety.agreement import OrderAgreement
 from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
 from accordion.safety.finite import FiniteCheck
+from accordion.safety.forward_writes import ForwardWrites
 from accordion.safety.hidden_losses import HiddenLosses
 from accordion.safety.overflow import OverflowSpread
 from accordion.safety.refusals import guard
@@ -21,7 +22,7 @@ from accordion.safety.steps import StepWatch
 from accordion.safety.weight_reads import WeightReads
 
 
-def attach_safety(engine: Engine, hooks: Sequence[Hooks], *, agree_always: bool = False, finite: bool = False) -> None:
+def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]) -> None:
     """Have an engine watched, once all of its units are made. `hooks`: of each unit, attached to their modules.
 
     Agreement comes before whatever looks at a unit, for it alone waits for other ranks; calls that a read began end before it.
@@ -30,11 +31,12 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], *, agree_always: bool 
     engine.observers.attach(OneCaller(alone=not monitor.listens))
     if monitor.listens:
         engine.observers.attach(StepWatch(engine, monitor, hooks[0].modules[0]))
-    for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always=agree_always), HiddenLosses()):
+    for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always="order" in debug), HiddenLosses()):
         engine.observers.attach(observer)
     if monitor.listens and has_replicas(engine) and not isinstance(engine.context.shard_buffers, Tiers):
         engine.observers.attach(ReplicaCheck(engine, monitor))
-    if finite:
+    engine.observers.attach(ForwardWrites(engine, always=bool(debug)))
+    if "finite" in debug:
         engine.observers.attach(FiniteCheck(engine))
     engine.observers.attach(OverflowSpread(engine))
     for each in hooks:

@@ -64,9 +64,8 @@ class DivergenceMonitor(Observer):
         """`communicators`: of this rank. `ranks`: all of the model, by their number in the job. A collective."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self._ranks = sorted(ranks)
-        self.asks_in_vain = any(
-            communicator.is_ordered for communicator in communicators
-        )  # ranks that wait do so on their devices, and hear nothing
+        # Ranks that wait do so on their devices, or in works of which no wait may time out, and are not asked meanwhile.
+        self.asks_in_vain = not all(communicator.can_poll for communicator in communicators)
         self.listens = bool(communicators)  # whether there is any other rank
         self.broken: str | None = None  # why no collective is safe any more: what others have sent may still arrive
         self._noticed: Callable[[], Noticed | None] = lambda: None
@@ -285,7 +284,8 @@ class DivergenceMonitor(Observer):
     def wait(self, pending: Pending, what: str) -> None:
         """Wait for works; raise `DivergenceError` where another rank has failed, or is somewhere else for good."""
         for work in pending.works:
-            num_apart, waited_s, asked_s, gone_s, next_s, timeout = 0, 0.0, None, None, NOTICE_S, NOTICE
+            num_apart, waited_s, asked_s, gone_s, next_s = 0, 0.0, None, None, NOTICE_S
+            timeout = NOTICE if pending.communicator.can_poll else None  # without one, until the backend's own
             while not self._done(work, timeout, what):
                 waited_s += next_s
                 next_s = min(2 * next_s, POLL_S)

@@ -40,7 +40,7 @@ convolution _convolution native_batch_norm _native_batch_norm_legit _native_batc
 _batch_norm_with_update _batch_norm_no_update cudnn_batch_norm _prelu_kernel mkldnn_rnn_layer
 mm bmm addmm addbmm baddbmm addmv mv dot matmul
 add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor pow.Tensor_Tensor maximum minimum addcmul addcdiv
-lerp.Scalar lerp.Tensor lerp_.Scalar lerp_.Tensor addcmul_ addcdiv_ pow_.Scalar
+lerp.Scalar lerp.Tensor addcmul_ addcdiv_ pow_.Scalar
 mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits nll_loss_forward
 eq.Tensor ne.Tensor lt.Tensor gt.Tensor le.Tensor ge.Tensor
 cat stack where.self index.Tensor index_select gather masked_fill.Tensor index_put

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
@@ -14,6 +15,7 @@ from accordion.engine.observer import Observer
 from accordion.errors import DivergenceError
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
+from accordion.tensor_checksum import checksums
 
 SAMPLE = 64  # elements of each parameter, others each time
 OFTEN, EVERY = 4, 256  # backwards: at each power of two up to the first, then at each multiple of the second
@@ -55,7 +57,8 @@ def has_replicas(engine: Engine) -> bool:
 def compare(engine: Engine, monitor: DivergenceMonitor, at: int | None) -> None:
     """Compare a sample of each parameter that begins at an element, or all of it."""
     params = [param for unit in engine.units for param in unit.params if param.context is engine.context]
-    digests = {param.name: _digest(param.sharded, at) for param in params}
+    rows = {param.name: _rows(param.sharded, at) for param in params}
+    digests = checksums(rows) if at is None else _digests(rows)
     agreement_of(engine).must("compares its replicas")  # one that is slow may say first where it waits
     mine = {"what": "compares its replicas", "shard": engine.context.shard.rank}
     said = monitor.meet({**mine, "digest": zlib.crc32(repr(digests).encode())})
@@ -77,7 +80,7 @@ def _apart(said: Mapping[int, Mapping[str, Any]]) -> bool:
 
 def different(heard: Mapping[int, Mapping[str, Any]]) -> str:
     """Which ranks hold other numbers than the first that has the same rows, and of which parameters."""
-    first: dict[int, tuple[int, Mapping[str, int]]] = {}
+    first: dict[int, tuple[int, Mapping[str, str]]] = {}
     each = []
     for rank, one in sorted(heard.items()):
         other, theirs = first.setdefault(one["shard"], (rank, one["digests"]))
@@ -88,12 +91,20 @@ def different(heard: Mapping[int, Mapping[str, Any]]) -> str:
     return " / ".join(each)
 
 
-def _digest(sharded: torch.Tensor, at: int | None) -> int:
+def _rows(sharded: Tensor, at: int | None) -> Tensor:
+    """Return a parameter's local elements, or a sample of them that begins at element `at`."""
     rows = _torch.local_of(sharded).detach()
-    flat = (
-        rows.reshape(-1) if type(rows) is torch.Tensor else torch.empty(0, device="cpu")
-    )  # a subclass: others compare it
+    if type(rows) is not Tensor:  # a subclass: others compare it
+        return torch.empty(0, device=sharded.device)
+    flat = rows.reshape(-1)
     if at is not None and flat.numel() > SAMPLE:
         begin = at % (flat.numel() - SAMPLE)
         flat = flat[begin : begin + SAMPLE]
-    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+    return flat
+
+
+def _digests(samples: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a digest of each of a few elements, all on one device; the host waits once."""
+    parts = [sample.contiguous().view(torch.uint8) for sample in samples.values()]
+    on_host = torch.cat(parts).cpu().split([len(part) for part in parts]) if parts else ()
+    return {name: str(zlib.crc32(part.numpy())) for name, part in zip(samples, on_host, strict=True)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accordion import _torch
 from accordion.engine.engine import Engine
@@ -27,12 +27,14 @@ from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.offload.tiers import Tiers
 from accordion.optim import LocalStep
+from accordion.row_marks import refuse_states_of_others
 from accordion.safety.divergence import DivergenceMonitor
 
 KEPT_RECORDS = 64  # backwards, in which what differs must have begun to be named with its step
 STEPS = "steps before it"
 NO_OPTIONS = ("params", "param_names")
 OF_FORWARD = frozenset({"autocast", "model"})  # what of a record its own forward says
+CHECKED = "_accordion_checked"  # the attribute of an optimizer whose states were checked before its first step
 SHOWN = 3  # differences of a rank in a message
 Record = dict[str, str]
 """What is compared of one backward, by the name that messages show."""
@@ -71,10 +73,14 @@ class StepWatch(Observer):
 
     # -- what is seen
 
+    def steps_of(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps parameters of this model."""
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, of this model or another."""
         if optimizer not in self._ours:
-            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            if not self.steps_of(optimizer):
                 return
             self._ours.add(optimizer)
         self._monitor.num_steps += 1
@@ -167,13 +173,23 @@ class StepWatch(Observer):
 
 
 class StepHook:
-    """What torch calls after the step of any optimizer, once for all models and for good.
+    """What torch calls before and after the step of any optimizer, once for all models and for good.
 
     A hook of each model, taken out whenever the model is collected, would change what some step is walking through.
     """
 
     def __init__(self) -> None:
         self._watches: list[weakref.ref[StepWatch]] = []
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse states of other rows that a plain optimizer has been given before its first step, and from then on at once."""
+        if CHECKED in optimizer.__dict__:
+            return
+        optimizer.__dict__[CHECKED] = True
+        is_ours = any(watch.steps_of(optimizer) for watch in (each() for each in self._watches) if watch is not None)
+        if is_ours and not isinstance(optimizer, LocalStep):  # which asks for itself in `load_state_dict`
+            optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
+            refuse_states_of_others(optimizer)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for reference in self._watches:
@@ -191,6 +207,7 @@ def hear_steps(watch: StepWatch) -> None:
     hook = next((each for each in _torch.hooks_after_any_step() if isinstance(each, StepHook)), None)
     if hook is None:
         hook = StepHook()
+        register_optimizer_step_pre_hook(hook.before)
         register_optimizer_step_post_hook(hook)
     hook.add(watch)
 

@@ -100,7 +100,8 @@ def shard(
     `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
     go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
     ranks agree on each collective before it, as they do in the first step without; "finite" names the unit and the phase
-    in which NaN or inf came up first.
+    in which NaN or inf came up first. With any of them every forward is checked for writes into full parameters through
+    `.data`, which are lost when these are freed; else each unit is checked in its first two steps.
     Afterwards each parameter is a DTensor at its optimizer's placement.
 
     Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where arguments or models differ, naming both.

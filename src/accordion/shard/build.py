@@ -26,6 +26,8 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
+from accordion.optim import wrap_at_first_step
+from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_dtensors
 from accordion.safety.mixed_tensors import explain_mixing
@@ -76,11 +78,13 @@ def build_engine(
     hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
         unit.reads = reads
-    attach_safety(engine, hooks, agree_always="order" in debug, finite="finite" in debug)
+    attach_safety(engine, hooks, debug)
     _torch.answer_anomaly_checks()
-    answer_for_dtensors()
+    answer_for_dtensors(engine)
+    mark_meshes(param.sharded for unit in engine.units for param in unit.params)
     explain_mixing(engine)
     refuse_in_safetensors()
+    wrap_at_first_step(engine)
     return engine
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from accordion import _torch
+from accordion.engine.calls import transform_error
 from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
 
@@ -12,6 +14,8 @@ def check_model(model: nn.Module, reduce_op: str) -> None:
     """Raise `UsageError` for what `shard` cannot take, whatever else it is given."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
+    if _torch.transforms_active():  # FSDP1's wrappers shard at their first call
+        raise transform_error()
     if engine_of(model) is not None:
         raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
     if reduce_op not in ("mean", "sum"):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
 from accordion.errors import UsageError
+from accordion.offload.step.optimizer_copy import exchange
 from accordion.units import Owned
 
 
@@ -62,15 +63,36 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before `shard` hold the shards. Raises `UsageError` where it has stepped already."""
-    moved = {
-        id(p): vars(p)["moved_to"] for group in optimizer.param_groups for p in group["params"] if "moved_to" in vars(p)
-    }
-    if any(id(p) in moved for p in optimizer.state):
-        raise UsageError(
-            f"this {type(optimizer).__name__} has stepped parameters that were sharded since, and its states are of whole ones; "
-            "shard before the first step, or make it anew and load its states."
-        )
+    """Let an optimizer that was made before `shard` hold the shards, with this rank's rows of the states that it has already.
+
+    Raises `UsageError` for a state that is neither one number nor of its parameter's shape.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
+    states = {p: state for p, state in optimizer.state.items() if id(p) in moved}
+    for p, state in states.items():
+        shape = moved[id(p)].shape
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape:
+                raise UsageError(
+                    f"this {type(optimizer).__name__} was made before its model was sharded, and has a state {key!r} of shape "
+                    f"{tuple(value.shape)} for a parameter of shape {tuple(shape)}, whose rows a rank cannot take; make it after."
+                )
+    for p, state in states.items():
+        sharded = moved[id(p)]
+        optimizer.state.pop(p)
+        optimizer.state.setdefault(sharded, {key: _rows_of(value, sharded) for key, value in state.items()})
+    for name, value in vars(optimizer).items():  # its groups, and lists of parameters of its own
+        vars(optimizer)[name] = exchange(value, lambda tensor: moved.get(id(tensor), tensor))
     for group in optimizer.param_groups:
-        now = [moved.get(id(p), p) for p in group["params"]]
-        group["params"] = list({id(p): p for p in now}.values())  # tied ones have become one
+        group["params"][:] = {id(p): p for p in group["params"]}.values()  # tied ones have become one
+
+
+def _rows_of(value: Any, sharded: torch.Tensor) -> Any:
+    """This rank's rows of a state of its parameter's shape, as a DTensor; other values as they are."""
+    if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == sharded.shape):
+        return value
+    assert isinstance(sharded, DTensor), "what shard puts in place of a parameter"
+    rows = distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    own = torch.empty_like(_torch.local_of(sharded), dtype=value.dtype)
+    return _torch.as_dtensor(own.copy_(_torch.local_of(rows)), sharded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +46,8 @@ def same_mesh(mesh: DeviceMesh) -> None:
     if _torch.backend_of(mesh.get_group(0), torch.device(mesh.device_type)) == "fake":  # the other ranks are simulated
         return
     ranks, store, mine = _torch.ranks_of(mesh), _torch.default_store(), dist.get_rank()
+    if mesh.device_type != "cpu" and torch.accelerator.device_count() > 1:
+        _claim_device(store, str(mine), mesh.device_type)
     text = f"{tuple(mesh.shape)} of ranks {ranks}"
     post = Post(mesh=text, ranks=ranks, time=store.add(_given(text, mine), 1), waits=True)
     _tell(store, mine, post)
@@ -52,6 +55,20 @@ def same_mesh(mesh: DeviceMesh) -> None:
         _wait(store, mine, post)
     finally:
         _tell(store, mine, replace(post, waits=False))
+
+
+def _claim_device(store: Any, rank: str, device_type: str) -> None:
+    """Log a warning if another rank has claimed the current device: NCCL refuses this in words that name no remedy."""
+    device = torch.device(device_type, torch.accelerator.current_device_index())
+    # Ranks that see different devices may give them the same number.
+    uuid = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", device.index)
+    first = store.compare_set(f"{PREFIX}/device/{socket.gethostname()}/{uuid}", "", rank).decode()
+    if first != rank:
+        log.warning(
+            "rank %s computes on %s, as rank %s does, and this machine has %d devices; call "
+            "torch.accelerator.set_device_index(local rank) before anything else uses a device.",
+            rank, device, first, torch.accelerator.device_count(),
+        )  # fmt: skip
 
 
 def _wait(store: Any, mine: int, post: Post) -> None:

@@ -37,8 +37,11 @@ def is_extended(param: Tensor) -> bool:
     return hasattr(tensor, PRE)
 
 
-def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
-    """Raise `UsageError` for a tensor subclass that does not say how it is gathered, or half of it, or cannot be offloaded."""
+def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool = False) -> None:
+    """Raise `UsageError` for a tensor subclass that does not define how it is gathered, or half of it, or cannot be offloaded.
+
+    `may_follow`: the two methods may still be set, on the class or on the local tensor.
+    """
     kind = type(tensor.data)
     if hasattr(tensor, PRE) and hasattr(tensor, POST):
         if offloads:
@@ -49,7 +52,7 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
         return
     if hasattr(tensor, PRE) or hasattr(tensor, POST):
         raise UsageError(f"parameter {name!r} is a {kind.__name__} that has only one of {PRE} and {POST}; define both.")
-    if not _torch.is_plain(tensor):
+    if not (may_follow or _torch.is_plain(tensor)):
         raise UsageError(
             f"parameter {name!r} is a {kind.__name__}, a tensor subclass without {PRE} and {POST}, which say how its rows are "
             "gathered; define them, pass it in ignored_params, or make it an ordinary tensor."
@@ -149,18 +152,15 @@ class Extended:
             tensors, metadata = pre(self._mesh)
         else:
             stride = torch.empty(c.shape, device="meta").stride()
-            tensors, metadata = pre(self._mesh, torch.Size(c.shape), stride, self._module(), self._policy)
-        tensors = [_padded(t, c) for t in tensors]
+            module = self.param.places[0][0]()
+            tensors, metadata = pre(self._mesh, torch.Size(c.shape), stride, module, self._policy)
+        tensors = [_sent(t, c) for t in tensors]
         self._sizes, num = [t.size() for t in tensors], self._context.shard.num_ranks
         if not self.gathered:
             self.gathered = [t.new_empty(t.numel() * num) for t in tensors]
         for full in (*self.gathered, *self.inner):
             _open(full)
         return [t.reshape(-1) for t in tensors], metadata
-
-    def _module(self) -> nn.Module | None:
-        ref, _ = self.param.places[0]
-        return ref()
 
     def end(self, metadata: Any) -> None:
         """The tensors of all ranks are there: let the subclass make of them what modules see."""
@@ -190,8 +190,10 @@ class Extended:
         return sum(full.numel() * full.itemsize for full in self.gathered)
 
 
-def _padded(tensor: Tensor, c: Cut) -> Tensor:
-    """A tensor of the rank's real rows gets the rows of padding that those of other ranks have: a gather takes equal parts."""
+def _sent(tensor: Tensor, c: Cut) -> Tensor:
+    """Return `tensor` as a process group gathers it: plain, and with rows of padding, because all ranks send equal parts."""
+    if not _torch.is_plain(tensor):
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
     is_rows = c.dim == 0 and c.rows % c.num_ranks and short > 0 and tensor.shape[1:] == torch.Size(c.shape[1:])
     return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])]) if is_rows else tensor
@@ -284,10 +286,11 @@ class _SubclassGroup(Group):
         self.filled, axis = self.version(), self.context.shard
         with torch.no_grad():
             begun = [e.begin() for e in self._extended]
+        # `data` has a version counter of its own: a subclass may show what was gathered, and a graph may have saved that.
         pairs = [
-            pair
+            (full.data, part)
             for e, (sent, _) in zip(self._extended, begun, strict=True)
-            for pair in zip(e.gathered, sent, strict=True)
+            for full, part in zip(e.gathered, sent, strict=True)
         ]
 
         def steps() -> Steps:

@@ -25,7 +25,7 @@ from accordion.checkpoint.prune import BEST
 from accordion.compat.deepspeed import Settings
 from accordion.config import COMPUTE_DTYPES, Place, Precision, Strategy, strategy_named
 from accordion.describe import describe
-from accordion.devices import backend_of
+from accordion.devices import HostCopy, backend_of
 from accordion.errors import CheckpointError, DivergenceError, NonFiniteError, UsageError
 from accordion.offload.step.deferred_step import engines_of
 from accordion.optim import ELEMENTWISE, clip_grad_norm_, scale_gradients, wrap_optimizer
@@ -389,7 +389,7 @@ class Taken:
     began_s: float  # by `time.perf_counter`
     seen: list[Any]  # its micro-batches
     drawn: dict[str, Any]  # the random numbers' state before it
-    figures: Figures
+    figures: HostCopy
 
 
 class Steps:
@@ -414,7 +414,7 @@ class Steps:
         """After an error the record has the last step that was done all the same, if that can be read without waiting."""
         taken = self._unread
         with suppress(RuntimeError):  # of a device that answers nobody any more; there is worse to tell
-            if taken is not None and taken.figures.have_come():
+            if taken is not None and taken.figures.is_ready():
                 metrics = self._metrics(taken)
                 if not metrics.skipped:
                     self._tell(metrics)
@@ -479,7 +479,7 @@ class Steps:
         )
 
 
-def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, Figures]:
+def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, HostCopy]:
     """The sums of loss and norm over ranks, (2,) on the device; and, on their way to the host, these, the largest peak of memory
     with what ranks wish, and the scale.
 
@@ -492,38 +492,13 @@ def _of_all_ranks(run: Run, loss: Tensor, norm: Tensor) -> tuple[Tensor, Figures
     dist.all_reduce(sums)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     scale = run.scaler.scale(torch.ones((), device=run.device))
-    return sums, Figures([sums, most, scale])
+    return sums, HostCopy([sums, most, scale])
 
 
 def _end(run: Run) -> None:
     """What a step ends with, whether it was left out or not."""
     run.scaler.update()
     run.optimizer.zero_grad()
-
-
-class Figures:
-    """Owns numbers of the device on their way to the host, which may give the device more to do meanwhile."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        """Begin to copy them behind all that the current stream was given."""
-        device = tensors[0].device
-        self._event: torch.Event | None = None
-        self._held = tensors
-        if device.type != "cpu":
-            self._held = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
-            for held, tensor in zip(self._held, tensors, strict=True):
-                held.copy_(tensor, non_blocking=True)
-            self._event = torch.Event(device)
-            self._event.record()
-
-    def have_come(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def read(self) -> list[Any]:
-        """Wait for them, and for nothing that the device was given since."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
-        return [held.tolist() for held in self._held]
 
 
 def _optimize(run: Run, do: Callable[[], object], screen: Screen) -> None:

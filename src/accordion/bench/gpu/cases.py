@@ -111,7 +111,10 @@ def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Mod
         precision = acc.Precision(params=BF16, master=torch.float32 if case.masters else BF16)
         model = acc.shard(model, mesh_of(seat), precision=precision)
         if seat.group == "fake":  # says that all of its ranks are here
-            sharded_engine(model, "bench").context.shard.one_node = seat.num_ranks <= NODE
+            axis = sharded_engine(model, "bench").context.shard
+            axis.one_node = seat.num_ranks <= NODE
+            # As a group of the device's own library: its copies run on the current stream. It is that of the reduces too.
+            axis.gather._async = axis.gather._waits = seat.device.type == "cpu"
     else:
         sums_in_float32 = case.masters or seat.num_ranks > 1  # as ours; one rank sums nothing
         model = WRAPPERS[contender](model, seat, sums_in_float32)

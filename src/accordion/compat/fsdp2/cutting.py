@@ -17,7 +17,7 @@ from accordion.compat.fsdp2.lazy import PART, Part, parts_below
 from accordion.engine.layout import Cut
 from accordion.shard.layouts import Layout, local_part
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
-from accordion.shard.subclasses import check_tensor, extended_rows, is_extended
+from accordion.shard.subclasses import check_tensor, extended_rows
 from accordion.shard.topology import device_of
 from accordion.units import Owned, owned_parameters
 
@@ -46,7 +46,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
         for o, layout in zip(owned, layouts, strict=True):
             given = local_part(o.original)
             place = given.device if given.is_meta else torch.device("cpu") if part.offload.offloads else device
-            if is_extended(o.original):
+            if not _torch.is_plain(given):
                 own = extended_rows(given, layout.cut, layout.rank, place)
                 replace_by_subclass(o, own, layout.mesh, layout.placements)
             else:
@@ -86,7 +86,7 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     tensor, (dim, mesh) = local_part(o.original), cut_dim(o.original)
-    check_tensor(o.names[0], tensor, offloads=part.offload.offloads)
+    check_tensor(o.names[0], tensor, offloads=part.offload.offloads, may_follow=True)
     if part.spmd is not None and not part.spmd.shard:
         dim = None
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))

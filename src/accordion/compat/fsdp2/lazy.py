@@ -17,6 +17,7 @@ from accordion import _torch
 from accordion.compat.fsdp2.layouts import Spmd
 from accordion.compat.fsdp2.lease import Lease, UnshardLeases
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.engine.calls import transform_error
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
 from accordion.engine.gather import FullBuffer
@@ -32,7 +33,7 @@ from accordion.safety.refusals import unguard
 from accordion.same_on_ranks import same_structure
 from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_tiers
 from accordion.shard.layouts import Layout
-from accordion.shard.subclasses import is_extended, rows_mesh
+from accordion.shard.subclasses import check_tensor, is_extended, rows_mesh
 from accordion.shard.topology import beside, secondary_communicator, wire
 from accordion.units import Owned, owned_parameters
 
@@ -192,6 +193,8 @@ class Tree:
     then each parameter keeps what it has, and the next use makes another."""
 
     def __init__(self, top: Part) -> None:
+        if _torch.transforms_active():
+            raise transform_error()
         modules = top.alive()
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         parts = list(parts_below([root]))
@@ -201,6 +204,8 @@ class Tree:
             index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
             layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
             owned = [(o, _layout_of(o, layouts)) for o in _sharded(root, index, parts, layouts)]
+            for o, _ in owned:  # torch looks for the hooks of a local tensor here too, and not in `fully_shard`
+                check_tensor(o.names[0], _torch.local_of(o.original), offloads=parts[o.owner].offload.offloads)
             names = {id(m): name for name, m in root.named_modules()}
             chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
             context = top.wired()

@@ -17,7 +17,7 @@ from accordion.safety.divergence import monitor_of
 from accordion.shard.layouts import Layout
 from accordion.shard.subclasses import is_extended
 from accordion.shard.topology import device_of
-from accordion.state import is_sharded_alike, refuse_others, settle
+from accordion.state import is_sharded_alike, refuse_others, settle, take_own_rows
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -52,6 +52,7 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     for each in parts_below([module]):
         _settle(each)
     wanted = list(_cut_parameters(module, prefix))
+    take_own_rows(state, {name: param for name, param, _ in wanted})
     if not all(is_sharded_alike(state.get(name), param) for name, param, _ in wanted):
         if part.unit is not None:
             settle(part.engine(), "loads full tensors (load_state_dict)")

@@ -96,8 +96,9 @@ class HostSlot:
         return self._coming
 
     def free(self, is_coming: bool) -> None:
-        if is_coming and self._coming is not None:
-            self._coming.synchronize()  # nobody waits for it on the device
+        if is_coming and self._coming is not None:  # the host cannot wait: a device may wait for ranks that never come
+            self._coming.join(self._store.side_streams[1])
+            self._coming.land()
         self._store.give(self._piece)
 
 
@@ -285,7 +286,7 @@ class DiskSlot:
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.let_go()
         if is_coming and self._coming is not None:
-            self._end(self._coming.synchronize)
+            self._end(self._coming.land)  # who uses the stage again waits for the copy
         moves += [] if self._reads is None else [self._reads]
         self.activation_store.give(self.start, self.start + self.num_bytes, moves)
 

@@ -245,7 +245,9 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
             if k not in blocks
         }
         work.append((part, own, {k: mine.get(k, state.get(k)) for k in todo.entry.state}, mine))
-    states = optimizer_copy.step([(part.todo.entry.group, own, state) for part, own, state, _ in work])
+    states = optimizer_copy.step(
+        [(part.todo.entry.group, part.todo.entry.param, own, state) for part, own, state, _ in work]
+    )
     for part, own, _, mine in work:
         made = states.get(own, {})
         for key, value in made.items():

@@ -61,7 +61,7 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
             if param.extension is None:
                 vars(param.sharded)[OWNER] = Owner(engine, unit)
     if tiers.offloads[unit.index].streams or tiers.in_backward is not None:
-        tiers.guard(refuse_unwrapped)
+        _torch.before_any_step(refuse_unwrapped)
 
 
 def refuse_unwrapped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -173,8 +173,11 @@ class Waiting:
         job.run()
 
 
-def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Find room for the states of parameters whose step is streamed. Raises `OffloadError`, `UsageError` where there is none."""
+def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
+    """Find room for the states of parameters whose step is streamed, with a copy of the optimizer, which it returns.
+
+    Raises `OffloadError`, `UsageError` if there is no room.
+    """
     _refuse_capturable(optimizer)
     optimizer_copy = None
     for engine in engines_of(optimizer):
@@ -199,6 +202,7 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> None:
             with telling(engine):
                 states.cover(wanted, optimizer_copy)
             states.adopt(optimizer.state)
+    return optimizer_copy
 
 
 def _refuse_capturable(optimizer: Optimizer) -> None:
@@ -249,8 +253,8 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
             if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
                 refuse_in_backward(engine, "a gradient scaler")
             in_backward.stepped()
-    prepare(optimizer, kind)
-    optimizer_copy, here = OptimizerCopy(optimizer, kind), []
+    optimizer_copy, here = prepare(optimizer, kind) or OptimizerCopy(optimizer, kind), []
+    optimizer_copy.write_after(optimizer)
     by_unit: dict[int, tuple[Engine, Unit, list[Entry]]] = {}
     for i, group in enumerate(optimizer.param_groups):
         for p in group["params"]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion.errors import UsageError
 
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # set by `torch.amp.GradScaler` for the time of a fused step
 PROBE_NUMEL = 3  # no state is of this shape unless it follows the parameter's
 
@@ -29,47 +32,93 @@ class Entry:
     state: dict[str, Any]
 
 
+Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
+"""(index of the param group, parameter, plain tensor of its elements with their `grad`, state)."""
+
+
 class OptimizerCopy:
-    """What a step does to any parameters, as it was when the caller asked for it: hyperparameters change afterwards."""
+    """The optimizer as it was when the caller asked for a step, to step parts of its parameters at other times.
+
+    `after`: the groups, the states that belong to no parameter and the attributes, as a whole step leaves them; None for
+    optimizers of torch, which leave them as they are.
+    """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
         self.kind = kind
-        self._options = [
-            {key: _frozen(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-        self._attributes = {
-            key: _frozen(value) if key in SCALER_ATTRIBUTES else value
-            for key, value in vars(optimizer).items()
-            if key not in ("step", "state", "param_groups")
-        }
-        self._for_host = OnHost([*self._options, self._attributes])
+        is_torchs = kind.__module__.startswith("torch.optim")
+        groups = optimizer.param_groups
+        params = {} if is_torchs else {id(p): p for group in groups for p in group["params"]}
+        shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+        attributes = {k: v for k, v in vars(optimizer).items() if k not in ("step", "state", "param_groups", *HOOKS)}
+        memo = dict[int, Any](params) | {id(group["params"]): [] for group in groups if is_torchs}
+        self._values = copied([*groups, shared, attributes], memo)
+        self._for_host = OnHost(self._values)
+        # In place of parameters that a step leaves out: without a gradient.
+        self._absent = dict.fromkeys(params, torch.empty(0, device="cpu"))
+        self._firsts = {i: group["params"][0] for i, group in enumerate(groups) if group["params"]}
+        self.after: list[dict[str, Any]] | None = None
+        if params:
+            small: list[Part] = [(i, p, _small(p.dtype, torch.device("cpu")), {}) for i, p in self._firsts.items()]
+            self.after = self._left_by(self._stepped(small), small)
 
-    def step(self, todo: Sequence[tuple[int, Tensor, dict[str, Any]]]) -> dict[Tensor, dict[str, Any]]:
-        """Step (index of the param group, plain tensor with its `grad`, state) each; gives the states as they are then."""
+    def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
+        """Step some parameters; returns their states as the step leaves them.
+
+        Raises `UsageError` if the step leaves anything else but `after`, since then it depends on which parameters these are.
+        """
+        if not todo:
+            return {}
+        clone = self._stepped(todo)
+        for left, after in zip(self._left_by(clone, todo), self.after, strict=True) if self.after is not None else ():
+            for key, value in left.items():
+                if not _same(value, after.get(key)):
+                    raise UsageError(
+                        f"{self.kind.__name__} sets {key!r} by the elements that it steps, and with Offload these are a part of "
+                        "them; leave out elementwise=True and Offload, or take an optimizer that treats each by itself."
+                    )
+        return {key: state for key, state in clone.state.items() if isinstance(key, Tensor)}
+
+    def _stepped(self, todo: Sequence[Part]) -> Any:
+        """A copy that holds the parameters of `todo` alone, after its step."""
+        values = self._for_host.values() if todo[0][2].device.type == "cpu" else self._values
+        memo = self._absent | {id(p): tensor for _, p, tensor, _ in todo}
+        *groups, shared, attributes = copied(values, dict[int, Any](memo))
         clone: Any = object.__new__(self.kind)
-        is_on_host = bool(todo) and todo[0][1].device.type == "cpu"
-        *all_options, attributes = self._for_host.values() if is_on_host else [*self._options, self._attributes]
         vars(clone).update(attributes)
-        for hooks in (
-            "_optimizer_step_pre_hooks",
-            "_optimizer_step_post_hooks",
-        ):  # the caller's own, run once by `defer`
+        for hooks in HOOKS:  # the caller's own, run once by `defer`
             vars(clone)[hooks] = OrderedDict()
-        clone.state = defaultdict(dict, {tensor: state for _, tensor, state in todo if state})
-        clone.param_groups = []
-        for i, options in enumerate(all_options):
-            mine = [tensor for at, tensor, _ in todo if at == i]
-            if mine:
-                clone.param_groups.append({**options, "params": mine})
-        if clone.param_groups:
-            clone.step()
-        return dict(clone.state)
+        clone.state = defaultdict(dict, {**shared, **{tensor: state for _, _, tensor, state in todo if state}})
+        for i, group in enumerate(groups):
+            mine = [tensor for at, _, tensor, _ in todo if at == i]
+            group["params"][:] = mine or group["params"][:1]
+        clone.param_groups = groups
+        clone.step()
+        return clone
+
+    def _left_by(self, clone: Any, todo: Sequence[Part]) -> list[dict[str, Any]]:
+        """Return what a stepped copy holds besides its parameters and their states, in the form of `after`."""
+        left = [{key: value for key, value in group.items() if key != "params"} for group in clone.param_groups]
+        left.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
+        own = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
+        attributes = {k: v for k, v in vars(clone).items() if k not in ("state", "param_groups", *HOOKS)}
+        return [*left, {k: v for k, v in attributes.items() if not _holds(v, own)}]
+
+    def write_after(self, optimizer: Optimizer) -> None:
+        """Give `optimizer` what a step changes besides parameters and their states."""
+        targets: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
+        for target, after in zip(targets, self.after, strict=True) if self.after is not None else ():
+            for key, value in after.items():
+                before = target.get(key)
+                if isinstance(before, Tensor) and isinstance(value, Tensor) and before.shape == value.shape:
+                    before.copy_(value)
+                elif not _same(before, value):
+                    target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, own: Tensor) -> Any:
         """A state that has not the parameter's shape, for one chunk of it: a copy, where the kernel wants it."""
         if not isinstance(value, Tensor):
             return value
-        options = self._options[group]
+        options = self._values[group]
         counts = key == "step" and (options.get("fused") or options.get("capturable"))
         return value.to(own.device, copy=True) if counts else value.clone()
 
@@ -78,10 +127,64 @@ class OptimizerCopy:
 
         `device`: where the optimizer will step.
         """
-        probe = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
-        probe.grad = torch.zeros_like(probe)
-        made = self.step([(group, probe, {})]).get(probe, {})
-        return {k: v.dtype for k, v in made.items() if isinstance(v, Tensor) and v.shape == probe.shape}
+        probe = _small(dtype, device)
+        state = self.step([(group, self._firsts[group], probe, {})]).get(probe, {})
+        return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == probe.shape}
+
+
+def copied(tree: Any, memo: dict[int, Any]) -> Any:
+    """Copy nested lists, tuples, sets and dicts with their tensors, as `copy.deepcopy(tree, memo)`; share other objects."""
+    if id(tree) in memo:
+        return memo[id(tree)]
+    result = tree
+    if isinstance(tree, Tensor):
+        result = tree.detach().clone()
+    elif isinstance(tree, dict):
+        result = copy.copy(tree)
+        result.clear()
+        memo[id(tree)] = result
+        result.update({copied(key, memo): copied(value, memo) for key, value in tree.items()})
+    elif type(tree) in (list, tuple, set):
+        result = type(tree)(copied(item, memo) for item in tree)
+    if result is not tree:
+        memo[id(tree)] = result
+    return result
+
+
+def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
+    """Put `swap(tensor)` in place of each tensor in nested lists and dicts; returns what is in the place of `tree` then."""
+    if isinstance(tree, Tensor):
+        return swap(tree)
+    if isinstance(tree, list):
+        tree[:] = [exchange(item, swap) for item in tree]
+    elif isinstance(tree, dict):
+        items = [(exchange(key, swap), exchange(value, swap)) for key, value in tree.items()]
+        if any(a is not c or b is not d for (a, b), (c, d) in zip(tree.items(), items, strict=True)):
+            tree.clear()
+            tree.update(items)
+    return type(tree)(exchange(item, swap) for item in tree) if type(tree) in (tuple, set) else tree
+
+
+def _holds(tree: Any, ids: set[int]) -> bool:
+    items = [*tree, *tree.values()] if isinstance(tree, dict) else tree if type(tree) in (list, tuple, set) else ()
+    return id(tree) in ids or any(_holds(item, ids) for item in items)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a.to(b.device), b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or bool(a == b)
+
+
+def _small(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor to step in order to see what a step does."""
+    small = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
+    small.grad = torch.zeros_like(small)
+    return small
 
 
 class OnHost:
@@ -106,16 +209,12 @@ def _on_host(value: Any) -> Any:
     return value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value  # pinned by torch, from a device
 
 
-def _frozen(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
 def step_here(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
     """Step parameters whose state is at hand, and leave what the step made of it in `state`, with DTensors in it."""
     for entry in entries:
         entry.own.grad = entry.grad
     try:
-        states = optimizer_copy.step([(e.group, e.own, local_state(e.state)) for e in entries])
+        states = optimizer_copy.step([(e.group, e.param, e.own, local_state(e.state)) for e in entries])
     finally:
         for entry in entries:
             entry.own.grad = None

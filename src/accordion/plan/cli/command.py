@@ -77,7 +77,6 @@ def run(words: list[str]) -> int:
             offload_activations=o.offload_activations,
             checkpoint_activations=o.checkpoint_activations,
             expert_parallel=o.expert_parallel,
-            tensor_parallel=o.tensor_parallel,
             seq=seq,
             mean_tokens=mean_tokens,
             packed=o.packed,

@@ -53,11 +53,9 @@ class Options:
             device only where nothing fits
         checkpoint_activations: none, every:K, selective or full; without it: look for it
         expert_parallel: neighbouring ranks that share the experts of a mixture; tokens are assumed to choose them evenly
-        tensor_parallel: neighbouring GPUs of a node that share layers, and train on the same data, by the plan that
-            transformers has for the model
         lengths: tokens of a sample as mean,longest: all are padded to the longest, and the mean counts as trained
         packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
-        tokens: of a whole run, whose hours, GPU-hours and energy are told
+        tokens: of a whole run, whose hours and GPU-hours are shown
         price: dollars for an hour of one GPU, for the price of that run
         compare: file of another plan's --json, shown beside this one
         from_: file of a plan's --json, whose options are taken where no other is given
@@ -107,7 +105,6 @@ class Options:
     offload_activations: str | None = None
     checkpoint_activations: str | None = None
     expert_parallel: int = 1
-    tensor_parallel: int = 1
     lengths: str | None = None
     packed: bool = False
     tokens: float | None = None

@@ -72,16 +72,6 @@ def _verdict(plan: Plan) -> Table:
             ]
         )
         rows += [["price", f"{_range(cost.dollars, 'dollars')}"]] if cost.dollars else []
-        rows += (
-            [
-                [
-                    "energy",
-                    f"{_range(cost.kwh, 'kWh')} at most, at {plan.cluster.gpu.watts:g} W a card and 30 % beside it",
-                ]
-            ]
-            if cost.kwh
-            else []
-        )
     if c.host_bytes:
         rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
     if c.disk_bytes:

@@ -58,7 +58,6 @@ def calibrated(
         accumulate=max(choice.accumulate, space.accumulate),
         no_sync=space.no_sync,
         expert_parallel=space.expert_parallel,
-        tensor_parallel=space.tensor_parallel,
         activations=DEVICE if choice.checkpoint_activations == "none" else space.activations[0],
     )
     run = space.run_of(choice, cluster)

@@ -16,7 +16,6 @@ from accordion.plan.events import (
     SECONDARY,
     STEPPER,
     STORE,
-    TENSOR,
     Collective,
     Op,
 )
@@ -127,14 +126,12 @@ def costs_of(
     scale: Scale | None = None,
     secondary: int = 0,
     experts: int = 1,
-    tensor: int = 1,
 ) -> Costs:
     """The costs of a rank of so many: one axis over all, or one over `shards` ranks (0: of a node) and one across.
 
     `secondary`: neighbours that keep one copy from a forward to its backward. `experts`: neighbours that share a mixture's.
-    `tensor`: GPUs of each rank, neighbours that share its layers.
     """
-    machine = min(ranks, cluster.node // tensor)
+    machine = min(ranks, cluster.node)
     axes = dict.fromkeys(("shard", "replicate"), MeshAxis(ranks=ranks, on_node=machine))
     if hybrid:
         inside = shards or machine
@@ -146,8 +143,5 @@ def costs_of(
     axes[SECONDARY] = MeshAxis(ranks=near, on_node=min(near, machine))
     axes[EXPERTS] = MeshAxis(ranks=experts, on_node=min(experts, machine))
     axes[EXPERT_DATA] = MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts))
-    axes[TENSOR] = MeshAxis(ranks=tensor, on_node=tensor)
-    drag = 1 + DRAG * log2(max(1.0, ranks * tensor / MANY_RANKS))
-    return Costs(
-        cluster=cluster, rates=rates, axes=axes, on_machine=machine * tensor, scale=scale or Scale(), drag=drag
-    )
+    drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
+    return Costs(cluster=cluster, rates=rates, axes=axes, on_machine=machine, scale=scale or Scale(), drag=drag)

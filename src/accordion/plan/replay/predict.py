@@ -15,7 +15,6 @@ from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
-from accordion.plan.tensor_parallel import num_trained_here
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import longest_run, shortened
@@ -84,7 +83,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
 
 def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
     """Elements that a rank steps; or all of them, where it steps an equal part of each."""
-    num = num_trained_here(model, run.tensor_parallel)
+    num = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if run.strategy.optim is Place.REPLICATE and run.expert_parallel > 1:
         experts = [p for module in experts_in(model).values() for p in module.parameters() if p.requires_grad]
         num -= sum(p.numel() for p in experts) * (run.expert_parallel - 1) // run.expert_parallel
@@ -121,6 +120,5 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
         scale,
         secondary,
         run.expert_parallel,
-        run.tensor_parallel,
     )
     return simulate(log, costs, drawn=drawn)

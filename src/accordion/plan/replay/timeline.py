@@ -14,7 +14,6 @@ from accordion.plan.events import (
     HOST,
     STEPPER,
     STORE,
-    TENSOR,
     Alloc,
     Collective,
     Enter,
@@ -35,7 +34,6 @@ from accordion.plan.replay.peak import name_of
 KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # of the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
-OF_LAYERS = "activations between ranks that share layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,9 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
             known = taken.get(id(event))
             if known is None:
                 if isinstance(event, Collective):
-                    kind_said = event.kind if event.stream != COMPUTE else _in_line(event)
+                    kind_said = (
+                        event.kind if event.stream != COMPUTE else (OF_TOKENS if event.kind == ALL_TO_ALL else IN_LINE)
+                    )
                     known = kind_said, costs.of_collective(event)
                 else:
                     known = kind_of(event), costs.of(event)
@@ -153,13 +153,6 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
         by_place={place: (busy, waited) for place, (busy, waited) in places.items()},
         stretches=tuple(stretches.found),
     )
-
-
-def _in_line(message: Collective) -> str:
-    """What a message of the compute stream itself is."""
-    if message.axis == TENSOR:
-        return OF_LAYERS
-    return OF_TOKENS if message.kind == ALL_TO_ALL else IN_LINE
 
 
 def label_of(event: Op | Collective, place: StepPart, log: Log) -> str:

@@ -22,12 +22,11 @@ ROUNDING = 0.99  # of messages: another number of ranks pads differently
 def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
     """What no trace can fall below: what is trained and its states, in the master's dtype, and full copies that stay."""
     strategy = strategy_named(choice.strategy)
-    over = choice.ranks if strategy.optim_over_replicas else choice.shards
+    over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim.value == "replicate":
         over = choice.expert_parallel  # at least: what is no expert is whole on each rank
     stays = strategy.params.value == "replicate" or strategy.keep_until_backward
-    copies = space.compute_bytes / choice.expert_parallel if stays and choice.ranks > 1 else 0
-    num_params //= choice.tensor_parallel  # at least: some layers are whole on each rank
+    copies = space.compute_bytes / choice.expert_parallel if stays and choice.gpus > 1 else 0
     if choice.offload == NO_OFFLOAD:
         return int(num_params * (space.master_bytes / over + copies))
     return int(num_params * (space.compute_bytes / over * (OFFLOADS[choice.offload][0] == "device") + copies))
@@ -36,11 +35,11 @@ def least_bytes(choice: Choice, space: Space, num_params: int) -> int:
 def least_host_bytes(choice: Choice, space: Space, num_params: int, cluster: Cluster) -> int:
     """What `host_bytes` of no trace can fall below, in the same terms: see there."""
     strategy = strategy_named(choice.strategy)
-    over = choice.ranks if strategy.optim_over_replicas else choice.shards
+    over = choice.gpus if strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
     each += space.state_bytes if OFFLOADS[choice.offload][1] == HOST else 0
-    return int(num_params / choice.tensor_parallel / over * each * min(choice.gpus, cluster.node))
+    return int(num_params / over * each * min(choice.gpus, cluster.node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
                 gathered.append(event.num_bytes)
             elif event.kind in SCATTERS:
                 reduced.append(event.num_bytes)
-    far = choice.shards > cluster.node // choice.tensor_parallel
+    far = choice.shards > cluster.node
     return Floor(num_bytes, step.seconds - step.exposed_s, tuple(gathered), tuple(reduced), far)
 
 
@@ -84,15 +83,13 @@ def messages_s(choice: Choice, floor: Floor, space: Space, cluster: Cluster) -> 
     """
     strategy = strategy_named(choice.strategy)
     scale = cluster.scales.get("middle")
-    costs = costs_of(
-        cluster, REACHED["middle"], choice.ranks, strategy.hybrid, choice.shards, scale, tensor=choice.tensor_parallel
-    )
+    costs = costs_of(cluster, REACHED["middle"], choice.gpus, strategy.hybrid, choice.shards, scale)
 
     def seconds(kind: str, sizes: tuple[int, ...], axis: str, share: float) -> float:
         return sum(costs.of_collective(Collective(kind, int(n * share), axis, kind)) for n in sizes)
 
     narrow = min(1.0, space.compute_bytes / 4)
-    inside = choice.shards <= cluster.node // choice.tensor_parallel
+    inside = choice.shards <= cluster.node
     reduces = seconds("scatter_sum", floor.reduced, "shard", narrow if floor.far and inside else 1.0)
     if strategy.hybrid:
         kind = "scatter_sum" if strategy.optim_over_replicas else "sum"

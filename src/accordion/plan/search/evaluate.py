@@ -56,7 +56,7 @@ class Candidate:
     def tokens_per_s(self, tokens: int, rate: str = "middle") -> float:
         """Of one GPU."""
         assert self.steps is not None
-        each = self.choice.micro_batch * tokens * self.choice.accumulate / self.choice.tensor_parallel
+        each = self.choice.micro_batch * tokens * self.choice.accumulate
         return each / self.steps[rate].seconds
 
 
@@ -124,7 +124,7 @@ class Evaluator:
         if bound:
             return Candidate(choice=choice, fits=False, least_bytes=least, bound=bound)
         candidate = Candidate(choice=choice, fits=False, least_bytes=least)
-        alone = choice.ranks == 1 and choice.offload != NO_OFFLOAD  # without offload its shards are the parameters
+        alone = choice.gpus == 1 and choice.offload != NO_OFFLOAD  # without offload its shards are the parameters
         return self._filled(candidate, self.traces.of(choice), self.traces.moved(choice) if alone else None)
 
     def _least_bytes(self, choice: Choice) -> int:
@@ -187,7 +187,7 @@ class Evaluator:
         if floor.num_bytes > self._most and choice.units == AUTO:  # smaller units take less
             return f"takes more than full_shard, which needs at least {self._needed(floor.num_bytes) / GIB:,.1f} GiB"
         fastest, seconds = self._rates.get(choice.gpus, 0.0), self._least_s(choice)
-        rate = choice.micro_batch * choice.accumulate * self._space.tokens / choice.tensor_parallel / seconds
+        rate = choice.micro_batch * choice.accumulate * self._space.tokens / seconds
         if rate > fastest * (1 + AS_FAST):
             return ""
         said = f"{abs(gain := (rate / fastest - 1) * 100):.0f} % {'faster' if gain > 0 else 'slower'}"

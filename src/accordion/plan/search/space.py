@@ -35,8 +35,6 @@ class Choice:
     """One configuration. `accumulate`: micro-batches of a step. `replicas`: of a hybrid, or 1. `offload`: of OFFLOADS.
     `secondary`: what `shard` takes under that name; 0: nothing. `no_sync`: micro-batches but the last reduce nothing.
     `activations`: of ACTIVATIONS. `expert_parallel`: ranks that share the experts of a mixture; 1: each has all.
-    `tensor_parallel`: neighbours that share layers, and the data of one rank.
-
     `units`: "auto" is what the space says of them, else a rule such as "min_params:1000000".
     """
 
@@ -52,13 +50,11 @@ class Choice:
     no_sync: bool = False
     activations: str = DEVICE
     expert_parallel: int = 1
-    tensor_parallel: int = 1
 
     def __str__(self) -> str:
         parts = [self.strategy + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"secondary shards over {self.secondary}"] if self.secondary else []
         parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
-        parts += [f"layers over {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
         inputs = f" with inputs on the {self.activations}" if self.activations != DEVICE else ""
         parts += [f"checkpointing {self.checkpoint_activations}{inputs}", f"micro-batch {self.micro_batch}"]
         apart = " without reducing" if self.no_sync else ""
@@ -76,12 +72,7 @@ class Choice:
     @property
     def shards(self) -> int:
         """Ranks over which parameters are cut."""
-        return self.ranks // self.replicas
-
-    @property
-    def ranks(self) -> int:
-        """With data of their own."""
-        return self.gpus // self.tensor_parallel
+        return self.gpus // self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +96,6 @@ class Space:
     offloads: Sequence[str] = tuple(OFFLOADS)
     activations: Sequence[str] = (DEVICE,)
     expert_parallel: int = 1
-    tensor_parallel: int = 1
     units: Sequence[str] = (AUTO,)
     secondary: int | None = 0
     optimizer: str = "adamw"
@@ -134,11 +124,10 @@ class Space:
             sharding["offload"] = _offload_of(choice)
         return TrainingSetup(
             engine=self.engine,
-            ranks=choice.ranks,
-            node=cluster.node // choice.tensor_parallel,
+            ranks=choice.gpus,
+            node=cluster.node,
             replicas=choice.replicas,
             expert_parallel=choice.expert_parallel,
-            tensor_parallel=choice.tensor_parallel,
             accumulate=choice.num_traced,
             no_sync=choice.no_sync,
             optimizer=self.optimizer,
@@ -168,8 +157,8 @@ class Space:
 
     @property
     def divided_gpus(self) -> Sequence[int]:
-        """Those of `gpus` that ranks which share experts or layers divide."""
-        return [n for n in self.gpus if n % self.expert_parallel == n % self.tensor_parallel == 0]
+        """Those of `gpus` that ranks which share experts divide."""
+        return [n for n in self.gpus if n % self.expert_parallel == 0]
 
     def tiers_of(self, choice: Choice) -> Sequence[str]:
         """The offloads to try for a choice. In a search offload goes with what keeps no full copies."""
@@ -210,20 +199,19 @@ def choices(space: Space, cluster: Cluster) -> list[Choice]:
 def _choices(space: Space, cluster: Cluster) -> Iterator[Choice]:
     for gpus in space.divided_gpus:
         for name in space.strategies:
-            if gpus == space.tensor_parallel and name not in (NO_SHARD.name, space.strategies[0]):
+            if gpus == 1 and name not in (NO_SHARD.name, space.strategies[0]):
                 continue
             for replicas in _replicas(space, strategy_named(name).hybrid, gpus, cluster.node):
                 for checkpointing in space.checkpointing:
                     if checkpointing == "none" and space.activations[0] != DEVICE:
                         continue
                     for micro_batch in space.micro_batches:
-                        accumulate = _accumulate(space, micro_batch, gpus // space.tensor_parallel)
+                        accumulate = _accumulate(space, micro_batch, gpus)
                         if accumulate:
                             choice = Choice(
                                 strategy=name, checkpoint_activations=checkpointing, micro_batch=micro_batch,
                                 gpus=gpus, accumulate=accumulate, replicas=replicas, no_sync=space.no_sync,
                                 activations=space.activations[0], expert_parallel=space.expert_parallel,
-                                tensor_parallel=space.tensor_parallel,
                             )  # fmt: skip
                             yield with_secondary(choice, space.secondary or 0) or choice
 

@@ -83,10 +83,10 @@ class Traces:
         return self._families[key]
 
     def _gpus_like(self, choice: Choice) -> list[int]:
-        if choice.ranks == 1 or choice.replicas > 1:
+        if choice.gpus == 1 or choice.replicas > 1:
             return [choice.gpus]
-        inside, alone = choice.gpus <= self._cluster.node, choice.tensor_parallel
-        like = [n for n in self._space.divided_gpus if n > alone and (n <= self._cluster.node) == inside]
+        inside = choice.gpus <= self._cluster.node
+        like = [n for n in self._space.divided_gpus if n > 1 and (n <= self._cluster.node) == inside]
         return like or [choice.gpus]
 
     def _make_family(self, choice: Choice, gpus: list[int]) -> Family | None:

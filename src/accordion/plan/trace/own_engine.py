@@ -22,8 +22,7 @@ from accordion.offload.arena import Arena
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.optim import clip_grad_norm_, wrap_optimizer
-from accordion.plan.events import COMPUTE, HOST, TENSOR
-from accordion.plan.trace.cut import Messages, cut_layers
+from accordion.plan.events import COMPUTE, HOST
 from accordion.plan.trace.instrument import owners_of, watch
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
@@ -33,23 +32,16 @@ from accordion.shard.api import shard_over
 from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.topology import CommunicatorMaker
 from accordion.state import no_sync
-from accordion.units import choose_units
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """`model` under `shard`, as a GPU rank or a CPU rank has it."""
     meshes: MeshChoice | None = None
-    sharding = dict(run.sharding)
-    if run.tensor_parallel > 1:
-        names = {name for name, _ in choose_units(model, run.units)}  # by sizes of whole layers, as DTensors have them
-        sharding["units"] = lambda name, module: name in names
-        with tracker.paused():
-            cut_layers(model, Messages(run.tensor_parallel, partial(tracker.collective, axis=TENSOR)))
     if run.expert_parallel > 1:
         with tracker.paused():
             meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
     arena = partial(TracedArena, tracker, run)
-    shard_over(silent(tracker, run), model, mesh, **sharding, meshes=meshes, make_arena=arena)
+    shard_over(silent(tracker, run), model, mesh, **run.sharding, meshes=meshes, make_arena=arena)
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":

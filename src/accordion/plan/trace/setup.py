@@ -34,7 +34,6 @@ class TrainingSetup:
     `ranks`: those with data of their own. `node`: of them, on one machine. `replicas`: of a hybrid strategy; 0: one a machine.
     `device`: "cuda" traces what a GPU would do; "cpu" the engine on CPU ranks, over gloo. `optimizer`: of OPTIMIZERS. `no_sync`:
     micro-batches but the last do not reduce. `expert_parallel`: neighbours that share the experts of a mixture.
-    `tensor_parallel`: those that share layers, and the data of one rank.
     """
 
     engine: str = "accordion"
@@ -42,7 +41,6 @@ class TrainingSetup:
     node: int = 8
     replicas: int = 0
     expert_parallel: int = 1
-    tensor_parallel: int = 1
     accumulate: int = 1
     no_sync: bool = False
     optimizer: str = "adamw"

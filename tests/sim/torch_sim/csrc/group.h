@@ -70,6 +70,7 @@ struct Ccl final : c10d::Backend {
   int64_t last_stream = -1;
   std::mutex m;
   bool coalescing = false, coalesced_async = false;
+  const bool coalesces;  // torch's nccl2 launches each collective by itself, and batches messages alone
   std::vector<Part> parts;
   std::vector<Tensor> held;
   int64_t coalesced_bytes = 0;
@@ -83,7 +84,8 @@ struct Ccl final : c10d::Backend {
         name(name),
         timeout(timeout_ms),
         options(c10::make_intrusive<Options>(name, timeout)),
-        id(next_id()) {
+        id(next_id()),
+        coalesces(name != "nccl2") {
     if (settings().rank < 0) settings().rank = rank;
   }
   const std::string getBackendName() const override { return name; }
@@ -113,7 +115,7 @@ struct Ccl final : c10d::Backend {
       known(t);
       bytes += bytes_of(t);
     }
-    if (coalescing) {
+    if (coalescing && (coalesces || type == OpType::SEND || type == OpType::RECV)) {
       parts.push_back({std::move(start), std::move(finish)});
       held.insert(held.end(), tensors.begin(), tensors.end());
       coalesced_async |= async;
@@ -262,7 +264,7 @@ struct Ccl final : c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> together(OpType type, std::vector<Tensor> tensors, bool async,
                                           std::vector<Part> some) {
-    if (coalescing) {
+    if (coalescing && coalesces) {
       for (auto& p : some) go(type, {}, async, p.start, p.finish);
       held.insert(held.end(), tensors.begin(), tensors.end());
       return nullptr;
@@ -271,6 +273,12 @@ struct Ccl final : c10d::Backend {
     for (auto& t : tensors) {
       known(t);
       bytes += bytes_of(t);
+    }
+    for (size_t i = 0; !coalesces && some.size() > 1; i += 2) {  // the last work holds all tensors
+      const int64_t own = bytes_of(tensors[i]) + bytes_of(tensors[i + 1]);
+      run(type, {tensors[i], tensors[i + 1]}, async, {some.front()}, own, false);
+      some.erase(some.begin());
+      bytes -= own;
     }
     return run(type, tensors, async, std::move(some), bytes, false);
   }

@@ -69,6 +69,16 @@ SEAMS = [
         use="a class that is no AutoModel begins on meta in the dtype of its files",
     ),
     *(
+        Seam(module="accelerate.accelerator", owner="Accelerator", name=name, versions="1.12, 1.15", use=use)
+        for name, use in {
+            "_models": "accelerate does not write sharded models itself",
+            "_optimizers": "accelerate does not write their optimizers itself",
+            "_custom_objects": "sharded tensors of registered objects are saved whole",
+            "_save_model_state_pre_hook": "hooks of a save get the sharded models too",
+            "_load_model_state_pre_hook": "hooks of a load get the sharded models too",
+        }.items()
+    ),
+    *(
         Seam(module=f"{package}.{module}", owner=owner, name=name, versions="lightning 2.6.6", use=use)
         for package, module, owner, name, use in LIGHTNING
     ),

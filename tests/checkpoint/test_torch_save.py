@@ -1,0 +1,156 @@
+"""What `torch.save` writes on one rank of a sharded model: loaded on the others it is refused on all, not taken for theirs."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import accordion as acc
+from accordion.compat.fsdp2 import fully_shard
+from tests.support import models
+from tests.support.checks import assert_equal, full, go_on
+
+REFUSED = r"rank 1 was given .* of rank 0 of 2, .*acc\.full_state_dict.*acc\.save"
+
+
+def written(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def of_first_rank(mesh, value):
+    data = [written(value)]
+    dist.broadcast_object_list(data, group=mesh.get_group(), group_src=0)
+    return data[0]
+
+
+def read(data, weights_only=True):
+    return torch.load(io.BytesIO(data), weights_only=weights_only)
+
+
+def built(mesh, seed=0, **options):
+    model = acc.shard(models.seeded(seed), mesh=mesh, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def one_rank_for_all(mesh, weights_only):
+    model, optimizer = built(mesh)
+    go_on(model, optimizer, range(2))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "list": list(model.parameters())}
+    data = of_first_rank(mesh, state)
+
+    other, its = built(mesh, seed=3)
+    before = full(other)
+    with pytest.raises(acc.UsageError, match=REFUSED):
+        other.load_state_dict(read(data, weights_only)["model"])
+    name, part = next((name, child) for name, child in other.named_children() if list(child.parameters()))
+    found = read(data, weights_only)["model"]
+    with pytest.raises(acc.UsageError, match=REFUSED):
+        part.load_state_dict({key[len(name) + 1 :]: t for key, t in found.items() if key.startswith(name + ".")})
+    given = read(data, weights_only)["list"][0]
+    with pytest.raises(acc.UsageError, match=REFUSED), torch.no_grad():
+        next(other.parameters()).copy_(given)
+    assert_equal(full(other), before)
+
+    with pytest.raises(acc.UsageError, match=REFUSED):
+        optimizer.load_state_dict(read(data, weights_only)["optimizer"])
+    with pytest.raises(acc.UsageError, match=REFUSED):
+        acc.wrap_optimizer(built(mesh)[1]).load_state_dict(read(data, weights_only)["optimizer"])
+    its.load_state_dict(read(data, weights_only)["optimizer"])  # nobody asks before its first step
+    with pytest.raises(acc.UsageError, match=REFUSED):
+        go_on(other, its, range(1))
+    assert_equal(full(other), before)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_one_ranks_rows_are_refused_on_all(world, weights_only):
+    world.run(2, one_rank_for_all, weights_only)
+
+
+def every_rank_its_own(mesh):
+    model, optimizer = built(mesh)
+    go_on(model, optimizer, range(2))
+    other, its = built(mesh, seed=3)
+    other.load_state_dict(read(written(model.state_dict())))
+    its.load_state_dict(read(written(optimizer.state_dict())))
+    go_on(model, optimizer, range(2, 4))
+    go_on(other, its, range(2, 4))
+    assert_equal(full(other), full(model))
+
+
+def test_what_a_rank_wrote_itself_goes_on(world):
+    for count in (1, 2, 3):
+        world.run(count, every_rank_its_own)
+
+
+def unsharded(mesh):
+    model, _ = built(mesh, strategy=acc.NO_SHARD)
+    other, _ = built(mesh, seed=3, strategy=acc.NO_SHARD)
+    other.load_state_dict(read(of_first_rank(mesh, model.state_dict())))
+    assert_equal(full(other), full(model))
+
+
+def of_replica(mesh):
+    model, _ = built(mesh, strategy=acc.HYBRID_SHARD)
+    found = [None] * mesh.size()
+    dist.all_gather_object(found, written(model.state_dict()))
+    other, _ = built(mesh, seed=3, strategy=acc.HYBRID_SHARD)
+    other.load_state_dict(read(found[mesh.get_local_rank("shard")]))
+    assert_equal(full(other), full(model))
+
+
+def test_rows_that_another_rank_has_too_are_taken(world):
+    world.run(2, unsharded)
+    world.run_mesh((2, 2), ("replicate", "shard"), of_replica)
+
+
+def writes(mesh, folder):
+    (folder / str(dist.get_rank())).write_bytes(written(built(mesh)[0].state_dict()))
+
+
+def other_number_of_ranks(mesh, folder):
+    with pytest.raises(acc.UsageError, match=r"of rank \d of 2"):
+        built(mesh, seed=3)[0].load_state_dict(read((folder / str(dist.get_rank() % 2)).read_bytes()))
+
+
+def test_rows_of_another_number_of_ranks_are_refused(world, tmp_path):
+    world.run(2, writes, tmp_path)
+    world.run(3, other_number_of_ranks, tmp_path)
+
+
+def under_fsdp2(mesh):
+    model, other = (fully_shard(models.seeded(seed), mesh=mesh) for seed in (0, 3))
+    with pytest.raises(acc.UsageError, match=REFUSED):
+        other.load_state_dict(read(of_first_rank(mesh, model.state_dict())))
+    other.load_state_dict(read(written(model.state_dict())))
+
+
+def test_fsdp2_refuses_them_too(world):
+    world.run(2, under_fsdp2)
+
+
+def alone_on_an_equal_mesh(mesh):
+    """DTensor may give the result of an operator an equal mesh that it met first; rows of this rank need nobody else all the same."""
+    equal = DeviceMesh(mesh.device_type, mesh.mesh.clone(), mesh_dim_names=mesh.mesh_dim_names)
+    model = acc.shard(models.plain(), mesh=mesh)
+    kept = {
+        name: DTensor.from_local(
+            tensor.to_local().clone(), equal, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+        for name, tensor in model.state_dict().items()
+    }
+    assert all(tensor.device_mesh is equal for tensor in kept.values())
+    if mesh.get_rank() == 1:
+        model.load_state_dict(kept)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(kept[name])
+    dist.barrier(mesh.get_group())
+
+
+def test_rows_of_this_process_are_taken_by_one_rank_alone(world):
+    world.run(2, alone_on_an_equal_mesh)

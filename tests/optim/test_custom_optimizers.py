@@ -1,0 +1,211 @@
+"""Optimizers of users: counts in groups and attributes, states that belong to no parameter, lists of parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import accordion as acc
+from tests.support import models
+from tests.support.checks import assert_close, mean_grads, one_loss, run_all
+from tests.support.offloads import HOST, disk, disk_of_all
+from tests.support.reference import params_of
+
+
+class Momentum(torch.optim.Optimizer):
+    """Momentum, corrected by a count of steps that a subclass keeps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def count(self) -> float:
+        raise NotImplementedError
+
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        correction = 1 - 0.9 ** self.count()
+        for p in self.parameters():
+            if p.grad is not None:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad, alpha=0.1)
+                p.sub_(momentum / correction, alpha=self.param_groups[0]["lr"])
+
+
+class InGroup(Momentum):
+    def count(self) -> float:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr_max"] = max(group["lr"], group.get("lr_max", 0.0))
+            group.setdefault("decay", torch.ones(())).mul_(0.5)
+        return self.param_groups[0]["count"]
+
+
+class InState(Momentum):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.state["steps"] = {"count": 0, "sum": torch.zeros(())}
+
+    def count(self) -> float:
+        self.state["steps"]["count"] += 1
+        self.state["steps"]["sum"] += 1
+        return self.state["steps"]["sum"].item()
+
+
+class Listing(Momentum):
+    """Counts in an attribute, and keeps its parameters in a list and as keys of a dict."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.own = super().parameters()
+        self.signs = dict.fromkeys(self.own, 1.0)
+        self.calls = {"count": 0}
+
+    def count(self) -> float:
+        self.calls["count"] += 1
+        return self.calls["count"]
+
+    def parameters(self) -> list[Tensor]:
+        return [p for p in self.own if self.signs[p]]
+
+
+class ByNorm(Momentum):
+    """No elementwise optimizer: its group has a number that depends on all gradients."""
+
+    def count(self) -> float:
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.param_groups[0]["norm"] = float(torch.stack(norms).norm())
+        return 1.0
+
+
+class Hidden(Momentum):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        params = super().parameters()
+        self.find = lambda: params
+
+    def count(self) -> float:
+        return 1.0
+
+    def parameters(self) -> list[Tensor]:
+        return self.find()
+
+
+KINDS = (InGroup, InState, Listing)
+
+
+def built(kind: type[Momentum], model: torch.nn.Module) -> Any:
+    params = list(model.parameters())
+    return kind([{"params": params[::2]}, {"params": params[1::2]}])
+
+
+def left_by(optimizer: Any) -> list[Any]:
+    """What a step changes besides parameters and their states."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    return [str(groups), str(shared), str(getattr(optimizer, "calls", None))]
+
+
+def expected(mesh, kind: type[Momentum], steps: int = 4) -> Any:
+    plain = models.plain()
+    optimizer = built(kind, plain)
+    for step in range(steps):
+        one_loss(plain, step).backward()
+        for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
+            p.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(plain.named_parameters()), left_by(optimizer)
+
+
+def trained(model: Any, optimizer: Any, steps: range) -> Any:
+    for step in steps:
+        one_loss(model, step).backward()
+        optimizer.step()
+        left = left_by(optimizer)  # as soon as `step` returns
+        optimizer.zero_grad()
+    acc.synchronize(model)
+    return left
+
+
+def steps_as_unsharded(mesh, strategy: acc.Strategy, offloads: tuple[acc.Offload | None, ...] = (None,)) -> None:
+    for kind in KINDS:
+        params, left = expected(mesh, kind)
+        for offload in offloads:
+            model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, offload=offload)
+            optimizer = acc.wrap_optimizer(built(kind, model), elementwise=True)
+            assert trained(model, optimizer, range(4)) == left, (kind, offload)
+            assert_close(params_of(model), params, 1e-5)
+
+
+def test_an_optimizer_of_a_user_counts_each_step_once(world):
+    run_all(world, steps_as_unsharded)
+
+
+def of_all_tiers(mesh, path: Path) -> None:
+    device = acc.Offload(optimizer="host", step="device")
+    backward = acc.Offload(params="host", optimizer="host", step_in_backward=True)
+    steps_as_unsharded(mesh, acc.FULL_SHARD, (HOST, disk(path), disk_of_all(path), device, backward))
+
+
+def test_with_offload_the_parts_of_a_step_count_once_together(world, tmp_path):
+    world.run(2, of_all_tiers, tmp_path)
+
+
+def goes_on(mesh, path: Path) -> None:
+    for kind in KINDS[:2]:
+        params, left = expected(mesh, kind)
+        for offload in (None, HOST, disk(path)):
+            folder = path / f"{kind.__name__}-{offload is None}-{offload is HOST}"
+            model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+            optimizer = acc.wrap_optimizer(built(kind, model), elementwise=True)
+            trained(model, optimizer, range(2))
+            acc.save(folder, model, optimizer)
+            model = acc.shard(models.plain(), mesh=mesh, offload=offload)
+            optimizer = acc.wrap_optimizer(built(kind, model), elementwise=True)
+            acc.load(folder, model, optimizer)
+            assert trained(model, optimizer, range(2, 4)) == left
+            assert_close(params_of(model), params, 1e-5)
+
+
+def test_a_checkpoint_keeps_what_belongs_to_no_parameter(world, tmp_path):
+    world.run(2, goes_on, tmp_path)
+
+
+def differs(mesh, path: Path) -> None:
+    model = acc.shard(models.plain(), mesh=mesh)
+    optimizer = acc.wrap_optimizer(InState(model.parameters()), elementwise=True)
+    optimizer.state["steps"]["count"] = dist.get_rank()
+    with pytest.raises(
+        acc.CheckpointError, match=r"different states of the optimizer that belong to no parameter.*steps"
+    ):
+        acc.save(path / "c", model, optimizer)
+
+
+def test_a_state_that_ranks_share_and_differ_in_is_refused(world, tmp_path):
+    world.run(2, differs, tmp_path)
+
+
+def refused(mesh) -> None:
+    model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="host"))
+    optimizer = acc.wrap_optimizer(ByNorm(model.parameters()), elementwise=True)
+    one_loss(model).backward()
+    optimizer.step()
+    with pytest.raises(acc.UsageError, match="ByNorm sets 'norm' by the elements that it steps"):
+        acc.synchronize(model)
+    model = acc.shard(models.plain(), mesh=mesh)
+    optimizer = acc.wrap_optimizer(Hidden(model.parameters()), elementwise=True)
+    one_loss(model).backward()
+    with pytest.raises(acc.UsageError, match="Hidden holds its parameters in an object"):
+        optimizer.step()
+
+
+def test_what_is_not_elementwise_or_hides_its_parameters_is_refused(world):
+    world.run(2, refused)

@@ -1,0 +1,258 @@
+"""Writes to parameters that no version counter sees: they take effect, or are refused with what to write in their place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import accordion as acc
+import accordion.compat.fsdp2 as compat
+from accordion.safety.forward_writes import ForwardWrites
+from tests.devices import device, here
+from tests.inside import engine_in, units_of
+from tests.safety.test_divergence import impatient
+from tests.support.checks import run_all
+
+LOST = "modified a parameter in its forward, and the change would be lost"
+
+
+def normalise(weight: Tensor) -> None:
+    weight.data.copy_(F.normalize(weight.data, dim=-1))
+
+
+def flip(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.data.copy_(weight.data.flip(0))
+
+
+def nothing(weight: Tensor) -> None:
+    pass
+
+
+class Layer(nn.Linear):
+    """Writes into its weight in each forward in training."""
+
+    write: Callable[[Tensor], None] = staticmethod(nothing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.write(self.weight)
+        return super().forward(x)
+
+
+class Net(nn.Sequential):
+    """Layers of which the forward may leave some out."""
+
+    def __init__(self, write: Callable[[Tensor], None] = nothing) -> None:
+        torch.manual_seed(0)
+        super().__init__(*[here(Layer(6, 6)) for _ in range(3)])
+        self[1].write = write
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for i in chosen:
+            x = self[i](x)
+        return x
+
+
+def step(model: nn.Module, chosen: tuple[int, ...] = (0, 1, 2)) -> None:
+    model(torch.ones(2, 6, device=device()), chosen).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad)
+            p.grad = None
+
+
+def step_and_read(model: nn.Module) -> None:
+    """Step once; on a device the result of the check is read when it is on the host, at the end of the next forward."""
+    step(model)
+    if device().type != "cpu":
+        torch.accelerator.synchronize()
+        step(model)
+
+
+def full(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+# -- in a forward
+
+
+def written(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
+    """Refused by the unit's name if full parameters are freed, and kept if shards are the full parameters."""
+    for write, is_frozen in ((normalise, False), (flip, True)):
+        plain, model = Net(write), Net(write)
+        for m in (plain, model):
+            m[1].weight.requires_grad_(not is_frozen)
+        acc.shard(model, mesh=mesh, units={Layer}, strategy=strategy, **options)
+        if all(group.alias for unit in units_of(model) for group in unit.groups):
+            for _ in range(2):
+                step(plain)
+                step(model)
+            torch.testing.assert_close(full(model), [p.detach() for p in plain.parameters()])
+            continue
+        with pytest.raises(acc.UsageError, match=f"unit '1' {LOST}"):
+            step(model)
+        model.eval()
+        with torch.no_grad():  # nobody writes there
+            model(torch.ones(2, 6, device=device()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint_activations": "full"}, {"precision": acc.Precision(params=torch.bfloat16)}],
+    ids=["plain", "checkpointed", "bf16"],
+)
+def test_a_write_through_data_is_refused_or_kept(world, options):
+    run_all(world, partial(written, options=options))
+
+
+def test_a_write_through_data_on_one_rank_alone(world):
+    world.run(1, written, acc.FULL_SHARD, {})
+
+
+def in_fsdp2(mesh) -> None:
+    model = Net(normalise)
+    for layer in model:
+        compat.fully_shard(layer, mesh=mesh)
+    compat.fully_shard(model, mesh=mesh)
+    with pytest.raises(acc.UsageError, match=f"unit '1' {LOST}"):
+        step(model)
+
+
+def test_a_write_through_data_under_fully_shard(world):
+    world.run(2, in_fsdp2)
+
+
+def checked_for_two_steps(mesh) -> None:
+    model = acc.shard(Net(), mesh=mesh, units={Layer})
+    model.eval()
+    for _ in range(3):  # counts as no step
+        with torch.no_grad():
+            model(torch.ones(2, 6, device=device()))
+    model.train()
+    for _ in range(2):
+        step(model, (0, 2))
+    model[0].write = normalise  # which has been checked in two steps
+    step(model, (0, 2))
+    model[1].write = normalise  # first used now
+    with pytest.raises(acc.UsageError, match=f"unit '1' {LOST}"):
+        step(model)
+    model[0].write = model[1].write = nothing
+    step(model)
+    step_and_read(model)
+    assert engine_in(model).observers.find(ForwardWrites) is None
+
+
+def test_each_unit_is_checked_in_its_first_two_steps(world):
+    world.run(2, checked_for_two_steps)
+
+
+def checked_always(mesh) -> None:
+    model = acc.shard(Net(), mesh=mesh, units={Layer}, debug="order")
+    for _ in range(3):
+        step(model)
+    model[2].write = flip
+    with pytest.raises(acc.UsageError, match=f"unit '2' {LOST}"):
+        step_and_read(model)
+
+
+def test_debug_checks_every_step(world):
+    world.run(2, checked_always)
+
+
+def on_one_rank(mesh) -> str:
+    writes = dist.get_rank() == 1
+    model = acc.shard(Net(normalise if writes else nothing), mesh=mesh, units={Layer})
+    with impatient(), pytest.raises(acc.UsageError if writes else acc.DivergenceError) as caught:
+        step(model)
+    time.sleep(4 if writes else 0)  # it is still there, and does not say goodbye
+    return str(caught.value)
+
+
+def test_a_write_on_one_rank_ends_all(world):
+    for rank, text in enumerate(world.run(2, on_one_rank)):
+        assert LOST in text
+        assert rank == 1 or "rank 1 failed" in text
+    world.close()  # ranks have drifted apart
+
+
+# -- between steps
+
+
+def assigned(mesh, strategy: acc.Strategy) -> None:
+    model = acc.shard(Net(), mesh=mesh, units={Layer}, strategy=strategy)
+    step(model)
+    weight = model[0].weight
+    weight.data = weight.data  # no change
+    step(model)
+    kept = weight.data
+    weight.data = kept * 0.5
+    for use in (step, Net.state_dict, acc.full_state_dict):
+        with pytest.raises(acc.UsageError, match=r"the data of parameter '0.weight' was assigned after shard\(\)"):
+            use(model)
+
+
+def test_data_assigned_between_steps_is_refused_at_the_next_use(world):
+    run_all(world, assigned)
+
+
+def assigned_otherwise(mesh) -> None:
+    changes = [lambda p: p.data.double()]
+    if (
+        device().type == "cpu"
+    ):  # torch itself refuses a plain tensor on the device of an extension, as the simulated one is
+        changes.append(lambda p: torch.zeros(p.shape))
+    for change in changes:
+        for is_frozen in (False, True):
+            model = acc.shard(Net().requires_grad_(not is_frozen), mesh=mesh, units={Layer})
+            model[2].bias.data = change(model[2].bias)
+            with pytest.raises(acc.UsageError, match=r"'2.bias' was assigned .* convert dtypes before shard\(\)"):
+                model(torch.ones(2, 6, device=device()))
+
+
+def test_data_of_another_kind_is_refused(world):
+    world.run(2, assigned_otherwise)
+    world.run(1, assigned_otherwise)
+
+
+WRITES: list[Callable[[Tensor], object]] = [
+    lambda data: data.zero_(),
+    lambda data: data.copy_(data * 2),
+    lambda data: data.mul_(2),
+    lambda data: data.clamp_(-0.1, 0.1),
+    lambda data: data.lerp_(data * 2, 0.5),
+]
+OFFLOADS = [
+    {},
+    {"precision": acc.Precision(params=torch.bfloat16)},
+    {"offload": acc.Offload(optimizer="host")},
+    {"offload": acc.Offload(params="host", optimizer="host"), "precision": acc.Precision(params=torch.bfloat16)},
+]
+
+
+def written_in_place(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
+    """As averages are put in the place of weights for an evaluation: full copies that are kept must follow."""
+    plain, model = Net(), acc.shard(Net(), mesh=mesh, units={Layer}, strategy=strategy, **options)
+    x = torch.ones(2, 6, device=device())
+    tolerance = 0.05 if "precision" in options else 1e-6
+    for write in (None, *reversed(WRITES)):
+        for m in (plain, model):
+            for p in m.parameters() if write is not None else ():
+                write(p.data)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                torch.testing.assert_close(model(x).float(), plain(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", OFFLOADS, ids=["plain", "bf16", "optimizer on host", "params on host"])
+def test_writes_through_data_in_place_take_effect(world, options):
+    run_all(world, partial(written_in_place, options=options))

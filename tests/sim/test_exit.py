@@ -1,0 +1,136 @@
+"""After a pass that fails the host waits for nothing on a device, in which a collective may never end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import accordion as acc
+from accordion.offload import arena
+from tests.devices import device
+from tests.inside import engine_in
+from tests.safety.test_exit import ALONE, fails_alone
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.mark.parametrize(("where", "mode"), ALONE)
+def test_a_rank_that_fails_alone_exits_at_once(tmp_path, where, mode):
+    fails_alone(where, mode, "sim", tmp_path)
+
+
+waits: list[str] = []
+"""Of the host, since the last pass that failed."""
+
+
+def fail() -> None:
+    waits.clear()
+    torch.sim.tell_waits(lambda why, stream: waits.append(why))
+    raise ValueError("planted")
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        fail()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, *, lacks: bool) -> Tensor:
+        return x + (self.a(x) if lacks else self.b(torch.relu(self.a(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor, fails: str = "") -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, lacks=bool(fails))
+            if i == 1 and fails == "forward":
+                fail()
+            x = FailsInBackward.apply(x) if i == 1 and fails == "backward" else x
+        return x
+
+
+def trained(model: nn.Module, steps: int) -> list[Tensor]:
+    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(4, 16, device="cpu").to(device())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    acc.synchronize(model)
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def waits_after(model: nn.Module, fails: str, then: Callable[[], None]) -> list[str]:
+    """From the error of a pass until `then` has returned."""
+    gc.collect()
+    with pytest.raises(ValueError, match="planted"):
+        model(torch.ones(4, 16, device=device(), requires_grad=True), fails).square().mean().backward()
+    then()
+    torch.sim.tell_waits(None)
+    return list(waits)
+
+
+def after_failures(mesh, fails: str, offload: acc.Offload | None) -> tuple[list[str], list[str]]:
+    """Fail, go on as a model that did not fail, fail again, and end the model."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        activations = "full" if offload is not None and offload.activations != "device" else "none"
+        model = acc.shard(
+            Model().to(device()), mesh, units=[Block], offload=offload, checkpoint_activations=activations
+        )
+        trained(model, 2)
+        models.append(model)
+    model, other = models
+    recovers = waits_after(model, fails, engine_in(model).recover)
+    model.zero_grad()
+    for mine, same in zip(trained(model, 2), trained(other, 2), strict=True):
+        assert torch.equal(mine, same)
+    return recovers, waits_after(model, fails, engine_in(model).dismantle)
+
+
+OFFLOADS = [None, acc.Offload(params="host", optimizer="host"), acc.Offload(activations="host")]
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("offload", OFFLOADS, ids=["none", "host", "activations"])
+def test_the_host_waits_for_nothing_after_a_pass_that_failed(world, fails, offload):
+    assert world.run(2, after_failures, fails, offload) == [([], []), ([], [])]
+
+
+def test_pinned_memory_is_dropped_although_its_device_never_ends(monkeypatch):
+    ends, given_back = threading.Event(), threading.Event()
+
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
+            return 0
+
+        def cudaHostUnregister(self, _: int) -> None:  # noqa: N802
+            given_back.set()
+
+    monkeypatch.setattr(arena, "SETTLE_S", 0.0)
+    owner = Block()
+    arena.pin(owner, torch.empty(4096, dtype=torch.uint8, device="cpu"), Runtime(), lambda: ends.wait(), lambda: None)
+    del owner
+    assert not given_back.is_set()
+    ends.set()
+    assert given_back.wait(60)
