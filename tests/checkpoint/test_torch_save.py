@@ -1,15 +1,16 @@
 """What `torch.save` writes on one rank of a sharded model: loaded on the others it is refused on all, not taken for theirs."""
 
+import copy
 import io
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.compat.fsdp2 import fully_shard
+from accordion.row_marks import MADE
 from tests.support import models
 from tests.support.checks import assert_equal, full, go_on
 
@@ -134,8 +135,9 @@ def test_fsdp2_refuses_them_too(world):
 
 
 def alone_on_an_equal_mesh(mesh):
-    """DTensor may give the result of an operator an equal mesh that it met first; rows of this rank need nobody else all the same."""
-    equal = DeviceMesh(mesh.device_type, mesh.mesh.clone(), mesh_dim_names=mesh.mesh_dim_names)
+    """DTensor may give the result of an operator an equal mesh that it met first; rows of this rank need nobody else."""
+    equal = copy.copy(mesh)
+    vars(equal).pop(MADE, None)
     model = acc.shard(models.plain(), mesh=mesh)
     kept = {
         name: DTensor.from_local(
