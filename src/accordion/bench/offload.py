@@ -23,8 +23,8 @@ from accordion import _torch
 from accordion.bench.contenders import Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
 from accordion.bench.trainer import STATUS
-from accordion.config import Offload, Precision, nearest
-from accordion.errors import UsageError
+from accordion.config import Offload, Precision
+from accordion.errors import UsageError, nearest
 from accordion.offload.estimate import estimate_memory
 from accordion.offload.step.optimizer_copy import local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS

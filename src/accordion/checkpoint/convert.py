@@ -208,7 +208,7 @@ def _configuration(
         if not (Path(like) / CONFIG).is_file():
             raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
         made = copy_beside(Path(like), folder)
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         check_quantised(config, f"like {str(like)!r}")
         write_config(folder, config, dtype)
         return made
@@ -237,9 +237,9 @@ def write_config(
     """Write config.json, which says which dtype the weights have, and generation_config.json if there is one; return both."""
     said = {key: value for key, value in words.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2))
+    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2), encoding="utf-8")
     if generation is not None:
-        (folder / GENERATION).write_text(json.dumps(generation, indent=2))
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
     return [CONFIG] if generation is None else [CONFIG, GENERATION]
 
 

@@ -72,7 +72,7 @@ def open_foreign(path: str | os.PathLike[str]) -> Foreign:
     if not found.shapes:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
     config = Path(path, "config.json")
-    words = json.loads(config.read_text()) if config.is_file() else {}
+    words = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     check_quantised(words if isinstance(words, dict) else {}, os.fspath(path), found.shapes)
     num_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in found.shapes.values())
     if len(found.shapes) > FREE_TENSORS + num_bytes // BYTES_PER_TENSOR:

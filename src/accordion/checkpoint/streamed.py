@@ -88,7 +88,7 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
     where = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
     total = sum(source.num_bytes for source in sources)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / HF_INDEX).write_text(json.dumps(index, indent=2))
+    (folder / HF_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return [*names, HF_INDEX]
 
 

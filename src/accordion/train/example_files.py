@@ -95,7 +95,7 @@ def cached_examples(
     key = hashlib.sha256("\n".join([str(FORMAT), source.stamp, tokenizer_digest]).encode()).hexdigest()
     folder = cache / "examples" / key[:24]
     try:
-        held = ExampleFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        held = ExampleFiles(**json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"folder": str(folder)})
         parts = {split: held.read(split) for split in SPLITS}
         if [len(parts[split]) for split in SPLITS] != [held.num_train, held.num_validation]:
             raise ValueError(f"files in {folder} do not have as many examples")
@@ -155,7 +155,7 @@ def _made(
             for split, examples in arrays.items():
                 for name in ("tokens", "answers", "ends"):
                     getattr(examples, name).tofile(draft / f"{split}.{name}")
-            (draft / "meta.json").write_text(json.dumps(asdict(found)))
+            (draft / "meta.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return found
 
 

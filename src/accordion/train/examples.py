@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.language import brief
 from accordion.models.stored import special_ids
 from accordion.train.rows import DataRow, checked_text

@@ -18,7 +18,7 @@ from accordion.state import sharded_engine
 from accordion.train.adapters import fill_trained
 from accordion.train.batches import OrderedBatches, on_device
 from accordion.train.config import Config
-from accordion.train.data import EVAL_SEQUENCES, IGNORED, GlobalOrder, Share
+from accordion.train.data import IGNORED, GlobalOrder, Share, rows_read, validation_order
 from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
 from accordion.train.language_work import LanguageWork
@@ -96,12 +96,15 @@ class Instructions(LanguageWork):
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, answer tokens
-        for batch in validation_rows(self._rows("validation"), self._collate(), share, EVAL_SEQUENCES):
+        rows = self._rows("validation")
+        order = validation_order(len(rows), self.config.train.validation_rows)
+        for batch in validation_rows(rows, self._collate(), share, order):
             total += torch.stack(answer_losses(model, on_device(batch, device))).double()
         dist.all_reduce(total)
         model.train(was_training)
         loss = float(total[0] / total[1])
-        return Validation(loss=loss, words=f" (perplexity {math.exp(min(loss, 700.0)):,.1f} of an answer's token)")
+        perplexity, read = math.exp(min(loss, 700.0)), rows_read(order, len(rows))
+        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f} of an answer's token; {read})")
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """An answer to the first held-out example."""

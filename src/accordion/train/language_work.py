@@ -15,7 +15,7 @@ from accordion.models.stored import ends_of, generation_config
 from accordion.state import Only
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.adapters import fill_trained, kept_of, trained_model
-from accordion.train.config import Config
+from accordion.train.config import Config, model_name
 from accordion.train.model import configuration
 
 
@@ -26,6 +26,10 @@ class LanguageWork:
     config: Config
     generation: Mapping[str, Any]
     counted: str = "tokens"
+
+    @property
+    def name(self) -> str:
+        return model_name(self.config.model)
 
     def model(self, seed: int) -> nn.Module:
         return trained_model(self.config)

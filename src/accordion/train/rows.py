@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 from zlib import crc32
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.language import brief
 
 Split = Literal["train", "validation"]

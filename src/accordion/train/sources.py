@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.files import NOT_REGULAR
 from accordion.train.config import DataConfig
 from accordion.train.rows import (

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from accordion.train.batches import OrderedBatches
-from accordion.train.data import GlobalOrder, Sequences, Share, num_sequences, validation_batches
+from accordion.train.data import (
+    GlobalOrder,
+    Sequences,
+    Share,
+    num_sequences,
+    num_windows,
+    rows_read,
+    validation_batches,
+    validation_order,
+)
 from accordion.train.evaluate import sample, token_losses, validation_loss
 from accordion.train.language_work import LanguageWork
 from accordion.train.screen import Screen
@@ -60,9 +69,12 @@ class Text(LanguageWork):
         return bool(extra["data"] == self.tokens.digest)
 
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        tokens = self.tokens.read("validation")
-        loss = validation_loss(model, validation_batches(tokens, self.config.data.seq_len, share), device)
-        return Validation(loss=loss, words=f" (perplexity {math.exp(min(loss, 700.0)):,.1f})")
+        tokens, seq_len = self.tokens.read("validation"), self.config.data.seq_len
+        count = num_windows(tokens, seq_len)
+        order = validation_order(count, self.config.train.validation_rows)
+        loss = validation_loss(model, validation_batches(tokens, seq_len, share, order), device)
+        perplexity = math.exp(min(loss, 700.0))
+        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f}; {rows_read(order, count)})")
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""

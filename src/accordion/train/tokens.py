@@ -43,7 +43,10 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data: `spec` is its tokenizer.json. `special_as_text`: "<|endoftext|>" in a document is letters."""
+    """A tokenizer as data: `spec` is its tokenizer.json, `size` the rows that a model needs, one more than its largest id.
+
+    `special_as_text`: "<|endoftext|>" in a document is letters.
+    """
 
     spec: str
     size: int
@@ -191,14 +194,15 @@ def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabular
         end = next((number for number in found if number is not None), None)
     if end is None:
         raise UsageError(f"{str(folder)!r} names no end-of-text token; set eos_token_id in its config.json.")
-    return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=end)
+    size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+    return Vocabulary(spec=tokenizer.to_str(), size=max(size, end + 1), end_id=end)
 
 
 def cached_vocabulary(source: Texts, size: int, cache: Path, say: Say) -> tuple[Vocabulary, Callable[[], None]]:
     """The tokenizer for `source` from the cache, else trained; the second part writes it there."""
     path = cache / "tokenizers" / f"{_key(source.stamp, str(size))}.json"
     try:
-        held = Vocabulary(**json.loads(path.read_text()))
+        held = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
         held.tokenizer()
     except Exception:  # absent, damaged or of another version: trained again
         say(f"training a tokenizer on {source.label} (once; kept in {path.parent})")
@@ -216,7 +220,7 @@ def cached_tokens(
     """
     folder = cache / "tokens" / _key(source.stamp, vocabulary.digest)
     try:
-        held = TokenFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        held = TokenFiles(**json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"folder": str(folder)})
         sizes = [held.num_train, held.num_validation]
         if [held.read(split).size for split in SPLITS] != sizes:
             raise ValueError(f"token files in {folder} do not have {sizes} tokens")
@@ -268,8 +272,8 @@ def _tokenize(
                 files[split].seek(0)
                 with (draft / f"{split}.bin").open("wb") as target:
                     shutil.copyfileobj(files[split], target)
-            (draft / "tokenizer.json").write_text(vocabulary.spec)
-            (draft / "meta.json").write_text(json.dumps(asdict(made)))
+            (draft / "tokenizer.json").write_text(vocabulary.spec, encoding="utf-8")
+            (draft / "meta.json").write_text(json.dumps(asdict(made)), encoding="utf-8")
     return made
 
 
@@ -348,7 +352,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -356,8 +360,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def check_fits(vocabulary: Vocabulary, model_vocab: int, where: str) -> None:
     """A model cannot look up a token that it has no row for."""
-    if vocabulary.size > model_vocab or vocabulary.end_id >= model_vocab:
+    if vocabulary.size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {where} has {vocabulary.size} tokens (end of text: {vocabulary.end_id}), the model rows for "
-            f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
+            f"the tokenizer of {where} has ids up to {vocabulary.size - 1}, the model rows for {model_vocab}; take the tokenizer "
+            "that belongs to the model, or set vocab_size in config.json."
         )

@@ -1,0 +1,52 @@
+"""Standard output that neither a reader who is gone, a full disk nor a narrow encoding turns into an error."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
+
+
+class _Dropping(io.RawIOBase):
+    """A file descriptor of others: what cannot be written to it is dropped, and closing this leaves it open."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def isatty(self) -> bool:
+        return os.isatty(self._handle)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._handle, data)
+        except OSError:
+            return len(data)
+
+
+def lasting_stream(stream: TextIO) -> TextIO:
+    """Return a stream to the file of `stream`, or `stream` itself if that is no file, as in a notebook."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    try:
+        raw = _Dropping(stream.fileno())
+    except (OSError, ValueError):
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=True)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Make `sys.stdout` and `sys.stderr` last, so that no print ends a run."""
+    with redirect_stdout(lasting_stream(sys.stdout)), redirect_stderr(lasting_stream(sys.stderr)):
+        yield
