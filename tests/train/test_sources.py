@@ -57,6 +57,19 @@ def compressed(folder: Path) -> Path:
     return folder / "rows.jsonl.gz"
 
 
+def array_behind_a_mark(folder: Path) -> Path:
+    """As Windows writes it: a byte order mark, and blank lines before the array."""
+    text = "\ufeff\r\n  " + json.dumps([{"text": text} for text in TEXTS])
+    (folder / "rows.json").write_bytes(text.encode())
+    return folder / "rows.json"
+
+
+def zstandard(folder: Path) -> Path:
+    with pa.OSFile(str(folder / "rows.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as stream:
+        stream.write(jsonl(folder).read_bytes())
+    return folder / "rows.jsonl.zst"
+
+
 def csv_file(folder: Path) -> Path:
     with (folder / "rows.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
@@ -80,7 +93,20 @@ def linked(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "make", [jsonl, parquet_file, text_folder, datasets_folder, array, compressed, csv_file, arrow, linked]
+    "make",
+    [
+        jsonl,
+        parquet_file,
+        text_folder,
+        datasets_folder,
+        array,
+        array_behind_a_mark,
+        compressed,
+        zstandard,
+        csv_file,
+        arrow,
+        linked,
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_kind_gives_the_same_documents(tmp_path: Path, make: Callable[[Path], Path]) -> None:
@@ -227,6 +253,16 @@ def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl.gz").write_bytes(content)
         with pytest.raises(UsageError, match=r"rows.jsonl.gz' cannot be (read|decompressed)"):
             list(find(DataConfig(path=str(tmp_path / "rows.jsonl.gz"))).pieces())
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
+def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
+    path = tmp_path / name
+    path.write_bytes('{"text": "Straße"}\n'.encode(encoding))
+    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "holds a NUL byte, and is no UTF-8 text"
+    with pytest.raises(UsageError, match=f"data file '.*{name}' {what}"):
+        find(DataConfig(path=str(path)))
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import csv
+import gzip
 import io
 import json
-from collections.abc import Iterator, Mapping
+import lzma
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +23,6 @@ from accordion.models.language import brief
 
 Split = Literal["train", "validation"]
 VALIDATION_SHARE = 20  # one document in this many
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 CSV = {".csv": ",", ".tsv": "\t"}  # suffix -> what separates columns
 KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 KINDS |= dict.fromkeys(CSV, "csv")
@@ -57,6 +61,20 @@ class Fields:
         return DataRow(where=where, values=own, split=split, left=tuple(name for name in values if name not in own))
 
 
+def _zstandard(path: Path) -> IO[bytes]:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+COMPRESSED: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}
+
+
 def split_by_key(key: str) -> Split:
     """Return the split of a document by a hash of its name, the same on every machine."""
     return "validation" if crc32(key.encode(errors="surrogatepass")) % VALIDATION_SHARE == 0 else "train"
@@ -70,11 +88,7 @@ def suffix_of(path: Path) -> str:
 
 def opened(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed as its suffix says."""
-    if path.suffix.lower() not in COMPRESSED:
-        return path.open("rb")
-    from fsspec.implementations.local import LocalFileSystem
-
-    file: IO[bytes] = LocalFileSystem().open(str(path), compression="infer")
+    file: IO[bytes] = COMPRESSED.get(path.suffix.lower(), partial(open, mode="rb"))(path)
     return file
 
 
@@ -94,21 +108,25 @@ def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     `datasets` gives all rows of a file the fields and types of its first 10 MB: rows with a later field are an error, fields
     that a row lacks are null, and texts that look like dates are times.
     """
+    may_be_array = suffix_of(path) == ".json"
     with opened(path) as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                if number == 1 and line.lstrip().startswith(b"[") and suffix_of(path) == ".json":
-                    rows = _parsed(line + file.read(), repr(str(path)))
-                    for index, row in enumerate(rows, 1):
-                        yield _object(row, f"{str(path)!r} row {index}", f"{key}:{index}", fields)
-                    return
+            text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+            if may_be_array and text.startswith(b"["):
+                for index, row in enumerate(_parsed(text + file.read(), repr(str(path))), 1):
+                    yield _object(row, f"{str(path)!r} row {index}", f"{key}:{index}", fields)
+                return
+            if text:
+                may_be_array = False
                 where = f"{str(path)!r} line {number}"
-                yield _object(_parsed(line, where), where, f"{key}:{number}", fields)
+                yield _object(_parsed(text, where), where, f"{key}:{number}", fields)
 
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
+    except UnicodeDecodeError:
+        raise
     except (ValueError, RecursionError):
         more = ", and this file looks like one array of all of them" if text.lstrip()[:1] == b"[" else ""
         raise UsageError(f"{where} is no JSON; JSONL has one object in each line{more}.") from None
@@ -125,7 +143,7 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     what = f"data file {str(path)!r}"
     number = 0
     try:
-        for values in _table_values(path, what, fields):
+        for values in _table_values(path, columns_of(path, fields), fields):
             number += 1
             yield fields.row(f"{str(path)!r} row {number}", values, split_by_key(f"{key}:{number}"), "column")
     except (UsageError, GeneratorExit):
@@ -137,38 +155,41 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
         ) from None
 
 
-def _table_values(path: Path, what: str, fields: Fields) -> Iterator[dict[str, Any]]:
+def columns_of(path: Path, fields: Fields) -> list[str]:
+    """Return the column names of a CSV or parquet file, none of Arrow's. Raises `UsageError` unless they have `fields`."""
+    what, suffix, names = f"data file {str(path)!r}", suffix_of(path), list[str]()
+    if suffix in CSV:
+        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+            names = next(csv.reader(text, delimiter=CSV[suffix]), [])
+    elif suffix == ".parquet":
+        from pyarrow import parquet
+
+        names = parquet.read_schema(path).names
+    else:
+        return names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{what} has two columns named {twice!r}; rename one of them.")
+    fields.row(what, dict.fromkeys(names), "train", "column")
+    return names
+
+
+def _table_values(path: Path, names: list[str], fields: Fields) -> Iterator[dict[str, Any]]:
     import datasets
 
     kind = KINDS[suffix_of(path)]
     how: dict[str, Any] = {}
     if kind == "csv":
-        names = _header(path)
         text = datasets.Value("string")  # else a column of "1" or "NA" is numbers or nothing
         how = {"sep": CSV[suffix_of(path)], "encoding": "utf-8-sig", "keep_default_na": False, "na_filter": False}
         how["features"] = datasets.Features(dict.fromkeys(names, text))
     elif kind == "parquet":
-        from pyarrow import parquet
-
-        names = parquet.read_schema(path).names
         how = {"columns": [name for name in names if name in fields.names], "batch_size": 1024}
-    else:
-        names = []
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"{what} has two columns named {twice!r}; rename one of them.")
-    if names:
-        fields.row(what, dict.fromkeys(names), "train", "column")
     left = [name for name in names if name not in fields.names]
     with TemporaryDirectory() as cache:  # for a lock file
         files = [escape(str(path.absolute()))]
         for row in datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache, **how):
             yield {**row, **dict.fromkeys(left)}
-
-
-def _header(path: Path) -> list[str]:
-    with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        return next(csv.reader(text, delimiter=CSV[suffix_of(path)]), [])
 
 
 def _held_out_of(parts: Mapping[str, object]) -> str | None:

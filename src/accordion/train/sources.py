@@ -27,6 +27,7 @@ from accordion.train.rows import (
     Fields,
     Split,
     checked_text,
+    columns_of,
     opened,
     read_rows,
     split_by_key,
@@ -155,6 +156,9 @@ def find(config: DataConfig) -> Source:
             raise UsageError(f"data.path {config.path!r} is an empty file.")
         if config.format != "text" and not _has_rows(path):
             raise UsageError(f"data.path {config.path!r} is text, and data.format {config.format} takes {TAKES}.")
+        reason = _reason(path, path.name, config, fields) if path.is_file() else None
+        if reason is not None:
+            raise UsageError(f"data file {config.path!r} {reason}.")
     return _source(path.resolve().name.split(".")[0] or "data", config.path, files, fields, unread)
 
 
@@ -179,7 +183,9 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
                 return "holds a NUL byte, and is no UTF-8 text"
             codecs.getincrementaldecoder("utf-8")().decode(head, len(head) < HEAD_BYTES)
         # Next to text, such files often hold something else than rows of text.
-        if suffix in (".json", *CSV):
+        if suffix in CSV:
+            columns_of(path, fields)
+        elif suffix == ".json":
             next(read_rows(path, key, fields), None)
     except UsageError as error:
         return str(error).removeprefix(f"data file {str(path)!r} ").removeprefix(f"{str(path)!r} ").rstrip(".")
