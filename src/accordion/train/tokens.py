@@ -66,6 +66,14 @@ class Vocabulary:
         tokenizer.no_padding()
         return tokenizer
 
+    def around(self) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after a document: those that tokenizer.json adds to a text, and the end of text."""
+        whole = self.tokenizer().encode("a")
+        added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
+        first = len(added) - len(added.lstrip("1"))
+        before, after = whole.ids[:first], whole.ids[max(first, len(added.rstrip("1"))) :]
+        return before, after if self.end_id in after else [*after, self.end_id]
+
     @property
     def cuts(self) -> bool:
         """Whether its tokenizer.json asks for truncation or padding."""
@@ -246,10 +254,10 @@ def _tokenize(
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
     near = str(place_for(folder))
-    tokenizer, num_documents = vocabulary.tokenizer(), 0
+    num_documents = 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
-        for split, ids, ends in _encoded(pieces, tokenizer, vocabulary.end_id):
+        for split, ids, ends in _encoded(pieces, vocabulary):
             files[split].write(np.asarray(ids, dtype).tobytes())
             num_documents += ends
         if num_documents == 0:
@@ -286,11 +294,13 @@ def place_for(folder: Path) -> Path:
     return near
 
 
-def _encoded(pieces: Iterator[Piece], tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:
+def _encoded(pieces: Iterator[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
+    tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield split_of(piece), encoding.ids + [end_id] * piece.ends, piece.ends
+            yield split_of(piece), before * begins + encoding.ids + after * piece.ends, piece.ends
+            begins = piece.ends
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
