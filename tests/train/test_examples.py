@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
 from accordion.train.adapters import trained_model
 from accordion.train.config import Config, DataConfig, ModelConfig
+from accordion.train.example_files import Examples
 from accordion.train.examples import Encoder
+from accordion.train.instructions import check_enough_rows
 from accordion.train.language_work import LanguageWork, generation_settings
+from accordion.train.packing import ExampleRows
 from accordion.train.preview import preview
 from accordion.train.rows import DataRow
 from accordion.train.sources import find
@@ -196,6 +200,23 @@ def test_messages_of_no_weight_are_not_learnt(template: str) -> None:
         assert learnt.strip() == "sleeps  lazily<|im_end|>"
     with pytest.raises(UsageError, match=r"message 2 has weight 0.5; it takes 0 or 1"):
         Encoder(words, "chat").example(row(messages=[TALK[0], TALK[1] | {"weight": 0.5}]))
+
+
+def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
+    """Templates that write "assistant: " end a prompt with a blank, which the first token of the answer takes."""
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    words = tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
+    talk = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "the quick brown"}]
+    assert learnt_of(words, Encoder(words, "chat"), messages=talk)[1].strip() == "the quick brown<|im_end|>"
+
+
+def test_data_of_which_nothing_is_to_be_learnt_is_refused() -> None:
+    ids, ends = np.arange(1, 9), np.array([4, 8])
+    rows = {split: ExampleRows(Examples(ids, ids == 3, ends), 4, "none") for split in ("train", "validation")}
+    check_enough_rows(rows, Config(), 2, "data")
+    rows["validation"] = ExampleRows(Examples(ids, ids == 0, ends), 4, "none")
+    with pytest.raises(UsageError, match=r"no validation example of data has an answer .* that is to be learnt"):
+        check_enough_rows(rows, Config(), 2, "data")
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, CALLS])

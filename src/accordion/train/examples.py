@@ -86,9 +86,11 @@ class Encoder:
         spans = spans if all(learnt) else [span for span, flag in zip(spans, learnt, strict=True) if flag]
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = np.array(found["input_ids"]), starts_of(found["offset_mapping"])
+        ends = np.array([end for _, end in found["offset_mapping"]])
         answers = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
-            answers |= (starts >= start) & (starts < end)
+            # Also a token that a blank before the answer is part of, as transformers and TRL have it.
+            answers |= (np.maximum(starts + 1, ends) > start) & (starts < end)
             if not marked:
                 answers &= ~self._blanks_behind_an_end(text, ids, starts, (start, end))
         return Example(ids, answers)

@@ -125,10 +125,10 @@ def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_
     """Raise `UsageError` unless there is one example to validate on and one global batch to train on."""
     data = config.data
     for split, held in rows.items():
-        if not len(held):
+        if not len(held) or not held.fit.num_answers:
             raise UsageError(
-                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len); raise "
-                "data.seq_len, or shorten the prompts."
+                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len) that is to be "
+                "learnt; raise data.seq_len, shorten the prompts, or give some answers a weight."
             )
     count = len(rows["train"])
     if count < global_batch:
