@@ -173,7 +173,7 @@ def adapted(base: Path, folder: Path, **how: Any) -> torch.Tensor:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if "modules_to_save" in name:
+            if param.requires_grad or "modules_to_save" in name:
                 param.add_(torch.randn_like(param) * 0.05)
     model.peft_config["default"].base_model_name_or_path = str(base)
     model.save_pretrained(folder)
@@ -199,6 +199,14 @@ def test_an_adapter_of_one_of_two_tied_tensors_unties_them(kind, tmp_path, capsy
     assert cli.main(["export", "adapter", "out.onnx"]) == cli.BAD_INPUT
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_single_tokens_that_an_adapter_trains_are_merged(tmp_path):
+    folder = language_folders.llama(tmp_path / "base")
+    wanted = adapted(folder, tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[1, 2, 3])
+    assert exported("adapter", "out") == 0
+    assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
+
+
 def both_names(folder: Path, other: float) -> None:
     """As other trainers save tied embeddings: under both names. `other`: added to the second."""
     from safetensors.torch import load_file, save_file
@@ -217,7 +225,7 @@ def test_tied_tensors_that_differ_are_not_dropped(tmp_path, capsys):
     both_names(folder, 1.0)
     capsys.readouterr()
     assert exported(folder, "other.safetensors") == cli.BAD_INPUT
-    assert "ties model.embed_tokens.weight and lm_head.weight, and they differ" in capsys.readouterr().err
+    assert "ties lm_head.weight and model.embed_tokens.weight, and they differ" in capsys.readouterr().err
     assert exported(folder, "out") == 0  # all of it, as it is
     assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
 
@@ -265,7 +273,7 @@ def test_quantised_weights_are_refused(by, tmp_path, capsys):
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     train = ["train", "--model.path", "llama", "--model.init", "pretrained", "--run.dir", "run"]
     commands = [["export", "llama", "out"], ["checkpoint", "convert", "llama", "ck"]]
-    commands += [train, ["generate", "llama", "--prompt", "a"]] if by == "config" else []
+    commands += [train, ["generate", "llama", "--prompt", "a"]]
     for words in commands:
         capsys.readouterr()
         assert cli.main(words) == cli.BAD_INPUT
@@ -393,6 +401,7 @@ WRONG = {
     "other out --format onnx": "give --like a folder",
     "llama out --format gguf": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
     "llama out.gguf": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
+    "llama OUT.GGUF": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
     "llama out.onnx --format hf": "is the name of a file of onnx",
     "lost out": "which is no folder here; give --like",
 }

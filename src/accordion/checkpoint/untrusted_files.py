@@ -23,7 +23,7 @@ from accordion.files import NOT_REGULAR, open_regular
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
 DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
-QUANTISED = re.compile(r"(_scale_inv|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
+QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
 BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 
 

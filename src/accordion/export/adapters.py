@@ -18,7 +18,7 @@ from accordion.models.stored import StoredModel, computing, meta_model
 from accordion.weights.adapters import added_by, copied_inside, is_adapter
 from accordion.weights.pretrained import copies_of_layers, names_of
 
-WRAPPED = re.compile(r"(^|\.)(base_layer|original_module)\.")
+WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 
 
 def merged(
@@ -53,6 +53,11 @@ def merged(
             "tie_word_embeddings to untie them with; merge it with PEFT."
         )
     by_name = {source.name: source for source in sources}
+    lost = sorted({*layers, *given} - set(by_name) - set(ties))
+    if lost:
+        raise UsageError(
+            f"SOURCE {stored.adapter!r} changes {', '.join(lost[:3])}, which its base does not have; merge it with PEFT."
+        )
     untied = [replace(by_name[kept], name=name) for name, kept in ties.items() if name not in left]
     return [_merged(source, layers.get(source.name), given, real) for source in (*sources, *untied)], left
 

@@ -95,7 +95,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
     for key in ("source", "target"):
         if not getattr(options, key).strip() or "\0" in getattr(options, key):
             raise UsageError(f"{key.upper()} is empty; give a path.")
-    named = SUFFIXES.get(Path(options.target).suffix)
+    named = SUFFIXES.get(Path(options.target).suffix.lower())
     form = options.format or named or "hf"
     if form == "gguf":
         raise UsageError(GGUF)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import WRAPPERS, local_data
 from accordion.checkpoint.format import holds
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, read_header, read_index
 from accordion.engine.engine import Engine
 from accordion.engine.params import own_part
 from accordion.errors import CheckpointError, UsageError
@@ -136,9 +136,14 @@ class Matched:
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`."""
+    """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`.
+
+    Raises `UsageError` if its tensors are those of a quantised model.
+    """
     with ExitStack() as stack:
-        match(model, folder, open_folder(folder, stack), [])
+        held = open_folder(folder, stack)
+        check_quantised({}, str(folder), held.keys() - names_of(model).keys())
+        match(model, folder, held, [])
 
 
 def _fitting(
