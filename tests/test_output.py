@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,17 @@ def test_what_is_no_file_stays_as_it_is() -> None:
     """As in a notebook, whose output may have the descriptor of a terminal that nobody looks at."""
     stream = io.StringIO()
     assert lasting_stream(stream) is stream
+
+
+def test_streams_that_are_closed_from_the_start_go_nowhere() -> None:
+    """Also in processes that are started: the number of a closed stream is not given to the next file."""
+    program = (
+        "import os, sys; from accordion.output import lasting_output\n"
+        "with lasting_output():\n"
+        "    print('lost', file=sys.stderr)\n"
+        "    os.write(2, b'lost')\n"
+        "    print(os.get_inheritable(2), os.open(os.devnull, os.O_RDONLY) > 2)"
+    )
+    words = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, program]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (0, "True True\n")

@@ -39,7 +39,7 @@ COMMANDS = {
         True,
     ),
     "export": Command(
-        "write a model for transformers, safetensors, ONNX or llama.cpp", "export.command", takes_environ=True
+        "write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True
     ),
     "runs": Command(
         "list runs with their state, step, loss and checkpoints",

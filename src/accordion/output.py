@@ -47,6 +47,11 @@ def lasting_stream(stream: TextIO) -> TextIO:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Make `sys.stdout` and `sys.stderr` last, so that no print ends a run."""
+    """Make `sys.stdout` and `sys.stderr` last, so that no print ends a run; those that are closed go nowhere."""
+    for handle in range(3):
+        try:
+            os.fstat(handle)
+        except OSError:  # else the next file that is opened gets this number, and what C code and other processes print
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     with redirect_stdout(lasting_stream(sys.stdout)), redirect_stderr(lasting_stream(sys.stderr)):
         yield
