@@ -29,7 +29,7 @@ def test_what_a_full_disk_does_not_take_is_dropped() -> None:
 def test_what_an_encoding_lacks_is_replaced(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         print("\u27e6red\u27e7", file=lasting_stream(file), flush=True)
-    assert (tmp_path / "out").read_text() == "?red?\n"
+    assert (tmp_path / "out").read_text() == "\\u27e6red\\u27e7\n"
 
 
 def test_what_is_no_file_stays_as_it_is() -> None:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="backslashreplace")
     with lasting_output() if words[:1] == ["train"] else nullcontext():
         return _code_of(words)
 

@@ -10,24 +10,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from typing import Any, TextIO
 
 
-class _Dropping(io.RawIOBase):
-    """A file descriptor of others: what cannot be written to it is dropped, and closing this leaves it open."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def fileno(self) -> int:
-        return self._handle
-
-    def isatty(self) -> bool:
-        return os.isatty(self._handle)
-
-    def writable(self) -> bool:
-        return True
+class _Dropping(io.FileIO):
+    """A file descriptor of others, which stays open; what cannot be written to it is dropped."""
 
     def write(self, data: Any) -> int:
         try:
-            return os.write(self._handle, data)
+            return super().write(data) or len(data)
         except OSError:
             return len(data)
 
@@ -37,12 +25,12 @@ def lasting_stream(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
-        raw = _Dropping(stream.fileno())
+        raw = _Dropping(stream.fileno(), "w", closefd=False)
     except (OSError, ValueError):
         return stream
     with suppress(OSError):
         stream.flush()
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=True)
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
 
 
 @contextmanager
