@@ -91,7 +91,7 @@ SMALL = {
     "accordion export": "",
     "accordion plan": "",
     "accordion checkpoint": "",
-    "accordion doctor": "--device cpu --disk-mib 8 --message-mib 1",
+    "accordion doctor": "--device cpu",
     "accordion bench": "--model gpt-tiny --nproc 2 --device cpu --rounds 1 --steps 1",
     "accordion bench --task": "--nproc 2 --device cpu --rounds 1 --steps 1",
     "accordion bench host": "--ranks 2 --steps 1",

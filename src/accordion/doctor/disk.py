@@ -17,6 +17,7 @@ from accordion.doctor.findings import Finding
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 MIB = 2**20
 BLOCK_BYTES = 4 * MIB
+MEASURED_BYTES = 256 * MIB
 SYNC_BYTES = 32 * MIB  # between two waits for the disk, so that a slow one is noticed within the time below
 BUDGET_S = 5.0  # of one measurement; a slow disk is measured with less
 SLOW = 100e6  # bytes a second, below what one spinning disk or a gigabit network gives
@@ -34,11 +35,11 @@ class Speed:
     read: float
 
 
-def disk(folder: Path, num_mib: int) -> list[Finding]:
-    """Everything about the disk of `folder`, which exists. Nothing stays there, and its files have no name."""
+def disk(folder: Path) -> list[Finding]:
+    """Return the findings about the disk of `folder`, which exists. No file stays there."""
     found = [space(folder)]
     try:
-        plain = measured(folder, num_mib * MIB, direct=False)
+        plain = measured(folder, MEASURED_BYTES, direct=False)
     except OSError as error:
         return [
             *found,
@@ -52,7 +53,7 @@ def disk(folder: Path, num_mib: int) -> list[Finding]:
         ]
     found.append(_speed("disk.write", "through the page cache, and waited for", plain.write, "written"))
     found.append(_speed("disk.read", "through the page cache, which was emptied of it", plain.read, "read"))
-    found += _direct(folder, num_mib)
+    found += _direct(folder)
     found.append(locks(folder))
     return found
 
@@ -155,12 +156,12 @@ def _speed(check: str, how: str, rate: float, done: str) -> Finding:
     )
 
 
-def _direct(folder: Path, num_mib: int) -> list[Finding]:
+def _direct(folder: Path) -> list[Finding]:
     """Past the page cache, as offloaded state is read and written."""
     try:
         if not DIRECT:
             raise OSError(0, "this system has no O_DIRECT")
-        speed = measured(folder, num_mib * MIB, direct=True)
+        speed = measured(folder, MEASURED_BYTES, direct=True)
     except OSError as error:
         return [
             Finding(

@@ -1,12 +1,10 @@
-"""What each rank measures together with the others: messages, clocks, and steps. Errors are answers, so that the rest goes on."""
+"""Ranks that gather from each other: the exam that each rank runs, and the findings from the answers of all."""
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,150 +12,183 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accordion.devices import name_of
-from accordion.doctor.steps import compare_steps
+from accordion.doctor.findings import Finding
 from accordion.engine.communicator import Communicator
 from accordion.engine.gloo import GlooCommunicator
+from accordion.plan.hardware import GB, GPUS, NETWORK_GBPS, PCIE_4, REACHED
 from accordion.shard.topology import communicator_over
 from accordion.workers.ranks import Seat
 
-REPEATS, PINGS = 5, 9
-SMALL_NUMEL = 256  # of a message whose time is latency
-PINNED_BYTES = 2**26
+REPEATS, WARMUPS = 5, 2
+MESSAGE_BYTES = 2**26  # of the full tensor that is gathered
+SLOW = 0.5  # of the lower end of what is usual
+# Of a copy in memory at the same time on the same rank: two and three ranks of gloo on one machine of 2 cores, which others used
+# too, reached 0.09 to 0.16 of it (`accordion doctor --device cpu`).
+OF_A_COPY = 0.08
+LOW = REACHED["low"]
+MORE_OUTPUT = "TORCH_CPP_LOG_LEVEL=INFO and NCCL_DEBUG=INFO print more."
 Answer = Mapping[str, Any]
-"""Plain data, as JSON takes it; `error` where it came to nothing."""
+"""Plain data, as JSON holds it; with `error` if the rank failed."""
 
 
 def start(seat: Seat) -> RankExam:
-    """For `WorkerTeam`."""
+    """Make the exam of one rank of a `WorkerTeam`."""
     return RankExam(seat.rank, seat.num_ranks, seat.device)
 
 
 class RankExam:
-    """One rank in a group of all. Every rank calls the same method at once; each gives an answer and raises nothing."""
+    """One rank in a group of all. Every rank calls the same method at the same time; errors are answers."""
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: seconds since 1970, as this machine has it."""
-        self._rank, self._num_ranks, self._device, self._clock = rank, num_ranks, device, clock
+    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
-    def about(self) -> Answer:
-        """Who this is."""
-        return self._answered(self._about)
-
-    def messages(self, num_bytes: int) -> Answer:
-        """Seconds of a gather, an exchange and a copy of `num_bytes`, and of a small gather: of the quickest of several turns,
-        for others use this machine too."""
-        return self._answered(lambda: self._messages(num_bytes))
-
-    def clocks(self) -> Answer:
-        """How far each rank's clock is ahead of the first one's, as the first rank finds it."""
-        return self._answered(self._clocks)
-
-    def steps(self) -> Answer:
-        """Five steps sharded beside five unsharded."""
-        return self._answered(lambda: asdict(compare_steps(self._rank, self._num_ranks, self._device)))
-
-    def _answered(self, do: Callable[[], Answer]) -> Answer:
+    def gathers(self) -> Answer:
+        """Return the host, the versions, whether a gather brought the right numbers, and the seconds that one takes."""
         try:
-            return do()
+            return {"host": socket.gethostname(), "torch": torch.__version__, **self._gathers()}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
-    def _about(self) -> Answer:
-        found: dict[str, Any] = {"host": socket.gethostname(), "device": str(self._device), "torch": torch.__version__}
-        found["open_files"] = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-        if self._device.type != "cpu":
-            found["name"] = name_of(self._device.type)
-            began = time.perf_counter()
-            torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
-            found["pin_s"] = time.perf_counter() - began
-        return found
-
-    def _messages(self, num_bytes: int) -> Answer:
+    def _gathers(self) -> Answer:
         link = communicator_over(dist.group.WORLD, self._device)
-        numel = max(SMALL_NUMEL, num_bytes // 4 // self._num_ranks)  # of one rank's part, in float32
-        part = torch.full((numel,), float(self._rank), dtype=torch.float32, device=self._device)
-        full = torch.zeros(numel * self._num_ranks, dtype=torch.float32, device=self._device)
-        received = torch.zeros_like(full)
-        small, small_full = part[:SMALL_NUMEL], full[: SMALL_NUMEL * self._num_ranks]
-        ways: dict[str, Callable[[], None]] = {
-            "small": lambda: _wait(link.gather([small_full], [small]).works),
-            "gather": lambda: _gather(link, full, part),
-            "exchange": lambda: _exchange(link, received, full),
-            "copy": lambda: _copy(received, full),
+        numel = MESSAGE_BYTES // 4 // self._num_ranks
+        shard = torch.full((numel,), float(self._rank), dtype=torch.float32, device=self._device)
+        full = torch.full((self._num_ranks, numel), -1.0, dtype=torch.float32, device=self._device)
+        copy = torch.empty_like(full)
+        gather_s = self._fastest(lambda: _gather(link, full.view(-1), shard))
+        firsts_and_lasts = full[:, [0, -1]].mean(1).tolist()
+        return {
+            "device_name": "" if self._device.type == "cpu" else name_of(self._device.type),
+            "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
+            "num_bytes": shard.nbytes * (self._num_ranks - 1),
+            "gather_s": gather_s,
+            "copy_bytes_per_s": full.nbytes / self._fastest(lambda: _copy(copy, full)),
         }
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for i in range(REPEATS + 2):
-            for name, way in ways.items():
-                self._together()
-                began = time.perf_counter()
-                way()
-                self._finished()
-                if i >= 2:
-                    taken[name].append(time.perf_counter() - began)
-        full.fill_(-1.0)
-        _gather(link, full, part)
-        self._finished()
-        arrived = full.view(self._num_ranks, numel)[:, [0, -1]].mean(1).tolist()
-        sent = full.element_size() * numel * (self._num_ranks - 1)
-        right = arrived == [float(rank) for rank in range(self._num_ranks)]
-        return {"seconds": {name: min(times) for name, times in taken.items()}, "bytes": sent, "right": right}
 
-    def _together(self) -> None:
-        self._finished()
-        dist.barrier()
-        self._finished()
+    def _fastest(self, call: Callable[[], None]) -> float:
+        """Return the seconds of the fastest of several calls: others use this machine too."""
+        times_s = []
+        for _ in range(WARMUPS + REPEATS):
+            self._synchronize()
+            dist.barrier()
+            self._synchronize()
+            began = time.perf_counter()
+            call()
+            self._synchronize()
+            times_s.append(time.perf_counter() - began)
+        return min(times_s[WARMUPS:])
 
-    def _finished(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _clocks(self) -> Answer:
-        """The exchange of which the answer came soonest says most: the other clock was read in its middle."""
-        found = []
-        for other in range(1, self._num_ranks):
-            best = (float("inf"), 0.0)
-            for _ in range(PINGS):
-                if self._rank == 0:
-                    there = torch.zeros(1, dtype=torch.float64, device="cpu")
-                    began = self._clock()
-                    dist.send(there, other)
-                    dist.recv(there, other)
-                    ended = self._clock()
-                    best = min(best, (ended - began, float(there) - (began + ended) / 2))
-                elif self._rank == other:
-                    own = torch.zeros(1, dtype=torch.float64, device="cpu")
-                    dist.recv(own, 0)
-                    own.fill_(self._clock())
-                    dist.send(own, 0)
-            found.append({"rank": other, "ahead_s": best[1], "within_s": best[0] / 2})
-        return {"clocks": found if self._rank == 0 else []}
 
-
-def _gather(link: Communicator, full: Tensor, part: Tensor) -> None:
-    """As the engine does it: large parts of gloo's ranks are sent from each to each."""
+def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
+    """All-gather as the engine does: gloo's ranks send large shards to each other directly."""
     if not (isinstance(link, GlooCommunicator) and link.sends):
-        _wait(link.gather([full], [part]).works)
-        return
-    rows = full.view(link.num_ranks, -1).unbind()
-    works = link.send_each([(rows, [part] * link.num_ranks)])
-    rows[link.rank].copy_(part)
-    _wait(works)
-
-
-def _exchange(link: Communicator, received: Tensor, sent: Tensor) -> None:
-    if not (isinstance(link, GlooCommunicator) and link.sends):
-        _wait(link.exchange([(received, sent, [], [])]).works)
-        return
-    rows, parts = (tensor.view(link.num_ranks, -1).unbind() for tensor in (received, sent))
-    works = link.send_each([(rows, parts)])
-    rows[link.rank].copy_(parts[link.rank])
-    _wait(works)
-
-
-def _copy(into: Tensor, given: Tensor) -> None:
-    into.copy_(given)
-
-
-def _wait(works: Iterable[Any]) -> None:
+        works = link.gather([full], [shard]).works
+    else:
+        rows = full.view(link.num_ranks, -1).unbind()
+        works = link.send_each([(rows, [shard] * link.num_ranks)])
+        rows[link.rank].copy_(shard)
     for work in works:
         work.wait()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def no_group(error: str) -> Finding:
+    """Return the finding for ranks that formed no group, or of which one ended."""
+    return Finding(
+        check="ranks.group",
+        severity="problem",
+        found=f"ranks stopped: {error.rstrip('.')}",
+        means="a training on these ranks would end or hang at the same place",
+        do="mostly it is the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), a name in /etc/hosts, the limit of open "
+        f"files (ulimit -n) or of shared memory (docker run --shm-size=8g); {MORE_OUTPUT}",
+    )
+
+
+def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
+    """Return the findings from the answers of all ranks, in rank order."""
+    errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
+    if errors:
+        return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
+    hosts, versions = ({answer[key] for answer in answers} for key in ("host", "torch"))
+    wrong = [rank for rank, answer in enumerate(answers) if not answer["right"]]
+    findings = [
+        Finding(
+            check="ranks.group",
+            severity="ok" if len(versions) == 1 else "problem",
+            found=f"ranks: {len(answers)}, machines: {len(hosts)}, torch: {' and '.join(sorted(versions))}",
+            means="ranks can meet"
+            if len(versions) == 1
+            else "versions of torch differ in what they send and how they round: ranks hang or diverge",
+            do="" if len(versions) == 1 else "install the same version everywhere.",
+            data={"hosts": sorted(hosts)},
+        ),
+        Finding(
+            check="ranks.messages",
+            severity="problem" if wrong else "ok",
+            found=f"an all-gather brought wrong numbers to {_ranks(wrong)}"
+            if wrong
+            else "an all-gather brings the right numbers",
+            means="training computes with wrong weights, without an error" if wrong else "ranks can exchange tensors",
+            do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to see which link it is; update the driver; PCIe "
+            "access control (ACS) in the machine's setup breaks links between devices."
+            if wrong
+            else "",
+        ),
+    ]
+    return findings if len(answers) == 1 else [*findings, _rate(answers, device_type, len(hosts))]
+
+
+def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
+    """Compare the rate of the slowest rank with the usual one."""
+    rate = min(answer["num_bytes"] / answer["gather_s"] for answer in answers)
+    copy_rate = min(answer["copy_bytes_per_s"] for answer in answers)
+    usual, why = usual_rate(device_type, answers[0]["device_name"], num_hosts, copy_rate)
+    slow = rate < SLOW * usual
+    return Finding(
+        check="ranks.gather",
+        severity="warning" if slow else "ok",
+        found=f"all-gather: {rate / GB:.2f} GB/s received by each rank; usual is {usual / GB:.2f} and more, {why}",
+        means="it carries the parameters, twice a step" + (": steps wait for it" if slow else ""),
+        do=_remedy(device_type, num_hosts) if slow else "",
+        data={"bytes_per_s": rate, "usual_bytes_per_s": usual},
+    )
+
+
+def usual_rate(device_type: str, device_name: str, num_hosts: int, copy_rate: float) -> tuple[float, str]:
+    """Return the lower end of the usual bytes a second, and its reason. `copy_rate`: of a copy on the same rank."""
+    if device_type == "cpu" and num_hosts > 1:
+        return 0.1 * GB, "a network of one gigabit"
+    if device_type == "cpu":
+        return OF_A_COPY * copy_rate, f"{OF_A_COPY:.0%} of a copy in memory ({copy_rate / GB:.2f} GB/s now)"
+    if num_hosts > 1:
+        reason = f"{LOW.network:.0%} of InfiniBand with {NETWORK_GBPS * 8:g} Gbit/s a card"
+        return LOW.network * NETWORK_GBPS * GB, reason
+    words = device_name.lower().replace(" ", "")
+    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
+    if not known:
+        return LOW.link * PCIE_4 * GB, f"{LOW.link:.0%} of PCIe 4, for a card that is not in the planner's table"
+    gpu = max(known, key=lambda gpu: gpu.link_gbps)
+    link, gbps = ("PCIe", gpu.host_gbps) if "pcie" in words else (gpu.link, gpu.link_gbps)
+    return LOW.link * gbps * GB, f"{LOW.link:.0%} of {link} ({gbps:g} GB/s)"
+
+
+def _remedy(device_type: str, num_hosts: int) -> str:
+    if num_hosts > 1:
+        return (
+            "see that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface and that NCCL finds InfiniBand "
+            "(NCCL_DEBUG=INFO); shard within machines (hybrid_shard) if the network stays slow."
+        )
+    if device_type == "cpu":
+        return "see who else uses these cores and this memory (top); start as many ranks as there are cores, or fewer."
+    return "see how the devices are linked (nvidia-smi topo -m), and that PCIe access control (ACS) is off and links are up."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

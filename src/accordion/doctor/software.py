@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sys
@@ -287,19 +286,17 @@ def memory(num_ranks: int, free_bytes: int) -> Finding:
     )
 
 
-def threads(environ: Mapping[str, str], num_ranks: int) -> Finding | None:
-    """OMP_NUM_THREADS, where somebody set it: each rank has so many threads."""
-    text = environ.get("OMP_NUM_THREADS")
-    if text is None or not (text.isascii() and text.isdecimal()):
-        return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    many = int(text) * num_ranks > cores and int(text) > 1
-    return Finding(
-        check="devices.threads",
-        severity="warning" if many else "ok",
-        found=f"OMP_NUM_THREADS is {text}, times {num_ranks} ranks, on {cores} cores",
-        means="threads of ranks take turns on the cores, which is slower than fewer threads"
-        if many
-        else "threads have a core each",
-        do="unset OMP_NUM_THREADS: ranks then share the cores out." if many else "",
-    )
+def threads(environ: Mapping[str, str], num_ranks: int) -> list[Finding]:
+    """Compare OMP_NUM_THREADS, if somebody set it, with the cores: each rank has so many threads."""
+    text = environ.get("OMP_NUM_THREADS", "")
+    if not (text.isascii() and text.isdecimal() and int(text) > 1 and num_cores() < int(text) * num_ranks):
+        return []
+    return [
+        Finding(
+            check="devices.threads",
+            severity="warning",
+            found=f"OMP_NUM_THREADS is {text}, times {num_ranks} ranks, on {num_cores()} cores",
+            means="threads of ranks take turns on the cores, which is slower than fewer threads",
+            do="unset OMP_NUM_THREADS: ranks then share the cores out.",
+        )
+    ]

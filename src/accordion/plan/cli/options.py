@@ -57,7 +57,6 @@ class Options:
         packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
         tokens: of a whole run, whose hours and GPU-hours are shown
         price: dollars for an hour of one GPU, for the price of that run
-        compare: file of another plan's --json, shown beside this one
         from_: file of a plan's --json, whose options are taken where no other is given
         gpu_watts: power of the card where it is less than its data sheet's
         gpu_memory_gib: memory of the card; this and the next three correct a card of the table, or describe another one
@@ -109,7 +108,6 @@ class Options:
     packed: bool = False
     tokens: float | None = None
     price: float | None = None
-    compare: str | None = None
     from_: str | None = None
     gpu_watts: float | None = None
     gpu_memory_gib: float | None = None
