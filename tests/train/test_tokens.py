@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -180,6 +181,23 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="no tokenizer"):
         folder_vocabulary(tmp_path, None)
+
+
+def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
+    """The largest id decides which model a tokenizer fits and which dtype holds its tokens, not how many tokens there are."""
+    source = corpus(tmp_path)
+    spec = json.loads(train_vocabulary(source, 300, quiet).spec)
+    words = spec["model"]["vocab"]
+    last = max(words, key=words.__getitem__)
+    words[last] = 70_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    vocabulary = folder_vocabulary(tmp_path, 0)
+    assert vocabulary is not None
+    check_fits(vocabulary, 70_001, "model")
+    with pytest.raises(UsageError, match="has ids up to 70000, the model rows for 70000"):
+        check_fits(vocabulary, 70_000, "model")
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
+    assert files.read("train").max() == 70_000
 
 
 def test_training_is_deterministic(tmp_path: Path) -> None:
