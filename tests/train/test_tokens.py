@@ -186,10 +186,9 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
 def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
     """The largest id decides which model a tokenizer fits and which dtype holds its tokens, not how many tokens there are."""
     source = corpus(tmp_path)
-    spec = json.loads(train_vocabulary(source, 300, quiet).spec)
-    words = spec["model"]["vocab"]
-    last = max(words, key=words.__getitem__)
-    words[last] = 70_000
+    dense = train_vocabulary(source, 300, quiet)
+    spec = json.loads(dense.spec)
+    spec["model"]["vocab"][dense.tokenizer().encode("the").tokens[0]] = 70_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     vocabulary = folder_vocabulary(tmp_path, 0)
     assert vocabulary is not None
