@@ -26,8 +26,8 @@ from accordion.bench.contenders import ENVIRON, Loop, Setting, blocks_of, deepsp
 from accordion.bench.model import batch_of, shape_of
 from accordion.bench.trainer import STATUS
 from accordion.cli import main
-from accordion.config import Offload, Precision, nearest
-from accordion.errors import UsageError
+from accordion.config import Offload, Precision
+from accordion.errors import UsageError, nearest
 from accordion.offload.estimate import estimate_memory
 from accordion.offload.step.optimizer_copy import local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS

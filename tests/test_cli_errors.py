@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from accordion import cli
@@ -69,3 +72,11 @@ def test_bad_input_is_told_in_one_line(words, tmp_path, monkeypatch, capfd):
     assert said.out == ""
     assert said.err.startswith("accordion: ")
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"]], ids=" ".join)
+def test_help_imports_no_torch(words: list[str]) -> None:
+    code = f"import sys; from accordion import cli; cli.main({words}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: accordion" in done.stdout

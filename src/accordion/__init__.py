@@ -1,70 +1,36 @@
 """Accordion: fully sharded data parallel training for PyTorch models that do not fit on one accelerator."""
 
-from accordion.checkpoint import latest, load, save
-from accordion.config import (
-    FULL_SHARD,
-    HYBRID_SHARD,
-    HYBRID_SHARD_OPTIM,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    SHARD_OPTIM,
-    Offload,
-    Place,
-    Precision,
-    Prefetch,
-    Strategy,
-)
-from accordion.describe import describe
-from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
-from accordion.offload.estimate import estimate_memory
-from accordion.optim import clip_grad_norm_, wrap_optimizer
-from accordion.plan.api import plan
-from accordion.shard.api import entry_point, shard
-from accordion.state import full_params, full_state_dict, no_sync, synchronize
-from accordion.train.fit import fit
-from accordion.units import min_params, only_blocks
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from accordion.version import VERSION
-from accordion.weights.export import save_pretrained
-from accordion.weights.initialise import initialise
-from accordion.weights.pretrained import load_pretrained
+
+if TYPE_CHECKING:
+    from accordion.api import *  # noqa: F403
 
 __version__ = VERSION
-__all__ = [
-    "FULL_SHARD",
-    "HYBRID_SHARD",
-    "HYBRID_SHARD_OPTIM",
-    "NO_SHARD",
-    "SHARD_GRAD_OP",
-    "SHARD_OPTIM",
-    "AccordionError",
-    "CheckpointError",
-    "DivergenceError",
-    "NonFiniteError",
-    "Offload",
-    "OffloadError",
-    "Place",
-    "Precision",
-    "Prefetch",
-    "Strategy",
-    "UsageError",
-    "clip_grad_norm_",
-    "describe",
-    "entry_point",
-    "estimate_memory",
-    "fit",
-    "full_params",
-    "full_state_dict",
-    "initialise",
-    "latest",
-    "load",
-    "load_pretrained",
-    "min_params",
-    "no_sync",
-    "only_blocks",
-    "plan",
-    "save",
-    "save_pretrained",
-    "shard",
-    "synchronize",
-    "wrap_optimizer",
-]
+
+
+class _Package(ModuleType):
+    """This package. Its public names are imported at the first use of one: `accordion --help` need not wait for torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module 'accordion' has no attribute {name!r}")
+        if name not in SHADOWED and find_spec(f"accordion.{name}") is not None:
+            return import_module(f"accordion.{name}")
+        from accordion import api
+
+        vars(self).update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
+        return getattr(api, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in SHADOWED and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+SHADOWED = ("describe", "plan", "shard")  # names of functions and of submodules, which an import would set here
+sys.modules[__name__].__class__ = _Package

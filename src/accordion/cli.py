@@ -2,47 +2,69 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
-import torch
-
 from accordion import __version__
-from accordion.config import nearest
-from accordion.errors import AccordionError, UsageError
+from accordion.errors import AccordionError, UsageError, nearest
 from accordion.garbage import end_with_one_collection
+from accordion.output import lasting_output
 
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: what it does, the module of its `run`, what must be installed by which extra, and if it reads variables."""
+
+    about: str
+    module: str
+    needs: tuple[str, ...] = ()
+    extra: str = ""
+    takes_environ: bool = False
+
+
+TRAINING = ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets")
 COMMANDS = {
-    "train": "train a model, sharded over ranks, on text",
-    "generate": "write on from a prompt, with a checkpoint, a run or a folder of transformers",
-    "export": "write a model for transformers, safetensors, ONNX or llama.cpp",
-    "runs": "list runs with their state, step, loss and checkpoints",
-    "checkpoint": "inspect, verify, compare, convert and prune checkpoints",
-    "plan": "say before launch what fits, how fast it runs, and which configuration to take",
-    "bench": "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
-    "doctor": "look for what is wrong with this machine, and with ranks on it",
-    "run": "torchrun of a program for torch's fully_shard, unedited, on this engine",
+    "train": Command("train a model, sharded over ranks, on text", "train.command", TRAINING, "train", True),
+    "generate": Command(
+        "write on from a prompt, with a checkpoint, a run or a folder of transformers",
+        "generate.command",
+        ("yaml", "tokenizers", "transformers"),
+        "train",
+        True,
+    ),
+    "export": Command(
+        "write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True
+    ),
+    "runs": Command(
+        "list runs with their state, step, loss and checkpoints",
+        "train.runs",
+        ("rich", "tokenizers", "tensorboard"),
+        "train",
+    ),
+    "checkpoint": Command("inspect, verify, compare, convert and prune checkpoints", "checkpoint.command"),
+    "plan": Command(
+        "say before launch what fits, how fast it runs, and which configuration to take",
+        "plan.cli.command",
+        ("rich", "plotly", "transformers"),
+        "plan",
+    ),
+    "bench": Command(
+        "measure the engine beside FSDP2, FSDP1, DDP and DeepSpeed, on this machine",
+        "bench.command",
+        ("rich", "plotly"),
+        "plan",
+    ),
+    "doctor": Command(
+        "look for what is wrong with this machine, and with ranks on it", "doctor.command", takes_environ=True
+    ),
+    "run": Command("torchrun of a program for torch's fully_shard, unedited, on this engine", "compat.fsdp2.launching"),
 }
-NEEDED = {
-    "checkpoint": (),
-    "export": (),
-    "train": ("yaml", "rich", "tokenizers", "torchdata", "transformers", "pyarrow", "datasets"),
-    "runs": ("rich", "tokenizers", "tensorboard"),
-    "generate": ("yaml", "tokenizers", "transformers"),
-    "plan": ("rich", "plotly", "transformers"),
-    "bench": ("rich", "plotly"),
-    "doctor": (),
-    "run": (),
-}
-EXTRA = {
-    "train": "train",
-    "generate": "train",
-    "runs": "train",
-    "plan": "plan",
-    "bench": "plan",
-}  # which extra installs what a command needs
 BAD_INPUT = 2  # the exit code of argparse and of most of Unix
 INTERRUPTED = 130
 
@@ -51,9 +73,16 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
     """Run one subcommand and return the exit code: 0, 1 where a rank failed, 2 for bad input, 3 where ranks parted, 75 where a
     signal ended training once it was saved, 130 when interrupted, 128 + n where signal n ended a rank."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with lasting_output() if words[:1] == ["train"] else nullcontext():
+        return _code_of(words, run or _run)
+
+
+def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
     end_with_one_collection()
     try:
-        return (run or _run)(words)
+        return run(words)
     except UsageError as error:
         if _speaks(os.environ):
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)
@@ -65,7 +94,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
     except KeyboardInterrupt:
         print("accordion: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `accordion train --help | head`
+    except BrokenPipeError:  # `accordion runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -85,56 +114,34 @@ def one_line(text: str) -> str:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: accordion <command> [options]\n")
-        print("\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items()))
+        print("\n".join(f"  {name:<12}{command.about}" for name, command in COMMANDS.items()))
         print("\naccordion <command> --help tells more; accordion --version tells which one this is.")
         return 0 if words else BAD_INPUT
     if words[0] == "--version":
+        import torch  # seconds, for which help need not wait
+
         print(f"accordion {__version__}, torch {torch.__version__}")
         return 0
-    command = words[0]
     if words[:2] == ["bench", "gpu"]:  # runs where torch, numpy and safetensors alone are installed
         from accordion.bench.gpu import command as gpu
 
         return gpu.run(words[2:])
-    if command not in COMMANDS:
-        raise UsageError(f"command {command!r} does not exist; {nearest(command, COMMANDS)}")
-    missing = [name for name in NEEDED[command] if find_spec(name) is None]
+    if words[:2] == ["checkpoint", "export"]:
+        words = words[1:]
+    if words[0] not in COMMANDS:
+        raise UsageError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
+    command = COMMANDS[words[0]]
+    missing = [name for name in command.needs if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"accordion {command} needs {', '.join(missing)}, not installed here; pip install 'accordion[{EXTRA[command]}]'."
+            f"accordion {words[0]} needs {', '.join(missing)}, not installed here; pip install 'accordion[{command.extra}]'."
         )
-    if command == "export" or words[:2] == ["checkpoint", "export"]:
-        from accordion.export import command as export
+    if words[0] == "plan" and {"-h", "--help"} & set(words):
+        from accordion.options import read
+        from accordion.plan.cli.options import ABOUT, Options
 
-        return export.run(words[1 + (command == "checkpoint") :], os.environ)
-    if command == "checkpoint":
-        from accordion.checkpoint import command as checkpoint
-
-        return checkpoint.run(words[1:])
-    if command == "generate":
-        from accordion.generate import command as generate
-
-        return generate.run(words[1:], os.environ)
-    if command == "runs":
-        from accordion.train import runs
-
-        return runs.run(words[1:])
-    if command == "plan":
-        from accordion.plan.cli import command as planner
-
-        return planner.run(words[1:])
-    if command == "bench":
-        from accordion.bench import command as bench
-
-        return bench.run(words[1:])
-    if command == "doctor":
-        from accordion.doctor import command as doctor
-
-        return doctor.run(words[1:], os.environ)
-    if command == "run":
-        from accordion.compat.fsdp2 import launching
-
-        return launching.run(words[1:])
-    from accordion.train import command as train  # imports the extras, seconds of them
-
-    return train.run(words[1:], os.environ)
+        read(Options, ["--help"], "accordion plan", ABOUT)
+        return 0
+    run = import_module(f"accordion.{command.module}").run  # imports the extras, seconds of them
+    code: int = run(words[1:], os.environ) if command.takes_environ else run(words[1:])
+    return code

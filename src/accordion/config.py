@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from types import NoneType
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 
 
 class Place(Enum):
@@ -81,12 +80,6 @@ def check_secondary(secondary: object, strategy: Strategy, num_ranks: int, name:
             f"{name} is {secondary!r}; pass how many of the {num_ranks} ranks that shard keep one copy from the forward to the "
             f"backward: a divisor of {num_ranks} above 1, the ranks of one node say."
         )
-
-
-def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
-    """A sentence naming the valid choices, the nearest one first where there is one."""
-    close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
 
 
 def strategy_named(name: str) -> Strategy:

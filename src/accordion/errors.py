@@ -1,5 +1,8 @@
 """The errors that callers may catch, as one tree."""
 
+from collections.abc import Mapping
+from difflib import get_close_matches
+
 
 class AccordionError(Exception):
     """Anything that this package raises on purpose and that is not a plain `ValueError`."""
@@ -34,3 +37,9 @@ class NonFiniteError(AccordionError, ArithmeticError):
     """NaN or inf, raised on every rank: `shard(debug="finite")` says in which unit and phase it came up first, and
     `clip_grad_norm_(error_if_nonfinite=True)` that the norm of the gradients is.
     """
+
+
+def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
+    """A sentence naming the valid choices, the nearest one first where there is one."""
+    close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."

@@ -16,8 +16,7 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 
 T = TypeVar("T")
 SEVERAL = {tuple[float, float]: 2, tuple[float, float, float]: 3}

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from accordion import _torch
-from accordion.config import Offload, Precision, UnitRule, nearest
+from accordion.config import Offload, Precision, UnitRule
 from accordion.engine.unit import is_layer
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,25 @@ def test_keys_that_become_one_name_are_refused(tmp_path):
     assert_refused(tmp_path / "dcp", tmp_path, "both stand for model/a")
 
 
+PREFIXES = ("_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module.")
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, prefix):
+    held = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
+    if kind == "torch":
+        torch.save({"model": held}, source := tmp_path / "x.pt")
+    elif kind == "dcp":
+        dcp.save({"model": held}, checkpoint_id=(source := tmp_path / "dcp"))
+    else:
+        save_file(held, source := tmp_path / "x.safetensors")
+    assert set(convert(source, tmp_path / "out").shapes) == {"model/a.weight", "model/module.b"}
+    held = {"module.a": torch.ones(2), "b": torch.ones(2)}  # a name of the model's own
+    torch.save(held, tmp_path / "own.pt")
+    assert set(convert(tmp_path / "own.pt", tmp_path / "own").shapes) == {"model/module.a", "model/b"}
+
+
 @pytest.mark.parametrize("held", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
 def test_a_source_without_tensors_is_refused(tmp_path, held):
     torch.save(held, tmp_path / "m.pt")

@@ -182,7 +182,7 @@ def test_an_error_of_the_group_is_a_finding(machine: Any, monkeypatch: pytest.Mo
 
 def test_an_unsupported_torch_and_other_packages(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    versions = {"numpy": None, "transformers": "4.57.0", "gguf": None}
+    versions = {"numpy": None, "transformers": "4.57.0", "onnxscript": None}
     real = metadata.version
 
     def version(name: str) -> str:
@@ -199,7 +199,7 @@ def test_an_unsupported_torch_and_other_packages(machine: Any, monkeypatch: pyte
     said(found, "software.extra-train", "warning", "transformers 4.57.0 (>= 5)")
     said(found, "software.python", "problem", "3.99")
     monkeypatch.setitem(versions, "transformers", real("transformers"))
-    said(machine()[1], "software.extra-export", "note", "not installed: gguf", "pip install 'accordion[export]'")
+    said(machine()[1], "software.extra-export", "note", "not installed: onnxscript", "pip install 'accordion[export]'")
 
 
 def test_a_package_that_is_not_installed_is_told(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def by_hand(place: Path, count: int) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from accordion.train.data import shuffled
-    from accordion.train.sources import split_by_key
+    from accordion.train.rows import split_by_key
 
     model, words = AutoModelForCausalLM.from_pretrained(place / "base").eval(), AutoTokenizer.from_pretrained("base")
     lines = (place / "talks.jsonl").read_text().splitlines()

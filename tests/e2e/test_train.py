@@ -242,7 +242,7 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
             (),
             2,
         )
-        jobs.append((config, prepare(config, 2, 2, place / "cache", lambda line: None, began_s=0.0), "cpu"))
+        jobs.append((prepare(config, 2, 2, place / "cache", lambda line: None, began_s=0.0), "cpu"))
     assert launch.start(several, (jobs,), 2) == 0
     expected = losses(metrics(variants / "full_shard"))
     assert len(expected) == 3

@@ -15,6 +15,7 @@ import pytest
 from accordion import cli
 from accordion.checkpoint import latest
 from accordion.train import owner
+from accordion.train.runs import runs_in
 from tests.e2e.jobs import TINY, lines_of, until
 from tests.support import forked, own_tasks
 from tests.support.disks import mounted
@@ -71,6 +72,9 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
+    until(lambda: [found.state for found in runs_in(run_dir)] == ["killed"], "the end of the rank", log)
+    assert "frame #" not in log.read_text()
+    assert "interrupted" not in log.read_text()
     at = latest(run_dir / "checkpoints")
     assert at is not None
     assert (run_dir / ".owner").exists()
@@ -78,6 +82,29 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     assert cli.main(["train", *mine, "--train.steps", steps, "--run.dir", str(run_dir)]) == 0
     assert [line["step"] for line in lines_of(run_dir)] == list(range(1, int(steps) + 1))
     assert not list(run_dir.rglob(".owner"))
+
+
+def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
+    run_dir = place / "unread"
+    words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1", "--launch.device", "cpu"]
+    words += [*forked.NO_REPORT, "--launch.nproc", "1", "--train.steps", "20", "--run.dir", str(run_dir)]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "accordion", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    try:
+        while b"step 2/20" not in job.stdout.readline():
+            assert job.poll() is None
+        job.stdout.close()
+        os.killpg(job.pid, signal.SIGHUP)
+        assert job.wait(300) == 0
+    finally:
+        job.kill()
+    assert len(lines_of(run_dir)) == 20
+    assert latest(run_dir / "checkpoints") == str(run_dir / "checkpoints" / "step-000020")
 
 
 @pytest.mark.slow

@@ -52,16 +52,11 @@ def of_folder(folder: Path, **how: Any) -> torch.Tensor:
     return logits_of(AutoModelForCausalLM.from_pretrained(folder, **how))
 
 
-def of_onnx(folder: Path) -> torch.Tensor:
+def of_onnx(file: Path) -> torch.Tensor:
     runtime = pytest.importorskip("onnxruntime")
-    session = runtime.InferenceSession(str(folder / "model.onnx"))
+    session = runtime.InferenceSession(str(file))
     made = session.run(None, {"input_ids": IDS.numpy(), "attention_mask": MASK.numpy()})
     return torch.from_numpy(made[0])[REAL]
-
-
-def of_gguf(file: Path) -> torch.Tensor:
-    pytest.importorskip("gguf")
-    return of_folder(file.parent, gguf_file=file.name, dtype=torch.float32)
 
 
 def of_safetensors(file: Path, like: Path) -> torch.Tensor:
@@ -74,10 +69,8 @@ def of_safetensors(file: Path, like: Path) -> torch.Tensor:
 
 
 def exported(*words: object) -> int:
-    if "onnx" in words:
+    if any(str(word).endswith("onnx") for word in words):
         pytest.importorskip("onnxscript")
-    if "gguf" in words:
-        pytest.importorskip("gguf")
     return cli.main(["export", *map(str, words)])
 
 
@@ -124,21 +117,7 @@ def test_one_file_of_safetensors_has_the_logits(source, folder, tmp_path):
 )
 def test_onnxruntime_has_the_logits(source, folder, tmp_path):
     assert exported(source, "out", "--format", "onnx") == 0
-    assert torch.allclose(of_onnx(tmp_path / "out"), of_folder(folder), rtol=1e-4, atol=1e-4)
-
-
-def test_gguf_has_the_logits_and_the_tokenizer(source, folder, tmp_path):
-    assert exported(source, "out.gguf", "--format", "gguf", "--tokenizer", folder) == 0
-    assert torch.equal(of_gguf(tmp_path / "out.gguf"), of_folder(folder))
-    from gguf import GGUFReader
-    from transformers import AutoTokenizer
-
-    held = GGUFReader(tmp_path / "out.gguf").fields
-    words = AutoTokenizer.from_pretrained(folder)
-    tokens = held["tokenizer.ggml.tokens"].contents()
-    assert tokens == [words.convert_ids_to_tokens(i) for i in range(len(words))]
-    assert held["tokenizer.ggml.pre"].contents() == "gpt-2"
-    assert held["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert torch.allclose(of_onnx(tmp_path / "out" / "model.onnx"), of_folder(folder), rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_is_merged(folder, tmp_path):
@@ -155,27 +134,23 @@ def test_an_adapter_is_merged(folder, tmp_path):
     assert torch.equal(of_safetensors(tmp_path / "one.safetensors", folder), wanted)
 
 
-@pytest.mark.parametrize("format", [pytest.param("onnx", marks=pytest.mark.slow), "gguf"])
-def test_an_adapter_is_merged_into_foreign_formats(format, tmp_path):
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_a_graph(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     folder = language_folders.llama(tmp_path / "base")
     adapter = language_folders.lora(folder, tmp_path / "adapter")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter).merge_and_unload()
-    assert exported(adapter, "out", "--format", format) == 0
-    found = of_onnx(tmp_path / "out") if format == "onnx" else of_gguf(tmp_path / "out")
-    assert torch.allclose(found, logits_of(adapted), rtol=1e-4, atol=1e-4)
+    assert exported(adapter, "out", "--format", "onnx") == 0
+    assert torch.allclose(of_onnx(tmp_path / "out" / "model.onnx"), logits_of(adapted), rtol=1e-4, atol=1e-4)
 
 
-def test_a_gpt2_goes_to_onnx_and_not_to_gguf(tmp_path, capsys):
+def test_a_name_that_ends_in_onnx_is_a_file(tmp_path):
     folder = language_folders.gpt2(tmp_path / "gpt2")
-    assert exported(folder, "out", "--format", "onnx") == 0
-    assert torch.allclose(of_onnx(tmp_path / "out"), of_folder(folder), rtol=1e-4, atol=1e-4)
-    capsys.readouterr()
-    assert exported(folder, "out.gguf", "--format", "gguf") == cli.BAD_INPUT
-    assert "takes models of type llama" in capsys.readouterr().err
-    assert not (tmp_path / "out.gguf").exists()
+    assert exported(folder, "out.onnx") == 0
+    assert torch.allclose(of_onnx(tmp_path / "out.onnx"), of_folder(folder), rtol=1e-4, atol=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "out.onnx", "out.onnx.data"]
 
 
 def test_several_files_have_an_index(tmp_path, monkeypatch):
@@ -186,6 +161,126 @@ def test_several_files_have_an_index(tmp_path, monkeypatch):
     assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
     assert exported("out", "again", "--dtype", "F16") == 0
     assert torch.equal(of_folder(tmp_path / "again"), of_folder(folder, dtype=torch.float16))
+
+
+def adapted(base: Path, folder: Path, **how: Any) -> torch.Tensor:
+    """Write an adapter whose weights all differ from the base's; its logits."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(8)
+    config = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", init_lora_weights=False, **how)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad or "modules_to_save" in name:
+                param.add_(torch.randn_like(param) * 0.05)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return logits_of(model)
+
+
+UNTYING = {
+    "head": {"target_modules": ["lm_head"]},
+    "embeddings": {"target_modules": ["embed_tokens"]},
+    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "a copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", UNTYING)
+def test_an_adapter_of_one_of_two_tied_tensors_unties_them(kind, tmp_path, capsys):
+    folder = language_folders.llama(tmp_path / "base", tied=True)
+    wanted = adapted(folder, tmp_path / "adapter", **UNTYING[kind])
+    assert exported("adapter", "out") == 0
+    assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert cli.main(["export", "adapter", "out.onnx"]) == cli.BAD_INPUT
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_single_tokens_that_an_adapter_trains_are_merged(tmp_path):
+    folder = language_folders.llama(tmp_path / "base")
+    wanted = adapted(folder, tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[1, 2, 3])
+    assert exported("adapter", "out") == 0
+    assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
+
+
+def both_names(folder: Path, other: float) -> None:
+    """As other trainers save tied embeddings: under both names. `other`: added to the second."""
+    from safetensors.torch import load_file, save_file
+
+    held = load_file(folder / "model.safetensors")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"] + other
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_tied_tensors_that_differ_are_not_dropped(tmp_path, capsys):
+    folder = language_folders.llama(tmp_path / "llama", tied=True)
+    wanted = of_folder(folder)
+    both_names(folder, 0.0)
+    assert exported(folder, "same.safetensors") == 0
+    assert torch.equal(of_safetensors(tmp_path / "same.safetensors", folder), wanted)
+    both_names(folder, 1.0)
+    capsys.readouterr()
+    assert exported(folder, "other.safetensors") == cli.BAD_INPUT
+    assert "ties lm_head.weight and model.embed_tokens.weight, and they differ" in capsys.readouterr().err
+    assert exported(folder, "out") == 0  # all of it, as it is
+    assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
+
+
+def test_what_ends_a_text_and_how_it_is_drawn_are_exported(tmp_path):
+    folder = language_folders.llama(tmp_path / "llama")
+    words = {"eos_token_id": [5, 0], "do_sample": True, "temperature": 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(words))
+    extra = {"model_config": json.loads((folder / "config.json").read_text()), "generation_config": words}
+    save(tmp_path / "checkpoint", torch.nn.Linear(2, 2), extra=extra)
+    for source in (folder, "checkpoint"):
+        assert exported(source, f"{source}-out") == 0
+        assert json.loads(Path(f"{source}-out", "generation_config.json").read_text()) == words
+
+
+def test_a_checkpoint_has_to_fit_the_folder_that_it_is_to_be_like(tmp_path, capsys):
+    """Prefixes that compiled and wrapped models put before names are removed; other names are another model's."""
+    from transformers import AutoModelForCausalLM
+
+    folder = language_folders.llama(tmp_path / "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    wrapped = torch.nn.Module()
+    wrapped.module = model
+    save(tmp_path / "wrapped", wrapped)
+    assert exported("wrapped", "out", "--like", folder) == 0
+    assert torch.equal(of_folder(tmp_path / "out"), of_folder(folder))
+    save(tmp_path / "part", model.model)
+    capsys.readouterr()
+    assert exported("part", "other", "--like", folder) == cli.BAD_INPUT
+    assert "is of another model" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("by", ["config", "names"])
+def test_quantised_weights_are_refused(by, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    folder = language_folders.llama(tmp_path / "llama")
+    if by == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    else:
+        held = load_file(folder / "model.safetensors")
+        held["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    train = ["train", "--model.path", "llama", "--model.init", "pretrained", "--run.dir", "run"]
+    commands = [["export", "llama", "out"], ["checkpoint", "convert", "llama", "ck"]]
+    commands += [train, ["generate", "llama", "--prompt", "a"]]
+    for words in commands:
+        capsys.readouterr()
+        assert cli.main(words) == cli.BAD_INPUT
+        said = capsys.readouterr().err
+        assert "is quantised" in said
+        assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
 # -- memory
@@ -209,8 +304,8 @@ for format, kind, source in jobs:
 """
 MIB = 2**20
 SLACK = 24 * MIB
-KINDS = [(format, kind) for format in ("hf", "safetensors", "gguf", "onnx") for kind in ("folder", "checkpoint")]
-SHOWN = {("hf", "folder"), ("safetensors", "checkpoint"), ("gguf", "checkpoint")}
+KINDS = [(format, kind) for format in ("hf", "safetensors", "onnx") for kind in ("folder", "checkpoint")]
+SHOWN = {("hf", "folder"), ("safetensors", "checkpoint")}
 LARGEST, TOTAL = 24576 * 512 * 4, 150 * MIB  # bytes of the largest tensor, and of all of them at least
 
 
@@ -237,7 +332,7 @@ def growth_of(kinds: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFac
     small, large = wide(at / "small", 1, 16, 32, 64), wide(at / "large", 2, 512, 4352, 24576)
     assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > TOTAL > 2 * (LARGEST + SLACK)
     sources = {"folder": large, "checkpoint": checkpoint_of(large, at / "checkpoint")}
-    there = {"onnx": find_spec("onnxscript"), "gguf": find_spec("gguf")}
+    there = {"onnx": find_spec("onnxscript")}
     jobs = [(format, kind, str(sources[kind])) for format, kind in kinds if there.get(format, True)]
     done = subprocess.run(
         [sys.executable, "-c", GROWS, json.dumps([str(small), jobs])],
@@ -257,8 +352,8 @@ def growth_of(kinds: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(("format", "kind"), sampled(KINDS, lambda *kind: kind in SHOWN))
 def test_memory_holds_one_tensor(grown: Callable[[bool], dict[tuple[str, str], int]], format: str, kind: str) -> None:
     """The peak grows by the largest tensor alone, and a little."""
-    if format in ("onnx", "gguf"):
-        pytest.importorskip("onnxscript" if format == "onnx" else "gguf")
+    if format == "onnx":
+        pytest.importorskip("onnxscript")
     found = grown((format, kind) in SHOWN)[format, kind]
     assert found > LARGEST / 2, "nothing was measured"
     assert found <= LARGEST + SLACK, f"{found / MIB:.0f} MiB for a largest tensor of {LARGEST / MIB:.0f}"
@@ -284,7 +379,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch, capsys):
     with open(next(checkpoint.glob("*.safetensors")), "r+b") as file:
         file.seek(-4000, os.SEEK_END)
         file.write(b"\xff\x00\xff")
-    for words in ([], ["--format", "safetensors"], ["--format", "gguf"], ["--format", "onnx"]):
+    for words in ([], ["--format", "safetensors"], ["--format", "onnx"]):
         capsys.readouterr()
         assert exported(checkpoint, "out", *words) == 1
         assert "is damaged" in capsys.readouterr().err
@@ -303,15 +398,19 @@ WRONG = {
     "llama file/out": "cannot be made",
     "nowhere out": "does not exist",
     "other out --format safetensors --like nowhere": "",
-    "other out --format gguf": "give --like a folder",
+    "other out --format onnx": "give --like a folder",
+    "llama out --format gguf": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
+    "llama out.gguf": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
+    "llama OUT.GGUF": "llama.cpp's own `python convert_hf_to_gguf.py FOLDER",
+    "llama out.onnx --format hf": "is the name of a file of onnx",
     "lost out": "which is no folder here; give --like",
 }
 
 
 @pytest.mark.parametrize("words", WRONG)
 def test_bad_input_is_one_line_and_writes_nothing(words, tmp_path, capsys):
-    if "gguf" in words:
-        pytest.importorskip("gguf")
+    if "onnx" in words.split():
+        pytest.importorskip("onnxscript")
     language_folders.llama(tmp_path / "llama")
     (tmp_path / "file").write_text("x")
     save(tmp_path / "other", torch.nn.Linear(2, 2))
@@ -331,8 +430,7 @@ def test_bad_input_is_one_line_and_writes_nothing(words, tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.parametrize(("format", "package"), [("onnx", "onnxscript"), ("gguf", "gguf")])
-def test_a_package_that_is_not_there_is_named(format, package, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("accordion.export.command.find_spec", lambda name: None if name == package else object())
-    assert cli.main(["export", "x", "y", "--format", format]) == cli.BAD_INPUT
-    assert f"needs {package}, not installed here; pip install 'accordion[export]'" in capsys.readouterr().err
+def test_a_package_that_is_not_there_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("accordion.export.command.find_spec", lambda name: None if name == "onnxscript" else object())
+    assert cli.main(["export", "x", "y", "--format", "onnx"]) == cli.BAD_INPUT
+    assert "needs onnxscript, not installed here; pip install 'accordion[export]'" in capsys.readouterr().err

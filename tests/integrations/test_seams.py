@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,12 @@ def test_every_seam_is_there():
     from tests.support.seams import lost
 
     assert not list(lost()), "\n".join(lost())
+
+
+def test_sharding_takes_all_that_shard_takes():
+    from accordion.integrations.sharding import Sharding
+
+    assert [field.name for field in fields(Sharding)] == list(inspect.signature(accordion.shard).parameters)[1:]
 
 
 def test_every_underscore_method_that_is_overridden_is_in_the_table():

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED
 from accordion.train import command
 from accordion.train.config import AT_LEAST, Config, TrainConfig, as_yaml, check, flat, spread
@@ -33,6 +32,15 @@ def test_flags_win_over_the_file_wherever_they_stand(tmp_path: Path, order: int)
     file.write_text("train: {steps: 7}\n")
     words = [["--config", str(file)], ["--train.steps", "9"]]
     assert command.read(words[order] + words[1 - order]).train.steps == 9
+
+
+def test_pretrained_weights_have_a_learning_rate_of_their_own_unless_one_is_given() -> None:
+    tuned = ["--model.path", "llama", "--model.init", "pretrained"]
+    assert command.read(["--model.path", "llama"]).train.lr == TrainConfig().lr
+    assert command.read(tuned).train.lr == 2e-5
+    assert command.read([*tuned, "--adapter", "lora"]).train.lr == 2e-4
+    assert command.read([*tuned, "--train.lr", "1e-3"]).train.lr == 1e-3
+    assert command.read([*tuned, "--optimizer", "adamw"]).train.lr == TrainConfig().lr
 
 
 def test_printed_configuration_is_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +68,7 @@ def test_help_comes_from_the_docstrings(capsys: pytest.CaptureFixture[str]) -> N
         assert f"--{key}" in shown
     for words in (
         "largest gradient norm; 0: no clipping",
-        "column of JSONL, parquet and datasets",
+        "field or column that holds the text of a row",
         "sequences in one forward",
     ):
         assert words in shown

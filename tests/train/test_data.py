@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from accordion.errors import UsageError
 from accordion.train.data import (
-    EVAL_SEQUENCES,
     IGNORED,
     GlobalOrder,
     Share,
@@ -21,8 +20,11 @@ from accordion.train.data import (
     inputs_and_labels,
     make_loader,
     num_sequences,
+    num_windows,
+    rows_read,
     shuffled,
     validation_batches,
+    validation_order,
 )
 
 
@@ -113,17 +115,25 @@ def test_windows_overlap_by_one_token() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_validation_sees_each_token_once_and_ranks_are_even(num_tokens: int, world: int) -> None:
     tokens = np.arange(num_tokens, dtype=np.uint16)
-    ranks = [list(validation_batches(tokens, 10, share)) for share in shares(world, 2, 1)]
+    ranks = [
+        list(validation_batches(tokens, 10, share, range(num_windows(tokens, 10)))) for share in shares(world, 2, 1)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
     labels = [inputs_and_labels(batch)[1] for batches in ranks for batch in batches]
     seen = sorted(int(i) for label in labels for i in label.flatten() if i != IGNORED)
     assert seen == list(range(1, num_tokens))
 
 
-def test_validation_is_bounded() -> None:
-    tokens = np.zeros(10 * EVAL_SEQUENCES * 3, dtype=np.uint16)
-    batches = validation_batches(tokens, 10, Share(rank=0, world=1, micro_batch=8, accumulate=1))
-    assert sum(int((batch[:, 1:] != IGNORED).sum()) for batch in batches) == 10 * EVAL_SEQUENCES
+def test_validation_reads_all_rows_or_the_same_random_ones_each_time() -> None:
+    sample = validation_order(1000, 100)
+    assert list(validation_order(1000, 0)) == list(validation_order(1000, 1000)) == list(range(1000))
+    assert list(sample) == list(validation_order(1000, 100)) == sorted(set(sample))
+    assert len(sample) == 100
+    assert 300 < sum(sample) / len(sample) < 700  # not the first ones
+    assert [rows_read(range(1000), 1000), rows_read(sample, 1000)] == ["all 1,000 rows", "100 of 1,000 rows"]
+    tokens = np.arange(10_001)
+    batches = validation_batches(tokens, 10, Share(rank=0, world=1, micro_batch=8, accumulate=1), sample)
+    assert [int(row[0]) for batch in batches for row in batch if row[0] >= 0] == [10 * index for index in sample]
 
 
 def test_too_little_data_is_named() -> None:

@@ -6,13 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accordion.errors import UsageError
-from accordion.train.config import DataConfig
-from accordion.train.examples import FIELDS, Encoder
+from accordion.models.stored import end_of_turn
+from accordion.train.adapters import trained_model
+from accordion.train.config import Config, DataConfig, ModelConfig
+from accordion.train.example_files import Examples
+from accordion.train.examples import Encoder
+from accordion.train.instructions import check_enough_rows
+from accordion.train.language_work import LanguageWork, generation_settings
+from accordion.train.packing import ExampleRows
 from accordion.train.preview import preview
-from accordion.train.rows import DataRow, find_rows
+from accordion.train.rows import DataRow
+from accordion.train.sources import find
 from tests.support import language_folders
 
 CHATML = (  # as Qwen2.5 has it, without its tools
@@ -140,6 +148,98 @@ def test_templates_that_refuse_or_cannot_be_told_apart_are_told() -> None:
         Encoder(tokenizer(counts), "chat").example(row(messages=TALK))
 
 
+TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.arguments | tojson }}{% endfor %}"
+    "{{ m.content or '' }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def learnt_of(words: Any, encoder: Encoder, **values: Any) -> tuple[str, str]:
+    """The whole text of an example, and what of it is learnt."""
+    made = encoder.example(row(**values))
+    return words.decode(made.ids), words.decode(made.ids[made.answers])
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_are_shown_to_the_template(as_text: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}, "strict": None}]
+    given = json.dumps(tools) if as_text else tools
+    words = tokenizer(TOOLS + CHATML)
+    encoder = Encoder(words, "chat")
+    text, learnt = learnt_of(words, encoder, messages=TALK, tools=given)
+    assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "weather"}}]<|im_end|>')
+    assert "weather" not in learnt
+    assert not encoder.unread
+    Encoder(words, "chat").example(row(messages=TALK, tools=None))
+    deaf = Encoder(tokenizer(CHATML), "chat")
+    deaf.example(
+        DataRow(
+            where="",
+            values={"messages": [TALK[0] | {"name": "A"}, TALK[1]], "tools": tools},
+            split="train",
+            left=("id",),
+        )
+    )
+    assert deaf.unread == {"tools", "name", "id"}
+
+
+def test_nulls_of_arrow_are_no_values() -> None:
+    calls = [{"name": "look", "arguments": {"city": "Oslo", "a": None, "deep": [{"b": None, "c": [None, 1]}]}}]
+    talk = [SAY, {"role": "assistant", "content": None, "tool_calls": calls}]
+    text, _ = learnt_of(words := tokenizer(CALLS), Encoder(words, "chat"), messages=talk)
+    assert '{"city": "Oslo", "deep": [{"c": [null, 1]}]}' in text
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_messages_of_no_weight_are_not_learnt(template: str) -> None:
+    words = tokenizer(template)
+    for flags in ({"weight": 0}, {"train": False}, {"weight": 1, "train": False}, {"weight": 0.0}):
+        talk = [TALK[0], TALK[1] | flags, TALK[2] | {"weight": None}, TALK[3] | {"weight": 1}]
+        _, learnt = learnt_of(words, Encoder(words, "chat"), messages=talk)
+        assert learnt.strip() == "sleeps  lazily<|im_end|>"
+    with pytest.raises(UsageError, match=r"message 2 has weight 0.5; it takes 0 or 1"):
+        Encoder(words, "chat").example(row(messages=[TALK[0], TALK[1] | {"weight": 0.5}]))
+
+
+def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
+    """Templates that write "assistant: " end a prompt with a blank, which the first token of the answer takes."""
+    messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    words = tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
+    talk = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "the quick brown"}]
+    assert learnt_of(words, Encoder(words, "chat"), messages=talk)[1].strip() == "the quick brown<|im_end|>"
+
+
+def test_data_of_which_nothing_is_to_be_learnt_is_refused() -> None:
+    ids, ends = np.arange(1, 9), np.array([4, 8])
+    rows = {split: ExampleRows(Examples(ids, ids == 3, ends), 4, "none") for split in ("train", "validation")}
+    check_enough_rows(rows, Config(), 2, "data")
+    rows["validation"] = ExampleRows(Examples(ids, ids == 0, ends), 4, "none")
+    with pytest.raises(UsageError, match=r"no validation example of data has an answer .* that is to be learnt"):
+        check_enough_rows(rows, Config(), 2, "data")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, CALLS])
+def test_the_assistant_may_begin(template: str) -> None:
+    words = tokenizer(template)
+    _, learnt = learnt_of(words, Encoder(words, "chat"), messages=TALK[1:])
+    assert "".join(learnt.split()).startswith("jumpsover—ünïcode🦊too<|im_end|>")
+    assert learnt.endswith("sleeps  lazily<|im_end|>")
+
+
+def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
+    """A special token that transformers has no name for: what is behind it is not learnt, and generation stops at it."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    own = language_folders.tokenizer().backend_tokenizer
+    own.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    words = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|endoftext|>", chat_template=CHATML)
+    assert learnt_of(words, Encoder(words, "chat"), messages=TALK[:2])[1] == "jumps over — ünïcode 🦊 too<|im_end|>"
+    assert end_of_turn(words) == words.convert_tokens_to_ids("<|im_end|>")
+    assert end_of_turn(language_folders.tokenizer()) is None
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets", "folder"])
 def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
     talks = [{"messages": [SAY, {"role": "assistant", "content": str(i)}], "more": i} for i in range(30)]
@@ -156,7 +256,7 @@ def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
     else:
         datasets = pytest.importorskip("datasets")
         datasets.Dataset.from_list(talks).save_to_disk(path := tmp_path / "set")
-    found = list(find_rows(DataConfig(path=str(path), format="chat"), FIELDS["chat"]).rows())
+    found = list(find(DataConfig(path=str(path), format="chat")).rows())
     assert [r.values for r in found] == [{"messages": talk["messages"]} for talk in talks]
     assert {r.split for r in found} <= {"train", "validation"}
     assert all(str(i + (kind != "datasets")) in r.where for i, r in enumerate(found))
@@ -176,3 +276,17 @@ def test_what_is_learnt_is_shown(tmp_path: Path) -> None:
         "sleeps  lazily<|im_end|>",
     ]
     assert "".join(part for part, _ in parts) == words.decode(made.ids)
+
+
+def test_what_ends_an_answer_joins_what_ends_a_text(tmp_path: Path) -> None:
+    """Behind the base's own end tokens, of which the first ends a document."""
+    folder = language_folders.llama(tmp_path / "llama")
+    config = Config(model=ModelConfig(path=str(folder)))
+    model = trained_model(config)
+    assert generation_settings(config, [7])["eos_token_id"] == [0, 7]
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 0], "temperature": 0.7}')
+    settings = generation_settings(config, [7])
+    assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
+    said = LanguageWork(config=config, generation=settings).described(model)
+    assert said["generation_config"] == settings
+    assert said["model_config"]["eos_token_id"] == [0, 9, 7]

@@ -22,6 +22,8 @@ from accordion.checkpoint.reading import faults_in, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import UsageError
 from accordion.pages import show
+from accordion.train.checkpoints import with_batch_of
+from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.ending import SIGNALS
 from accordion.train.fitting import Fit
 
@@ -88,6 +90,39 @@ def names_in(folder: Path) -> list[str]:
 
 def extra_of(checkpoint: Path) -> dict[str, Any]:
     return dict(read_manifest(checkpoint_at(checkpoint)).extra)
+
+
+class Plain(Curve):
+    """Leaves the optimizer to the keys of the run."""
+
+    optimizer = None  # type: ignore[assignment]
+
+
+def test_options_of_the_optimizer_are_those_of_the_run_that_goes_on(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Plain(), train_steps=1)
+    found = fit(Plain(), train_steps=2, train_weight_decay=0.0)
+    assert "changed since: train.steps 1 -> 2, train.weight_decay 0.1 -> 0.0\n" in capsys.readouterr().out
+    groups = read_manifest(checkpoint_at(Path(str(found.checkpoint)))).optimizer["groups"]
+    assert [group["options"]["weight_decay"] for group in groups] == [0.0]
+
+
+def test_a_run_that_goes_on_keeps_its_batch_or_says_that_it_changes(
+    fit: Callable[..., Fit], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = fit(Curve(), train_steps=1, train_accumulate=2)
+    path = Path(str(first.checkpoint))
+    fit(Curve(), train_steps=2)
+    assert "a step is 4 samples: 1 ranks x 2 x 2\n" in capsys.readouterr().out.partition("resumed")[0]
+    fit(Curve(), train_steps=3, train_accumulate=1)
+    assert "train.accumulate 2 -> 1, sequences in a step 4 -> 2\n" in capsys.readouterr().out
+    sizes = {}
+    for num_ranks in (1, 2, 3, 4, 8):
+        options = with_batch_of(path, JobConfig(train=TrainConfig(micro_batch=3)), (), num_ranks).train
+        sizes[num_ranks] = options.micro_batch, options.accumulate
+    assert sizes == {1: (2, 2), 2: (2, 1), 3: (3, 1), 4: (1, 1), 8: (3, 1)}
+    assert with_batch_of(path, JobConfig(), ("train.accumulate",), 1) == JobConfig()
 
 
 def test_a_validation_that_was_owed_keeps_the_best_too(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,8 +56,16 @@ def without(*keys: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, without("SLURM_STEP_ID"), without("SLURM_PROCID"), {**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0"}],
-    ids=["none", "batch script", "salloc", "one task", "rank alone"],
+    [
+        {},
+        without("SLURM_STEP_ID"),
+        without("SLURM_PROCID"),
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
+        {"RANK": "0"},
+        {**SRUN, "SLURM_PTY_PORT": "34567", "SLURM_TASK_PID": "1"},
+        {**SRUN, "SLURM_STEP_ID": "4294967290"},
+    ],
+    ids=["none", "batch script", "salloc", "one task", "rank alone", "shell of srun --pty", "shell of salloc"],
 )
 def test_a_process_that_starts_its_own_ranks(environ: dict[str, str]) -> None:
     assert place_of(environ) is None
@@ -117,13 +126,39 @@ def test_what_cannot_be_started_is_named(
         choose(choice, place, Devices("xpu" if gpus else "cpu", gpus))
 
 
+def test_ranks_that_share_cores_are_warned_of_once_they_are_more_than_the_default() -> None:
+    assert "64 ranks share 2 cores" in str(launch.few_cores("cpu", 64, 2))
+    assert [launch.few_cores(*case) for case in (("cpu", 2, 1), ("cpu", 8, 8), ("cuda", 8, 2))] == [None] * 3
+
+
+def test_a_rank_that_waits_for_others_says_how_many_have_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third of three never comes."""
+    monkeypatch.setattr(launch, "SLOW_S", 0.5)
+    monkeypatch.setattr(launch, "START_S", 1.5)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = [
+        RankPlace(rank=r, world=3, local_rank=r, local_world=3, starter="srun", url=f"tcp://127.0.0.1:{port}")
+        for r in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = [pool.submit(launch.joined, place, {}) for place in places]
+        with pytest.raises(torch.distributed.DistStoreError, match="not all of 3 ranks have started"):
+            first.result()
+    said = capsys.readouterr().err
+    assert "rank 0 has waited 0.5 s: 2 of 3 ranks have come that the variables of srun announce" in said
+    assert "env -u SLURM_PROCID accordion train" in said
+
+
 def test_ranks_of_a_start_share_keys_that_no_earlier_start_had() -> None:
     """Also where a rank of the earlier start had left its word and nobody answered."""
     store = torch.distributed.HashStore()
     store.set("accordion/start/1", "left by a rank that is gone")
     for start in ("first", "second"):
         with ThreadPoolExecutor(3) as pool:
-            stores = list(pool.map(lambda rank: launch.of_this_start(store, rank, 3), range(3)))
+            stores = list(pool.map(lambda rank: launch.of_this_start(store, rank, 3, set()), range(3)))
         assert not any(own.check(["where"]) for own in stores)
         stores[2].set("where", start)
         assert [own.get("where").decode() for own in stores] == [start] * 3

@@ -134,7 +134,9 @@ def test_held_out_rows_count_once(world: int) -> None:
     counts = [
         [
             int((b["labels"] != IGNORED).sum())
-            for b in validation_rows(rows, collate, Share(rank=rank, world=world, micro_batch=2, accumulate=1), 256)
+            for b in validation_rows(
+                rows, collate, Share(rank=rank, world=world, micro_batch=2, accumulate=1), range(10)
+            )
         ]
         for rank in range(world)
     ]

@@ -71,6 +71,47 @@ def test_groups_of_an_optimizer_keep_their_proportions() -> None:
     assert left.before(1) == 0.2  # as it is
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a count in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        self.param_groups[0]["count"] = 0
+
+
+def resumed(options: dict[str, float], make: Any, *, changed: bool) -> dict[str, Any]:
+    """The options of a new optimizer after it was given the state of an old one that made five steps."""
+
+    def rates_with(**options: float) -> Any:
+        optimizer = Counting([torch.nn.Parameter(torch.zeros(1))], **options)
+        return optimizer, rates_of(TrainConfig(), optimizer, make(optimizer) if make else None, None, is_own=True)
+
+    old, before = rates_with(lr=0.4, momentum=0.9)
+    for _ in range(5):
+        old.step()
+        old.param_groups[0]["count"] += 1
+        before.after()
+    new, rates = rates_with(**options)
+    new.load_state_dict(old.state_dict())
+    for name, thing in rates.state().items():
+        thing.load_state_dict(before.state()[name].state_dict())
+    rates.resume(5, changed=changed)
+    return dict(new.param_groups[0])
+
+
+def test_options_are_those_of_the_run_that_goes_on_and_counts_those_of_the_checkpoint() -> None:
+    found = resumed({"lr": 0.3, "momentum": 0.5}, None, changed=True)
+    assert (found["lr"], found["momentum"], found["count"]) == (0.3, 0.5, 5)
+
+
+def test_a_scheduler_goes_on_and_is_stepped_anew_if_its_rates_changed() -> None:
+    def make(optimizer: Any) -> Any:
+        return lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    assert resumed({"lr": 0.4, "momentum": 0.9}, make, changed=False)["lr"] == pytest.approx(0.1)
+    assert resumed({"lr": 0.8, "momentum": 0.9}, make, changed=True)["lr"] == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim.RMSprop", "torch.optim:Adam"])
 def test_optimizers_are_named(name: str) -> None:
     config = command.read(["--optimizer", name, "--optimizer.lr", "0.25"])

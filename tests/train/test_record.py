@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -231,7 +232,7 @@ def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> 
     """The first step takes 10 s, and is left out of the median alone."""
     lines = [{**asdict(line(step)), "step_s": 10.0 if step == 1 else 1.0} for step in range(1, steps + 1)]
     units = Report(strategy="full_shard", world=2, total_params=1, unsharded_bytes=1, units=())
-    page = page_of(Config(), lines, [], "cpu", "finished", units, None)
+    page = page_of(Path("runs/mine"), "llama-10m", Config(), lines, [], "cpu", "finished", units, None)
     told = {row[0]: row[2] for row in page.tables[0].rows}
     assert told["time of all steps"] == lasting(10 + steps - 1)
     assert told["a step"] == ("10 s (median)" if steps == 1 else "1 s (median)")
@@ -240,6 +241,21 @@ def test_the_page_of_a_run_counts_all_steps_and_draws_a_thousand(steps: int) -> 
     assert drawn == sorted(set(drawn))
     assert (drawn[0], drawn[-1]) == (1, steps)
     assert len(drawn) >= min(steps, 500)
+
+
+def test_the_page_of_a_run_says_which_one_it_is_and_what_differs_from_the_defaults() -> None:
+    units = Report(strategy="full_shard", world=2, total_params=10_000_000, unsharded_bytes=1, units=())
+    config = Config(train=TrainConfig(lr=0.5))
+    lines = [asdict(line(1))]
+    page = page_of(Path("runs/mine"), "llama-10m", config, lines, [], "cpu", "finished", units, None)
+    assert page.title == "mine: finished, 1 of 100 steps"
+    assert page.notes[0] == "model: llama-10m, 10.00 M parameters, full_shard over 2 ranks"
+    assert socket.gethostname() in page.notes[1]
+    assert page.notes[2].startswith("ended: 20")
+    found, settings = page.tables
+    assert ["peak memory of a rank", "", "1.5 GiB"] in found.rows
+    assert settings.rows[0] == ["train.lr", "0.5", "0.001"]
+    assert all(value == default for _, value, default in settings.rows[1:])
 
 
 def test_lines_that_are_of_no_step_are_passed_over_by_all_who_read_the_record(tmp_path: Path) -> None:

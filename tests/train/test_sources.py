@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -44,7 +46,68 @@ def datasets_folder(folder: Path) -> Path:
     return folder / "saved"
 
 
-@pytest.mark.parametrize("make", [jsonl, parquet_file, text_folder, datasets_folder])
+def array(folder: Path) -> Path:
+    (folder / "rows.json").write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
+    return folder / "rows.json"
+
+
+def compressed(folder: Path) -> Path:
+    with gzip.open(folder / "rows.jsonl.gz", "wb") as file:
+        file.write(jsonl(folder).read_bytes())
+    return folder / "rows.jsonl.gz"
+
+
+def array_behind_a_mark(folder: Path) -> Path:
+    """As Windows writes it: a byte order mark, and blank lines before the array."""
+    text = "\ufeff\r\n  " + json.dumps([{"text": text} for text in TEXTS])
+    (folder / "rows.json").write_bytes(text.encode())
+    return folder / "rows.json"
+
+
+def zstandard(folder: Path) -> Path:
+    with pa.OSFile(str(folder / "rows.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as stream:
+        stream.write(jsonl(folder).read_bytes())
+    return folder / "rows.jsonl.zst"
+
+
+def csv_file(folder: Path) -> Path:
+    with (folder / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
+    return folder / "rows.csv"
+
+
+def arrow(folder: Path) -> Path:
+    table = pa.table({"id": range(5), "text": TEXTS})
+    with pa.ipc.new_stream(str(folder / "rows.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return folder / "rows.arrow"
+
+
+def linked(folder: Path) -> Path:
+    (folder / "real").mkdir()
+    jsonl(folder / "real")
+    (folder / "data").mkdir()
+    (folder / "data" / "sub").symlink_to(folder / "real")
+    (folder / "real" / "circle").symlink_to(folder / "real")
+    return folder / "data"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        jsonl,
+        parquet_file,
+        text_folder,
+        datasets_folder,
+        array,
+        array_behind_a_mark,
+        compressed,
+        zstandard,
+        csv_file,
+        arrow,
+        linked,
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_kind_gives_the_same_documents(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     source = find(DataConfig(path=str(make(tmp_path))))
@@ -65,7 +128,7 @@ def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
     assert len({p.key for p in pieces}) == 1
 
 
-def test_a_folder_leaves_out_what_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_names_what_is_not_read(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -73,8 +136,21 @@ def test_a_folder_leaves_out_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{\n  "a": 1\n}\n')
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.txt").write_text("ä" * 40000)  # longer than what is looked at, cut inside a character
-    texts = {p.key: p.text for p in find(DataConfig(path=str(tmp_path))).pieces()}
-    assert set(texts) == {"settings.json", os.path.join("sub", "a.txt")}
+    (tmp_path / "latin.txt").write_bytes("Café".encode("latin-1"))
+    (tmp_path / "lost.txt").symlink_to("nowhere")
+    source = find(DataConfig(path=str(tmp_path)))
+    assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
+    assert source.unread == {
+        "image.png": "holds a NUL byte, and is no UTF-8 text",
+        "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give JSONL or parquet their usual suffix",
+        "lost.txt": "a link to nothing",
+        "settings.json": "line 1 is no JSON; JSONL has one object in each line",
+        "zeros": "holds a NUL byte, and is no UTF-8 text",
+    }
+    (tmp_path / "only").mkdir()
+    (tmp_path / "image.png").rename(tmp_path / "only" / "image.png")
+    with pytest.raises(UsageError, match=r"no file that can be read: image.png \(holds a NUL byte"):
+        find(DataConfig(path=str(tmp_path / "only")))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -90,7 +166,7 @@ def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_always_there() -> None:
     source = find(DataConfig())
-    keys = [key for key, _, _ in source.files]
+    keys = [key for key, _ in source.files]
     assert source.name == "stdlib"
     assert "argparse.py" in keys
     assert not any("test" in Path(key).parts for key in keys)
@@ -135,11 +211,58 @@ def test_a_bad_column_is_named(tmp_path: Path) -> None:
     path = parquet_file(tmp_path)
     with pytest.raises(UsageError, match=r"no column 'txt'.*'text'"):
         list(find(DataConfig(path=str(path), text_field="txt")).pieces())
-    with pytest.raises(UsageError, match="'id' is int64"):
+    with pytest.raises(UsageError, match="row 1: field 'id' is int, not text"):
         list(find(DataConfig(path=str(path), text_field="id")).pieces())
     path.write_bytes(b"PAR1 but no more")
-    with pytest.raises(UsageError, match="no parquet file"):
+    with pytest.raises(UsageError, match="is no parquet file"):
         list(find(DataConfig(path=str(path))).pieces())
+
+
+def test_a_csv_holds_text_alone(tmp_path: Path) -> None:
+    """No numbers, nothing that is absent: a cell of "1" or "NA" is that text."""
+    (tmp_path / "x.csv").write_text("text\n1\nNA\n2024-01-01\n")
+    assert [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()] == [
+        "1",
+        "NA",
+        "2024-01-01",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_that_is_there_twice_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"x.{kind}"
+    if kind == "csv":
+        path.write_text("text,text\na,b\n")
+    else:
+        parquet.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), path)
+    with pytest.raises(UsageError, match="has two columns named 'text'"):
+        list(find(DataConfig(path=str(path))).pieces())
+
+
+def test_rows_keep_their_own_fields_and_texts(tmp_path: Path) -> None:
+    """A field that only a late row has, and texts that look like dates."""
+    rows = [{"text": "2024-01-01"}] * 12_000 + [{"text": "x" * 1000}] * 11_000 + [{"text": "end", "more": {"a": 1}}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.jsonl"))).pieces()]
+    assert (texts[0], texts[-1], len(texts)) == ("2024-01-01", "end", len(rows))
+
+
+def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
+    whole = compressed(tmp_path).read_bytes()
+    for content in (whole[:-20], b"no gzip"):
+        (tmp_path / "rows.jsonl.gz").write_bytes(content)
+        with pytest.raises(UsageError, match=r"rows.jsonl.gz' cannot be (read|decompressed)"):
+            list(find(DataConfig(path=str(tmp_path / "rows.jsonl.gz"))).pieces())
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
+def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
+    path = tmp_path / name
+    path.write_bytes('{"text": "Straße"}\n'.encode(encoding))
+    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "holds a NUL byte, and is no UTF-8 text"
+    with pytest.raises(UsageError, match=f"data file '.*{name}' {what}"):
+        find(DataConfig(path=str(path)))
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from accordion.errors import UsageError
-from accordion.train import tokens
+from accordion.train import sources, tokens
 from accordion.train.config import DataConfig
-from accordion.train.sources import Piece, Source, find
+from accordion.train.sources import Piece, Source, find, split_of
 from accordion.train.tokens import (
     END_OF_TEXT,
     LONGEST_WORD,
@@ -50,8 +52,10 @@ def make(source: Source, cache: Path, size: int = 300) -> tuple[TokenFiles, Voca
 
 
 def test_documents_come_back(tmp_path: Path) -> None:
+    """Also if they hold the text of the token that ends them, and it is to be read as text."""
     source = corpus(tmp_path)
-    files, vocabulary = make(source, tmp_path / "cache")
+    vocabulary = replace(train_vocabulary(source, 300, quiet), special_as_text=True)
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
     tokenizer, texts = files.tokenizer(), []
     for split in ("train", "validation"):
         ids = files.read(split).tolist()
@@ -61,6 +65,43 @@ def test_documents_come_back(tmp_path: Path) -> None:
         texts += [tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=False)]
     assert sorted(texts) == sorted(piece.text for piece in source.pieces())
     assert files.num_documents == len(texts) == 60
+
+
+def with_around(vocabulary: Vocabulary, template: str) -> Tokenizer:
+    """A tokenizer that puts tokens around a text, and was saved with truncation and padding."""
+    own = Tokenizer.from_str(vocabulary.spec)
+    special = [(word, own.token_to_id(word)) for word in ("b", "e", END_OF_TEXT)]
+    own.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    own.enable_truncation(max_length=8)
+    own.enable_padding(length=16)
+    return own
+
+
+@pytest.mark.parametrize(("template", "ends"), [("b $A", [0]), ("b b $A e", [0]), (f"$A {END_OF_TEXT}", [])])
+def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: str, ends: list[int]) -> None:
+    """Special tokens are read as such, and tokens around a text are put there; nothing is cut or filled."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = corpus(tmp_path)
+    own = with_around(train_vocabulary(source, 300, quiet), template)
+    vocabulary = Vocabulary(spec=own.to_str(), size=300, end_id=0)
+    assert vocabulary.cuts
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=own)
+    for split in ("train", "validation"):
+        texts = [piece.text for piece in source.pieces() if split_of(piece) == split]
+        wanted = [number for text in texts for number in [*theirs(text)["input_ids"], *ends]]
+        assert files.read(split).tolist() == wanted
+
+
+def test_a_document_that_comes_in_pieces_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long.txt").write_text("one\ntwo\nthree\n" * 20)
+    source = find(DataConfig(path=str(tmp_path / "long.txt")))
+    spec = with_around(train_vocabulary(source, 300, quiet), f"{END_OF_TEXT} $A").to_str()
+    monkeypatch.setattr(sources, "PIECE_CHARS", 1)
+    files = cached_tokens(source, Vocabulary(spec=spec, size=300, end_id=0), tmp_path / "cache", quiet, quiet)
+    ids = [*files.read("train"), *files.read("validation")]
+    assert [at for at, number in enumerate(ids) if number == 0] == [0, len(ids) - 1]
 
 
 def test_the_cache_is_used_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +181,22 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UsageError, match="no tokenizer"):
         folder_vocabulary(tmp_path, None)
+
+
+def test_ids_of_a_tokenizer_may_have_gaps(tmp_path: Path) -> None:
+    """The largest id decides which model a tokenizer fits and which dtype holds its tokens, not how many tokens there are."""
+    source = corpus(tmp_path)
+    dense = train_vocabulary(source, 300, quiet)
+    spec = json.loads(dense.spec)
+    spec["model"]["vocab"][dense.tokenizer().encode("the").tokens[0]] = 70_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    vocabulary = folder_vocabulary(tmp_path, 0)
+    assert vocabulary is not None
+    check_fits(vocabulary, 70_001, "model")
+    with pytest.raises(UsageError, match="has ids up to 70000, the model rows for 70000"):
+        check_fits(vocabulary, 70_000, "model")
+    files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet, quiet)
+    assert files.read("train").max() == 70_000
 
 
 def test_training_is_deterministic(tmp_path: Path) -> None:

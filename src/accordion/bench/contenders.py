@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion.bench.model import loss_of
-from accordion.config import STRATEGIES, Precision, nearest, strategy_named
-from accordion.errors import UsageError
+from accordion.config import STRATEGIES, Precision, strategy_named
+from accordion.errors import UsageError, nearest
 from accordion.optim import wrap_optimizer
 from accordion.shard.api import shard
 from accordion.units import choose_units, only_blocks

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED, LlamaShape
 from accordion.train.config import DataConfig, ModelConfig
 

@@ -127,15 +127,12 @@ def run(words: list[str]) -> int:
 
 
 def _print(text: str) -> None:
-    """Write it out to its last byte; letters that the terminal has not are written as escapes.
+    """Write it out to its last byte.
 
     Raises `CheckpointError` where it cannot be written, to a full disk say.
     """
     try:
-        try:
-            print(text, flush=True)
-        except UnicodeEncodeError as error:
-            print(text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # `| head`
         raise
     except OSError as error:

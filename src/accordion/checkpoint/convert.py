@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,14 +25,14 @@ from accordion.checkpoint.manifest_of_files import described
 from accordion.checkpoint.reading import DCP_METADATA, Files, Read, opened, steady
 from accordion.checkpoint.storage.folders import Folder, Local, Remote, checkpoint_at, folder_at
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names
 from accordion.checkpoint.writing import layout, write
 from accordion.errors import CheckpointError, UsageError
 
 READ_SUFFIXES, READ_NAMES = (".safetensors", ".distcp"), (HF_INDEX, DCP_METADATA)
 FORMATS = ("hf", "safetensors", "dcp", "torch")
 FILES = ("safetensors", "torch")  # formats of one file; the others are folders
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL = "model/"  # what the names of a model's tensors begin with
 SHARD_BYTES = 4 * 2**30  # of one safetensors file that is exported
 LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # what stands beside weights in a folder of transformers
@@ -150,9 +151,15 @@ def _export(
 ) -> list[str]:
     with draft_of(at) as begun, closing(opened(folder)) as files:
         check_model(files)
-        writers = {"hf": _to_hf, "safetensors": _to_safetensors, "dcp": _to_dcp, "torch": _to_torch}
-        made = writers[kind](files, begun, dtype)
-        if kind == "hf":
+        writers = {"safetensors": _to_safetensors, "dcp": _to_dcp, "torch": _to_torch}
+        if kind != "hf":
+            made = writers[kind](files, begun, dtype)
+        else:
+            sources = sources_of(files, dtype)
+            if like is not None:
+                plain = plain_names(source.name for source in sources)
+                sources = [replace(source, name=plain[source.name]) for source in sources]
+            made = write_shards(begun, sources, SHARD_BYTES)
             made += _configuration(files, begun, like, dtype)
             made += [name for name in beside(begun) if name not in made]
         if kind in FILES:
@@ -187,10 +194,6 @@ def ties_of(files: Files) -> dict[str, str]:
     return {a.removeprefix(MODEL): b.removeprefix(MODEL) for a, b in aliases if a.startswith(MODEL)}
 
 
-def _to_hf(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    return write_shards(folder, sources_of(files, dtype), SHARD_BYTES)
-
-
 def _to_safetensors(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:
     """Ties are said in the header, as `safetensors.torch.save_model` says them."""
     write_safetensors(folder / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
@@ -204,31 +207,40 @@ def _configuration(
     if like is not None:
         if not (Path(like) / CONFIG).is_file():
             raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
-        return copy_beside(Path(like), folder, dtype)
+        made = copy_beside(Path(like), folder)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        check_quantised(config, f"like {str(like)!r}")
+        write_config(folder, config, dtype)
+        return made
     extra = files.manifest.extra
     configuration = extra.get("model_config") if isinstance(extra, dict) else None
     if not isinstance(configuration, dict):
         return []
-    write_config(folder, configuration, dtype)
-    return [CONFIG]
+    generation = extra.get("generation_config") if isinstance(extra, dict) else None
+    return write_config(folder, configuration, dtype, generation if isinstance(generation, dict) else None)
 
 
-def copy_beside(source: Path, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Copy what stands beside the weights of a folder of transformers; `dtype`: in which these are written. Names."""
+def copy_beside(source: Path, folder: Path) -> list[str]:
+    """Copy the files next to the weights of a folder of transformers; return their names."""
     found = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
     for path in found:
-        if path.name == CONFIG and dtype is not None:
-            write_config(folder, json.loads(path.read_text()), dtype)
-        else:
-            shutil.copy2(path, folder)
+        shutil.copyfile(path, folder / path.name)
     return [path.name for path in found]
 
 
-def write_config(folder: Path, words: Mapping[str, object], dtype: torch.dtype | None) -> None:
-    """The config.json, which says of the weights which dtype they have."""
+def write_config(
+    folder: Path,
+    words: Mapping[str, object],
+    dtype: torch.dtype | None,
+    generation: Mapping[str, object] | None = None,
+) -> list[str]:
+    """Write config.json, which says which dtype the weights have, and generation_config.json if there is one; return both."""
     said = {key: value for key, value in words.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
-    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2))
+    (folder / CONFIG).write_text(json.dumps({**said, **more}, indent=2), encoding="utf-8")
+    if generation is not None:
+        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    return [CONFIG] if generation is None else [CONFIG, GENERATION]
 
 
 def _to_torch(files: Files, folder: Path, dtype: torch.dtype | None) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -25,14 +27,17 @@ from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
     HF_SINGLE,
     check_names,
+    check_quantised,
     mapped,
     opened,
+    plain_names,
     read_header,
     read_index,
     size_of,
 )
 from accordion.checkpoint.writing import WritePart
 from accordion.errors import CheckpointError, UsageError
+from accordion.files import read_text
 
 ARCHIVE = b"PK\3\4"  # how a file of torch.save begins since torch 1.6
 DCP_METADATA = ".metadata"
@@ -64,6 +69,10 @@ def open_foreign(path: str | os.PathLike[str]) -> Foreign:
     found = _opened(Path(path))
     if not found.shapes:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
+    words: Any = {}
+    with suppress(OSError, ValueError):
+        words = json.loads(read_text(Path(path, "config.json")))
+    check_quantised(words if isinstance(words, dict) else {}, os.fspath(path), found.shapes)
     num_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in found.shapes.values())
     if len(found.shapes) > FREE_TENSORS + num_bytes // BYTES_PER_TENSOR:
         raise CheckpointError(f"{path} has {len(found.shapes)} tensors, which is absurd for {num_bytes} bytes of them.")
@@ -115,13 +124,17 @@ def _safetensors(folder: Path, promised: Mapping[str, str] | None, names: Iterab
     if lost:
         more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
         raise CheckpointError(f"{folder / HF_INDEX} names tensors that are not there: {', '.join(lost[:SHOWN])}{more}.")
-    shapes = {"model/" + t.name: (DTYPES[t.dtype], t.shape) for tensors in held.values() for t in tensors}
-    files = tuple(_later(lambda n=name: _mapped(folder / n, held[n])) for name in held)
+    plain = plain_names(where)
+    _found(plain)
+    shapes = {"model/" + plain[t.name]: (DTYPES[t.dtype], t.shape) for tensors in held.values() for t in tensors}
+    files = tuple(_later(lambda n=name: _mapped(folder / n, held[n]), plain) for name in held)
     return Foreign(kind="safetensors", shapes=shapes, files=files)
 
 
-def _later(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[[], list[WritePart]]:
-    return lambda: [WritePart("model/" + key, box_of(t.shape, ()), t) for key, t in read() if t.numel()]
+def _later(
+    read: Callable[..., Iterator[tuple[str, Tensor]]], plain: Mapping[str, str]
+) -> Callable[[], list[WritePart]]:
+    return lambda: [WritePart("model/" + plain[key], box_of(t.shape, ()), t) for key, t in read() if t.numel()]
 
 
 def _mapped(path: Path, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -165,15 +178,16 @@ def _torch_state(held: Any, num_bytes: int) -> Foreign:
             raise CheckpointError(f"{str(key)[:100]} is no plain tensor.")
         if tensor.nbytes > max(tensor.untyped_storage().nbytes(), LARGEST_EXPANDED):
             raise CheckpointError(f"{str(key)[:100]} of shape {str(tensor.shape)[:100]} is larger than its memory.")
-    _found({key: str(key) for key in tensors})
+    plain = plain_names(str(key) for key in tensors)
+    _found({key: plain[str(key)] for key in tensors})
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > LARGEST_EXPANDED + MOST_COPIES * num_bytes:
         raise CheckpointError(f"its tensors of {total} bytes are absurd, made of {num_bytes}.")
     left += [str(key) for key in held if key not in tensors]
     return Foreign(
         kind="torch.save",
-        shapes={f"model/{key}": (t.dtype, tuple(t.shape)) for key, t in tensors.items()},
-        files=(_later(lambda: ((str(key), t.resolve_conj().resolve_neg()) for key, t in tensors.items())),),
+        shapes={f"model/{plain[str(key)]}": (t.dtype, tuple(t.shape)) for key, t in tensors.items()},
+        files=(_later(lambda: ((str(key), t.resolve_conj().resolve_neg()) for key, t in tensors.items()), plain),),
         left=tuple(left),
     )
 
@@ -291,16 +305,17 @@ def _is_plain(name: object) -> bool:
 
 def _dcp_names(keys: list[str], paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
     """Our names: `model/...` for a model's tensors, `optimizer/state/...` for an optimizer's."""
-    found = {}
+    found, models = {}, dict[str, str]()
     for key in keys:
         path = paths.get(key, (key,))
         if len(path) == 2 and path[0] in MODEL_KEYS:
-            found[key] = f"model/{path[1]}"
+            models[key] = str(path[1])
         elif len(path) == 4 and path[0] in OPTIMIZER_KEYS and path[1] == "state":
             found[key] = f"optimizer/state/{path[2]}/{path[3]}"
         elif len(path) == 1 and not any(p[0] in MODEL_KEYS for p in paths.values() if len(p) > 1):
-            found[key] = f"model/{key}"  # a model's state dict alone
-    return found
+            models[key] = key  # a model's state dict alone
+    plain = plain_names(models.values())
+    return found | {key: f"model/{plain[name]}" for key, name in models.items()}
 
 
 def _dcp_file(
@@ -381,14 +396,15 @@ def _dcp_values(
             key for key, path in paths.items() if len(path) == 4 and path[0] in OPTIMIZER_KEYS and path[1] != "state"
         ]
         return None, encode(extra, "extra"), left + lost
+    plain = plain_names(param for group in groups.values() for param in group["params"])
     state: dict[str, dict[str, Json]] = {}
     for key, name in names.items():
         if name.startswith("optimizer/state/"):
             _, _, param, leaf = paths[key]
-            state.setdefault(str(param), {})[str(leaf)] = {"$tensor": name}
+            state.setdefault(plain.get(param, str(param)), {})[str(leaf)] = {"$tensor": name}
     words = [
         {
-            "params": group["params"],
+            "params": [plain[param] for param in group["params"]],
             "options": encode({k: v for k, v in group.items() if k != "params"}, f"optimizer/groups/{i}"),
         }
         for i, group in sorted(groups.items())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -56,16 +56,10 @@ class TensorSource:
             yield bytes_of(flat[at : at + CAST_ELEMENTS].to(self.dtype))
 
 
-class Sink(Protocol):
-    """A file that is open for writing bytes."""
-
-    def write(self, data: memoryview, /) -> object: ...
-
-
-def write_data(sink: Sink, source: TensorSource) -> None:
-    """The bytes of one tensor, of which nothing is left in memory then."""
+def write_data(file: BinaryIO, source: TensorSource) -> None:
+    """Write the bytes of one tensor, of which nothing is left in memory then."""
     for piece in source.pieces():
-        sink.write(piece)
+        file.write(piece)
 
 
 def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mapping[str, str] = PLAIN) -> None:
@@ -94,7 +88,7 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
     where = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
     total = sum(source.num_bytes for source in sources)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    (folder / HF_INDEX).write_text(json.dumps(index, indent=2))
+    (folder / HF_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return [*names, HF_INDEX]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,14 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accordion.checkpoint.contents import WRAPPERS
 from accordion.checkpoint.format import DTYPES, MOST_DIMS, MOST_ELEMENTS, PLAIN_FILE, without_twins
 from accordion.checkpoint.manifest_of_files import LENGTH_BYTES, StoredTensor
-from accordion.errors import CheckpointError
+from accordion.errors import CheckpointError, UsageError
 from accordion.files import NOT_REGULAR, open_regular
 
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 FREE_WORDS = 2**20  # bytes of JSON that any file may have: what Python makes of it is up to 30 times as large
 DATA_PER_WORD = 64  # beyond it: bytes of tensors for each byte of JSON that describes them
+QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
 BROKEN = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
@@ -43,6 +46,29 @@ def mapped(file: BinaryIO) -> Tensor:
     if not size_of(file):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.memmap(file, mode="c", dtype=np.uint8))
+
+
+def check_quantised(config: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> None:
+    """Raise `UsageError` for weights that mean nothing without their scales, by config.json or by names of tensors."""
+    said = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
+    scale = next((name for name in names if QUANTISED.search(name)), None)
+    if said is None and scale is None:
+        return
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    raise UsageError(
+        f"{where} is quantised ({method or scale or 'as its config.json says'}), and its weights are read without their scales; "
+        "load it with transformers, call dequantize() on the model, save_pretrained() it, and take that folder."
+    )
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return tensors' names without the prefixes of torch.compile, of checkpointing and, if all have it, of DDP."""
+    found = {name: name for name in names}
+    for wrapper in WRAPPERS:
+        found = {name: plain.replace(wrapper, "") for name, plain in found.items()}
+    while found and all(plain.startswith("module.") for plain in found.values()):
+        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+    return found
 
 
 def most_words(data_bytes: int) -> int:

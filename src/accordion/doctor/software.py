@@ -26,7 +26,7 @@ FOR: Mapping[str, str] = {
     "train": "accordion train and generate",
     "plan": "accordion plan and bench",
     "integrations": "Trainer, TRL, Accelerate, Lightning and adapters",
-    "export": "accordion export --format onnx and gguf",
+    "export": "accordion export --format onnx",
     "checkpoint": "fast checksums of checkpoints",
     "remote": "checkpoints in object stores",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,16 @@ from accordion.models.stored import StoredModel, computing, meta_model
 from accordion.weights.adapters import added_by, copied_inside, is_adapter
 from accordion.weights.pretrained import copies_of_layers, names_of
 
-WRAPPED = re.compile(r"(^|\.)(base_layer|original_module)\.")
+WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 
 
-def merged(stored: StoredModel, sources: Sequence[TensorSource]) -> list[TensorSource]:
-    """What `merge_and_unload` would leave of each tensor. Host memory: the adapter, and three tensors of a layer as it is merged.
+def merged(
+    stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
+) -> tuple[list[TensorSource], dict[str, str]]:
+    """Return the tensors with the adapter merged, and the ties that are left.
 
-    Raises `UsageError` for an adapter that does not merge.
+    Of tied tensors of which the adapter changes one, each is a tensor of its own, as in the adapted model. Host memory: the
+    adapter, and three tensors of a layer as it is merged. Raises `UsageError` for an adapter that does not merge.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -42,7 +45,21 @@ def merged(stored: StoredModel, sources: Sequence[TensorSource]) -> list[TensorS
     layers = {WRAPPED.sub(r"\1", name): module for name, module in layers.items()}
     real = {name: t.detach() for name, t in names_of(model).items() if not t.is_meta}
     given = {original: real[copy] for copy, original in copies_of_layers(model).items() if copy in real}
-    return [_merged(source, layers.get(source.name), given, real) for source in sources]
+    changed = {*layers, *given, *real}
+    left = {name: kept for name, kept in ties.items() if name not in changed and kept not in changed}
+    if left != dict(ties) and not getattr(model.config, "tie_word_embeddings", False):
+        raise UsageError(
+            f"SOURCE {stored.adapter!r} changes one of the tied tensors {', '.join(ties)}, and config.json has no "
+            "tie_word_embeddings to untie them with; merge it with PEFT."
+        )
+    by_name = {source.name: source for source in sources}
+    lost = sorted({*layers, *given} - set(by_name) - set(ties))
+    if lost:
+        raise UsageError(
+            f"SOURCE {stored.adapter!r} changes {', '.join(lost[:3])}, which its base does not have; merge it with PEFT."
+        )
+    untied = [replace(by_name[kept], name=name) for name, kept in ties.items() if name not in left]
+    return [_merged(source, layers.get(source.name), given, real) for source in (*sources, *untied)], left
 
 
 def _merged(source: TensorSource, layer: Any, given: dict[str, Tensor], real: dict[str, Tensor]) -> TensorSource:

@@ -22,23 +22,19 @@ from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, dtype_c
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.adapters import ADAPTER, ADAPTER_WEIGHTS, adapter_config, adapter_weights
-from accordion.models.stored import (
-    StoredModel,
-    configuration_of,
-    dtype_of,
-    find_model,
-    located,
-    meta_model,
-    tokenizer_of,
-)
+from accordion.models.stored import StoredModel, check_weights, find_model, located, meta_model, tokenizer_of
 from accordion.options import one_of, place
 
 PROG = "accordion export"
-NEEDS = {"onnx": ("onnx", "onnxscript", "onnx_ir"), "gguf": ("gguf",)}
-FORMATS = (*convert.FORMATS, *NEEDS, "peft")
+NEEDS = ("onnx", "onnxscript", "onnx_ir")  # packages for --format onnx
+FORMATS = (*convert.FORMATS, "onnx", "peft", "gguf")
+SUFFIXES = {".onnx": "onnx", ".safetensors": "safetensors", ".gguf": "gguf"}  # of a TARGET that is one file
+GGUF = (
+    "accordion writes no GGUF; export a folder with `accordion export SOURCE FOLDER`, and run llama.cpp's own "
+    "`python convert_hf_to_gguf.py FOLDER --outfile MODEL.gguf` on it."
+)
 OF_CHECKPOINTS = ("dcp", "torch")  # formats in which nothing but a checkpoint goes out
 OF_ONNX = (torch.float32, torch.float16)
-OF_GGUF = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +44,11 @@ class ExportOptions:
     Args:
         source: a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT, whose adapter is
             merged
-        target: what to write; it must not exist
-        format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime; `gguf`: one file
-            for llama.cpp; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained; of checkpoints
-            `dcp`, a folder of torch.distributed.checkpoint, and `torch`, one file of torch.save
+        target: path to write, which must not exist
+        format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime, or NAME.onnx and
+            NAME.onnx.data; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained; of checkpoints `dcp`, a folder
+            of torch.distributed.checkpoint, and `torch`, one file of torch.save; `gguf` names the command of llama.cpp. The
+            default follows from TARGET: `onnx` or `safetensors` if its name ends so, else `hf`
         like: folder of transformers whose config.json and tokenizer go beside the weights of a checkpoint; the base of an adapter
         dtype: cast floating-point tensors, say BF16
         tokenizer: tokenizer.json or folder of transformers, in place of the one beside the model
@@ -60,7 +57,7 @@ class ExportOptions:
 
     source: str = place()
     target: str = place()
-    format: str = one_of(FORMATS, "hf")
+    format: str | None = one_of(FORMATS, None)
     like: str | None = None
     dtype: str | None = one_of(sorted(CODES.values()), None)
     tokenizer: str | None = None
@@ -98,48 +95,59 @@ def export(options: ExportOptions, cache: Path) -> Exported:
     for key in ("source", "target"):
         if not getattr(options, key).strip() or "\0" in getattr(options, key):
             raise UsageError(f"{key.upper()} is empty; give a path.")
-    missing = [name for name in NEEDS.get(options.format, ()) if find_spec(name) is None]
+    named = SUFFIXES.get(Path(options.target).suffix.lower())
+    form = options.format or named or "hf"
+    if form == "gguf":
+        raise UsageError(GGUF)
+    if named is not None and named != form:
+        raise UsageError(
+            f"--format is {form} and TARGET {options.target!r} is the name of a file of {named}; change one of them."
+        )
+    missing = [name for name in NEEDS if find_spec(name) is None] if form == "onnx" else []
     if missing:
         raise UsageError(
-            f"--format {options.format} needs {', '.join(missing)}, not installed here; pip install 'accordion[export]'."
+            f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion[export]'."
         )
     kind, path = located(options.source)
-    if kind == "checkpoint" and options.format in convert.FORMATS and not _is_adapter(path):
-        return _of_checkpoint(path, options, dtype, cache)
-    if options.format in OF_CHECKPOINTS:
+    if kind == "checkpoint" and form in convert.FORMATS and not _is_adapter(path):
+        return _of_checkpoint(path, options, form, dtype, cache)
+    if form in OF_CHECKPOINTS:
         raise UsageError(
-            f"--format {options.format} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
+            f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
             "`accordion checkpoint convert` makes a checkpoint of one."
         )
     if "://" in options.target:
-        raise UsageError(
-            f"TARGET {options.target!r} is a URL; --format {options.format} is written to file systems alone."
-        )
+        raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
     stored = find_model(options.source, cache, tokenizer=options.tokenizer, like=options.like)
     at = Path(os.path.abspath(options.target))
-    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "gguf": _gguf, "peft": _peft}[options.format]
+    if form == "onnx" and named is not None:
+        return _onnx_file(stored, at, dtype)
+    write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "peft": _peft}[form]
     with draft_of(at) as draft:
-        found = write(stored, draft, dtype)
-        if options.format in ("safetensors", "gguf"):
-            (draft / found.files[0]).rename(at)
-            return Exported([str(at)], found.left)
+        files = write(stored, draft, dtype)
+        if form == "safetensors":
+            (draft / files[0]).rename(at)
+            return Exported([str(at)], [])
         draft.rename(at)
-    return Exported([str(at / name) for name in found.files], found.left)
+    return Exported([str(at / name) for name in files], [])
 
 
-def _of_checkpoint(path: str, options: ExportOptions, dtype: torch.dtype | None, cache: Path) -> Exported:
+def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
     """Of any model, also of one that transformers does not know."""
-    stored = None
-    if options.format == "hf":
-        with suppress(UsageError):  # it does not say of what it is
+    stored = model = None
+    if form == "hf":
+        with suppress(UsageError):  # it does not say of what it is, or transformers does not know that
             stored = find_model(path, cache, tokenizer=options.tokenizer, like=options.like)
+            model = None if options.like is None else meta_model(stored)
+    if stored is not None and model is not None:
+        check_weights(model, stored)
     own = stored is not None and options.like is None
     beside: Callable[[Path], list[str]] = (
         partial(_tokenizer, stored) if own and stored is not None else lambda folder: []
     )
-    files = convert.export(path, options.target, options.format, like=options.like, dtype=dtype, beside=beside)
+    files = convert.export(path, options.target, form, like=options.like, dtype=dtype, beside=beside)
     left = []
-    if options.format == "hf" and not any(file.endswith("config.json") for file in files):
+    if form == "hf" and not any(file.endswith("config.json") for file in files):
         left.append("config.json: the checkpoint does not say of which model it is; give --like a folder that has it")
     return Exported(files, left)
 
@@ -153,20 +161,20 @@ def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
     return sorted(path.name for path in set(folder.iterdir()) - before)
 
 
-def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
+    config = stored.config
     if stored.adapter is None:
         files = write_shards(draft, folder_sources(Path(stored.path), dtype), convert.SHARD_BYTES)
     else:
         with tensors_of(stored, dtype) as found:
             files = write_shards(draft, found.sources, convert.SHARD_BYTES)
+            config = {**config, "tie_word_embeddings": False} if found.untied else config
     if stored.kind == "folder":
-        files += [name for name in convert.copy_beside(Path(stored.path), draft, dtype) if name not in files]
-    else:
-        convert.write_config(draft, stored.config, dtype)
-        files.append(convert.CONFIG)
+        files += [name for name in convert.copy_beside(Path(stored.path), draft) if name not in files]
+    files += [name for name in convert.write_config(draft, config, dtype, stored.generation) if name not in files]
     if stored.tokenizer not in (None, stored.path):
         files += [name for name in _tokenizer(stored, draft) if name not in files]
-    return Exported(files, [])
+    return files
 
 
 def _is_adapter(checkpoint: str) -> bool:
@@ -178,7 +186,7 @@ def _is_adapter(checkpoint: str) -> bool:
     return isinstance(extra, dict) and isinstance(extra.get("adapter"), dict)
 
 
-def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
     """The adapter alone, which names the folder of its base."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
@@ -188,44 +196,41 @@ def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Export
     config = adapter_config(stored.adapter, stored.lora, os.path.abspath(stored.path))
     config.inference_mode = True
     config.save_pretrained(draft)
-    return Exported([ADAPTER, ADAPTER_WEIGHTS, *_tokenizer(stored, draft)], [])
+    return [ADAPTER, ADAPTER_WEIGHTS, *_tokenizer(stored, draft)]
 
 
-def _safetensors(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+def _safetensors(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
     with tensors_of(stored, dtype) as found:
         write_safetensors(draft / "model", found.sources, {**PLAIN, **found.ties})
-    return Exported(["model"], [])
+    return ["model"]
 
 
-def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
+def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str = "model.onnx") -> list[str]:
     from accordion.export.onnx_folder import write_onnx
 
-    dtype = _one_of(OF_ONNX, dtype, torch.float32, "onnx")
+    dtype = dtype or torch.float32
+    if dtype not in OF_ONNX:
+        raise UsageError(f"--dtype is {CODES[dtype]}, and --format onnx takes {', '.join(CODES[d] for d in OF_ONNX)}.")
     with tensors_of(stored, dtype) as found:
-        files = write_onnx(draft, found, meta_model(replace(stored, adapter=None), dtype))  # the adapter is merged
-    convert.write_config(draft, stored.config, dtype)
-    return Exported([*files, convert.CONFIG, *_tokenizer(stored, draft)], [])
+        if found.untied:
+            raise UsageError(
+                "the adapter changes one of two tied embeddings, which --format onnx keeps tied; take hf, and export that folder."
+            )
+        base = replace(stored, adapter=None)  # the adapter is merged
+        files = write_onnx(draft / name, found, meta_model(base, dtype))
+    files += convert.write_config(draft, stored.config, dtype, stored.generation)
+    return [*files, *_tokenizer(stored, draft)]
 
 
-def _gguf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> Exported:
-    from accordion.export.gguf_file import check_gguf, write_gguf
-
-    config = configuration_of(stored)
-    check_gguf(config)
-    dtype = _one_of(OF_GGUF, dtype, dtype_of(stored), "gguf")
-    tokenizer = None if stored.tokenizer is None else tokenizer_of(stored)
-    with tensors_of(stored, dtype) as found:
-        left = write_gguf(draft / "model", found, config, tokenizer, Path(str(stored)).resolve().name)
-    return Exported(["model"], left)
-
-
-def _one_of(
-    taken: tuple[torch.dtype, ...], asked: torch.dtype | None, otherwise: torch.dtype, name: str
-) -> torch.dtype:
-    if asked is None:
-        return otherwise if otherwise in taken else torch.float32
-    if asked not in taken:
-        raise UsageError(
-            f"--dtype is {CODES[asked]}, and --format {name} takes {', '.join(CODES[dtype] for dtype in taken)}."
-        )
-    return asked
+def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:
+    """Write NAME.onnx and, next to it, NAME.onnx.data with its weights."""
+    data = at.with_name(f"{at.name}.data")
+    if data.exists():
+        raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")
+    with draft_of(at) as draft:
+        _onnx(stored, draft, dtype, at.name)
+        (draft / data.name).rename(data)  # before the graph, which is of no use without it
+        (draft / at.name).rename(at)
+    return Exported(
+        [str(at), str(data)], ["config.json and the tokenizer; a TARGET without .onnx is a folder that has them"]
+    )

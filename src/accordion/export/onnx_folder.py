@@ -16,7 +16,6 @@ from accordion.errors import UsageError
 from accordion.export.tensors import NamedTensors
 from accordion.models.language import brief
 
-FILE, DATA = "model.onnx", "model.onnx.data"
 SAMPLE = (2, 5)  # sequences and tokens of the trace; both are free in the graph
 INSIDE = "model."  # what wrapping puts before the names of a model's tensors
 
@@ -34,8 +33,8 @@ class LogitsAlone(nn.Module):
         return logits
 
 
-def write_onnx(folder: Path, found: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph and its weights; their names. `model`: on meta, in the dtype of `found`.
+def write_onnx(path: Path, found: NamedTensors, model: nn.Module) -> list[str]:
+    """Write the graph to `path` and its weights next to it; return both names. `model`: on meta, in the dtype of `found`.
 
     Inputs are `input_ids` and `attention_mask`, the output `logits`. Raises `UsageError` for a model that is no graph.
     """
@@ -57,8 +56,9 @@ def write_onnx(folder: Path, found: NamedTensors, model: nn.Module) -> list[str]
             value.const_value = onnx_ir.tensor(buffers[own].numpy(), name=name)
         elif isinstance(getattr(value.const_value, "raw", None), torch.Tensor):
             raise UsageError(f"--format onnx: nothing in SOURCE is the tensor {own} of the graph; take hf.")
-    onnx_ir.save(graph, folder / FILE, external_data=DATA, max_workers=1, max_in_flight_bytes=1)
-    return [FILE, DATA]
+    data = f"{path.name}.data"
+    onnx_ir.save(graph, path, external_data=data, max_workers=1, max_in_flight_bytes=1)
+    return [path.name, data]
 
 
 def _whole(source: TensorSource) -> Any:

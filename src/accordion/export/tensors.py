@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,23 +19,27 @@ from accordion.checkpoint.manifest_of_files import StoredTensor
 from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.streamed import TensorSource
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, read_header, read_index
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.export.adapters import merged
-from accordion.models.stored import StoredModel, computing, meta_model
+from accordion.models.stored import StoredModel, meta_model
 from accordion.weights.lazy_tensors import Rows
-from accordion.weights.pretrained import match, names_of
+from accordion.weights.pretrained import equal_rows, match, names_of
 
 STAGE_BYTES = 2**24  # read at once where rows do not lie in the file as they are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """`sources`: each tied tensor once. `ties`: other names of tied ones, and the name under which each is in `sources`."""
+    """`sources`: each tied tensor once. `ties`: other names of tied ones, and the name under which each is in `sources`.
+
+    `untied`: tensors that config.json ties differ, since an adapter changed one of them.
+    """
 
     sources: list[TensorSource]
     ties: Mapping[str, str]
+    untied: bool = False
 
     def of(self, name: str) -> TensorSource | None:
         """By any of its names."""
@@ -51,8 +55,9 @@ def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterato
     """
     with _as_stored(stored) as found:
         if stored.adapter is not None:
-            found = NamedTensors(merged(stored, found.sources), found.ties)
-        yield NamedTensors([source.cast(dtype) for source in found.sources], found.ties)
+            sources, ties = merged(stored, found.sources, found.ties)
+            found = NamedTensors(sources, ties, untied=len(ties) < len(found.ties))
+        yield replace(found, sources=[source.cast(dtype) for source in found.sources])
 
 
 @contextmanager
@@ -63,8 +68,14 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
             yield NamedTensors(sources_of(files), ties_of(files))
         return
     folder = Path(stored.path)
-    model = computing(meta_model(stored))
+    model = meta_model(replace(stored, adapter=None))
     matched = match(model, folder, folder_rows(folder), [])
+    for one, other in matched.ties:
+        if not equal_rows(matched.found[one].rows, matched.found[other].rows):
+            raise UsageError(
+                f"{folder}: config.json ties {one} and {other}, and they differ in the file; set tie_word_embeddings to false "
+                "there, or remove the one that is not meant."
+            )
     wanted = names_of(model)
     sources = [
         TensorSource(name, matched.found[name].rows.dtype, tuple(wanted[name].shape), matched.found[name].rows.whole)
@@ -95,6 +106,7 @@ def folder_rows(folder: Path) -> dict[str, Rows]:
         places = {key: (folder / name, heads[name][key]) for key, name in index.items()}
     else:
         raise UsageError(f"{folder} has neither {HF_SINGLE} nor {HF_INDEX}.")
+    check_quantised({}, str(folder), places)
     return {
         key: Rows(torch.Size(held.shape), DTYPES[held.dtype], partial(_read, path, held))
         for key, (path, held) in sorted(places.items())

@@ -63,20 +63,12 @@ class Printer:
     def _print(self, prompt: Prompt, answer: WrittenText) -> None:
         if self._as_json:
             words = {"prompt": prompt.text, "text": answer.text, "tokens": answer.num_tokens, "ended": answer.ended}
-            _out(json.dumps(words))
+            print(json.dumps(words), flush=True)
         elif len(self._prompts) > 1:
-            _out(f"> {prompt.text}\n{answer.text}\n")
+            print(f"> {prompt.text}\n{answer.text}\n", flush=True)
         elif not self._streams:
-            _out(answer.text)
+            print(answer.text, flush=True)
 
 
 def _key(index: int) -> str:
     return f"accordion/answer/{index}"
-
-
-def _out(text: str) -> None:
-    """A line; letters that the terminal has not are written as escapes."""
-    try:
-        print(text, flush=True)
-    except UnicodeEncodeError as error:
-        print(text.encode(error.encoding, "backslashreplace").decode(error.encoding), flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from accordion.generate.options import GenerateOptions
-from accordion.models.stored import StoredModel
+from accordion.models.stored import StoredModel, end_of_turn, ends_of
 
 FIRST = 0  # a token that every model has, where neither tokenizer nor model names one to pad with
 
@@ -71,12 +70,10 @@ def settings_of(
     from transformers import GenerationConfig
 
     own: Any = getattr(model, "generation_config", None)
-    if stored.kind == "folder":
-        with suppress(OSError):  # it has none
-            own = GenerationConfig.from_pretrained(stored.path, local_files_only=True)
-    end = getattr(own, "eos_token_id", None)
-    end = tokenizer.eos_token_id if end is None else end
-    ends = frozenset() if end is None else frozenset(end if isinstance(end, list) else [end])
+    if stored.generation is not None:
+        own = GenerationConfig(**stored.generation)
+    of_chat = end_of_turn(tokenizer) if options.chat else None
+    ends = frozenset(ends_of(getattr(own, "eos_token_id", None), of_chat) or ends_of(tokenizer.eos_token_id))
     pad = next(
         (p for p in (tokenizer.pad_token_id, getattr(own, "pad_token_id", None), *sorted(ends)) if p is not None), FIRST
     )

@@ -19,6 +19,7 @@ from accordion.errors import UsageError
 from accordion.integrations.buffers import FirstRanksBuffers
 from accordion.optim import ELEMENTWISE, inner_of, wrap_optimizer
 from accordion.shard.api import entry_point, shard
+from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.replaced_parameters import follow_moved
 from accordion.units import UnitChoice
 from accordion.weights.meta_start import fill_from_source
@@ -42,6 +43,8 @@ class Sharding:
     prefetch: Prefetch | None = None
     offload: Offload | None = None
     checkpoint_activations: str = "none"
+    secondary: int | None = None
+    meshes: MeshChoice | None = None
     reduce_op: Literal["mean", "sum"] = "mean"
     sync: bool | None = None
     debug: str | Iterable[str] = ()

@@ -206,7 +206,7 @@ def _checked(folder: str) -> str:
 def _why_torn(path: Path) -> str:
     """What a checkpoint folder lacks, "" where it is whole: the Trainer's state is written last."""
     try:
-        json.loads((path / TRAINER_STATE_NAME).read_text())
+        json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"its {TRAINER_STATE_NAME} is missing or cut short, so its save was"
     if (path / "optimizer.pt").exists():

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from accordion.checkpoint.convert import check_model, sources_of
 from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.language import brief
 
 AUTO = "auto"  # all linear layers but the head

@@ -16,7 +16,14 @@ from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest
 from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
+from accordion.checkpoint.untrusted_files import (
+    HF_INDEX,
+    HF_SINGLE,
+    check_quantised,
+    plain_names,
+    read_header,
+    read_index,
+)
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
 from accordion.models.adapters import ADAPTER, adapter_config
@@ -25,7 +32,7 @@ from accordion.weights.adapters import added_by_adapters
 from accordion.weights.export import is_peft
 from accordion.weights.pretrained import check_pretrained, names_of
 
-CONFIG, TOKENIZER, RUN_FILE = "config.json", "tokenizer.json", "config.yaml"
+CONFIG, GENERATION, TOKENIZER, RUN_FILE = "config.json", "generation_config.json", "tokenizer.json", "config.yaml"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
 SHOWN = 3  # tensors named in a message of one line
@@ -37,7 +44,7 @@ class StoredModel:
 
     `kind`: a "checkpoint" of ours, or a "folder" of transformers. `config`: what its config.json says. `tokenizer`: a folder of
     transformers, or a tokenizer.json; None where nobody knows one. `adapter`: the folder of PEFT whose base this is, or, where
-    `lora` says of which kind it is, the checkpoint of a run that trained it.
+    `lora` says of which kind it is, the checkpoint of a run that trained it. `generation`: its generation_config.json.
     """
 
     kind: Literal["checkpoint", "folder"]
@@ -46,6 +53,7 @@ class StoredModel:
     tokenizer: str | None
     adapter: str | None = None
     lora: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.adapter or self.path
@@ -126,7 +134,8 @@ def _of_checkpoint(path: str, cache: Path | None, tokenizer: str | None, like: s
             f"extra); give --like a folder with the {CONFIG} of that model."
         )
     found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, like)
-    return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=found)
+    generation = extra.get("generation_config") if like is None else generation_config(Path(like))
+    return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=found, generation=generation)
 
 
 def _of_trained_adapter(
@@ -142,7 +151,10 @@ def _of_trained_adapter(
         )
     base = _of_folder(Path(named), tokenizer)
     found = _given(tokenizer) or _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
-    return replace(base, tokenizer=found, adapter=path, lora=said)
+    generation = extra.get("generation_config", base.generation)
+    ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
+    config = {**base.config, "eos_token_id": ends or None}
+    return replace(base, config=config, tokenizer=found, adapter=path, lora=said, generation=generation)
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
@@ -150,7 +162,7 @@ def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path |
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
-    found = next((folder for folder in folders if any((folder / name).is_file() for name in TOKENIZER_FILES)), None)
+    found = next(filter(has_tokenizer, folders), None)
     if found is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
         return None if found is None else str(found)
     for meta in sorted((cache / "tokens").glob("*/meta.json")):
@@ -172,14 +184,8 @@ def _of_adapter(path: Path, cache: Path | None, tokenizer: str | None, like: str
             "base."
         )
     base = find_model(named, cache, tokenizer=tokenizer)
-    own = path if any((path / name).is_file() for name in TOKENIZER_FILES) else None
-    return StoredModel(
-        kind=base.kind,
-        path=base.path,
-        config=base.config,
-        tokenizer=str(own) if own is not None and tokenizer is None else base.tokenizer,
-        adapter=str(path),
-    )
+    words = str(path) if has_tokenizer(path) and tokenizer is None else base.tokenizer
+    return replace(base, tokenizer=words, adapter=str(path))
 
 
 def _of_folder(path: Path, tokenizer: str | None) -> StoredModel:
@@ -188,9 +194,13 @@ def _of_folder(path: Path, tokenizer: str | None) -> StoredModel:
         raise UsageError(f"SOURCE {str(path)!r} is no model: its {CONFIG} names no model_type.")
     if not any((path / name).is_file() for name in (HF_SINGLE, HF_INDEX)):
         raise UsageError(f"SOURCE {str(path)!r} has no weights: neither {HF_SINGLE} nor {HF_INDEX}.")
-    has_own = any((path / name).is_file() for name in TOKENIZER_FILES)
+    check_quantised(config, f"SOURCE {str(path)!r}")
     return StoredModel(
-        kind="folder", path=str(path), config=config, tokenizer=_given(tokenizer) or (str(path) if has_own else None)
+        kind="folder",
+        path=str(path),
+        config=config,
+        tokenizer=_given(tokenizer) or (str(path) if has_tokenizer(path) else None),
+        generation=generation_config(path),
     )
 
 
@@ -205,11 +215,21 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
     return found
 
 
+def generation_config(folder: Path) -> dict[str, Any] | None:
+    """Return what generation_config.json of a folder of transformers says, None if it has none. Raises `UsageError`."""
+    return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return if a folder holds a tokenizer of transformers."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _given(tokenizer: str | None) -> str | None:
     if tokenizer is None:
         return None
     path = Path(tokenizer)
-    if path.is_file() or any((path / name).is_file() for name in TOKENIZER_FILES):
+    if path.is_file() or has_tokenizer(path):
         return tokenizer
     raise UsageError(
         f"--tokenizer {tokenizer!r} is neither a tokenizer.json nor a folder with a tokenizer of transformers."
@@ -249,6 +269,29 @@ def tokenizer_of(stored: StoredModel) -> Any:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # of the library, which raises plain Exception
         raise UsageError(f"{str(path)!r} holds no tokenizer that can be read: {brief(error)}") from None
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the tokens that are no text: those with a name in transformers, and those marked so in tokenizer.json."""
+    marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the special token that a chat template puts behind an answer; None if there is none, or no template."""
+    talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
+    except Exception:  # a template is a program of its own, and may want other messages
+        return None
+    special = special_ids(tokenizer)
+    return next((n for n in tokenizer(closing, add_special_tokens=False)["input_ids"] if n in special), None)
+
+
+def ends_of(*eos: int | list[int] | None) -> list[int]:
+    """Return the tokens of some `eos_token_id`s of transformers, each once."""
+    listed = [ends if isinstance(ends, list) else [ends] for ends in eos]
+    return list(dict.fromkeys(end for ends in listed for end in ends if end is not None))
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -315,7 +358,8 @@ def check_weights(model: nn.Module, stored: StoredModel) -> None:
         check_pretrained(model, Path(stored.path))
         return
     manifest = manifest_of(stored)
-    held = {n.removeprefix("model/"): e.shape for n, e in manifest.tensors.items() if n.startswith("model/")}
+    shapes = {n.removeprefix("model/"): e.shape for n, e in manifest.tensors.items() if n.startswith("model/")}
+    held = {name: shapes[key] for key, name in plain_names(shapes).items()}
     added = added_by_adapters(model)
     own = {name: tuple(value.shape) for name, value in names_of(model).items() if id(value) not in added}
     wrong = [f"{n} is {held[n]} there and {shape} here" for n, shape in own.items() if held.get(n, shape) != shape]

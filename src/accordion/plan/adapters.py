@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 
 ALL = "all"
 NF4_BLOCK = 64  # elements that share a scale, kept in 8 bits

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from accordion import _torch
-from accordion.config import DEVICE, Place, Precision, checkpointing_named, nearest, strategy_named
-from accordion.errors import UsageError
+from accordion.config import DEVICE, Place, Precision, checkpointing_named, strategy_named
+from accordion.errors import UsageError, nearest
 from accordion.plan.events import Log
 from accordion.plan.experts import EVENLY, check_experts
 from accordion.plan.extrapolate.offload import offloaded

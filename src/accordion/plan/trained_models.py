@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.config import nearest
-from accordion.errors import AccordionError, UsageError
+from accordion.errors import AccordionError, UsageError, nearest
 from accordion.garbage import without_collections
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,14 +34,6 @@ def fill_trained(model: nn.Module, config: Config, seed: int) -> None:
 def kept_of(config: Config) -> Only:
     """Which tensors a checkpoint holds: a base has a folder of its own."""
     return None if config.adapter.kind == "none" else "trained"
-
-
-def said_of(config: Config) -> dict[str, Any]:
-    """What a checkpoint says of adapters, for whoever puts them beside their base again."""
-    if config.adapter.kind == "none":
-        return {}
-    assert config.model.path is not None, "with_base gave it one"
-    return {"adapter": {**asdict(config.adapter), "base": str(Path(config.model.path).absolute())}}
 
 
 def with_base(config: Config, run_dir: Path) -> Config:

@@ -10,11 +10,10 @@ from typing import Any
 from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.models.language import brief
-from accordion.models.stored import TOKENIZER, TOKENIZER_FILES, StoredModel, tokenizer_of
+from accordion.models.stored import TOKENIZER, StoredModel, has_tokenizer, tokenizer_of
 from accordion.train.config import Config
 from accordion.train.examples import messages_of
-from accordion.train.rows import RowSource
-from accordion.train.sources import Piece
+from accordion.train.sources import Piece, Source
 from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
 
 
@@ -22,7 +21,7 @@ from accordion.train.tokens import END_OF_TEXT, Say, cached_vocabulary
 class TextOfRows:
     """What is in rows, as text that a tokenizer can be trained on."""
 
-    source: RowSource
+    source: Source
 
     @property
     def label(self) -> str:
@@ -30,19 +29,19 @@ class TextOfRows:
 
     @property
     def stamp(self) -> str:
-        return " ".join([self.source.stamp, *self.source.fields])
+        return self.source.stamp
 
     def pieces(self) -> Iterator[Piece]:
         for row in self.source.rows():
             if "messages" in row.values:
-                texts = [str(message.get("content") or "") for message in messages_of(row)]
+                texts = [str(message.get("content") or "") for message in messages_of(row)[0]]
             else:
                 texts = [value for value in row.values.values() if isinstance(value, str)]
             yield Piece(row.where, "\n".join(texts), split="train")
 
 
 def chat_tokenizer(
-    config: Config, source: RowSource, model_vocab: int, cache: Path, say: Say
+    config: Config, source: Source, model_vocab: int, cache: Path, say: Say
 ) -> tuple[Any, Callable[[], None]]:
     """A fast tokenizer of transformers; the second part keeps one that was trained. Raises `UsageError`."""
     found, keep = _tokenizer(config, source, model_vocab, cache, say)
@@ -72,17 +71,17 @@ def chat_tokenizer(
 
 
 def _tokenizer(
-    config: Config, source: RowSource, model_vocab: int, cache: Path, say: Say
+    config: Config, source: Source, model_vocab: int, cache: Path, say: Say
 ) -> tuple[Any, Callable[[], None]]:
     named = config.data.tokenizer
     if named is not None:
         path = Path(named)
-        if not path.is_file() and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if not path.is_file() and not has_tokenizer(path):
             raise UsageError(f"data.tokenizer {named!r} is neither a {TOKENIZER} nor a folder with a tokenizer.")
         return _of(named), lambda: None
     folder = config.model.path
     if folder is not None:
-        if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        if has_tokenizer(Path(folder)):
             return _of(folder), lambda: None
         if config.model.init == "pretrained":
             raise UsageError(

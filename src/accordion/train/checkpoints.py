@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +17,12 @@ from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import BEST, newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import Local, checkpoint_at
-from accordion.config import nearest
-from accordion.errors import CheckpointError, UsageError
-from accordion.train.config import JobConfig, flat
+from accordion.errors import CheckpointError, UsageError, nearest
+from accordion.train.config import Job, JobConfig, flat
 
 NAME = re.compile(r"step-\d{6,}")
 ASIDE = "abandoned"  # with a number behind it: the folder of what came behind the step that a run went back to
+BATCH = "sequences in a step"  # beside the keys of a run that a checkpoint keeps
 SHOWN = 3  # tensors named in a message of one line
 # Keys of `train` in which two starts of one command may differ: the number of ranks decides them, or the time that is left.
 OF_A_START = ("train.accumulate", "train.micro_batch", "train.hours")
@@ -107,6 +108,22 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
     ]
     return [key for key in keys if key in before and before[key] != now[key]]
+
+
+def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
+    """Return `config` with the global batch of the run that `path` is a checkpoint of, for `num_ranks` ranks.
+
+    The batch is left as `config` says if the ranks do not divide that of the run, or if the keys in `named`, which flags and
+    run files gave, decide it. `train.micro_batch` is lowered if it does not divide the share of a rank.
+    """
+    options = config.train
+    decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
+    before = None if path is None or decided else _extra(path)["config"].get(BATCH)
+    if before is None or before % num_ranks:
+        return config
+    each = before // num_ranks
+    micro_batch = next(n for n in range(min(each, options.micro_batch), 0, -1) if each % n == 0)
+    return replace(config, train=replace(options, micro_batch=micro_batch, accumulate=each // micro_batch))
 
 
 def set_aside(folder: Path, step: int) -> Path | None:

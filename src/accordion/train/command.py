@@ -13,18 +13,18 @@ from typing import Any, get_type_hints
 
 from torch.distributed.distributed_c10d import Store
 
-from accordion.devices import devices_here
+from accordion.devices import devices_here, num_cores
 from accordion.errors import UsageError
 from accordion.options import made, options_of, values_of
 from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
 from accordion.tasks.loaded import loaded
 from accordion.train import launch, loop
 from accordion.train.auto_plan import planned
-from accordion.train.config import Config, JobConfig, as_yaml, check, spread
+from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning, spread
 from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.owner import check_free
-from accordion.train.prepare import Folders, prepare
+from accordion.train.prepare import prepare, prepare_on_host
 from accordion.train.run_files import content_of, flattened, split, values_of_file
 from accordion.train.screen import Screen
 from accordion.train.store_watchdog import watched_store
@@ -75,7 +75,7 @@ def _made(values: Mapping[str, Any]) -> JobConfig:
         name: part_of(name, {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")})
         for name in paths
     }
-    return replace(config, parts=parts)
+    return fine_tuning(replace(config, parts=parts), values)
 
 
 def paths_in(values: Mapping[str, Any]) -> dict[str, str]:
@@ -157,10 +157,12 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     task = None if isinstance(config, Config) or config.train.plan == "none" else loaded(config.parts)
     config, expected = planned(config, named, world, device, Screen().note, task)
     screen = Screen()
+    if warning := launch.few_cores(device, world, num_cores()):
+        screen.note(warning)
     ask = partial(check_free, job=None)
-    prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, began_s=began_s)
+    prepared = prepare(config, world, world, cache, screen.note, ask, screen.examples, named=named, began_s=began_s)
     prepared = replace(prepared, expected=expected)
-    return launch.start(loop.train, (config, prepared, device), world, signals)
+    return launch.start(loop.train, (prepared, device), world, signals)
 
 
 def _watched_rank(place: launch.RankPlace, store: Store, config: JobConfig, *rest: Any) -> int:
@@ -182,15 +184,9 @@ def _started_rank(
             "pass its choice."
         )
     screen = Screen(speaks=place.rank == 0)
-
-    def ask(folders: Folders) -> None:
-        if place.rank == 0:  # elsewhere it may have them already when others look
-            check_free(folders, place.job)
-
-    local_world, show = place.local_world, screen.examples
-    prepared = launch.once_per_host(
-        place,
-        store,
-        lambda: prepare(config, world, local_world, cache, screen.note, ask, show, began_s=began_s),
+    if warning := launch.few_cores(device, place.local_world, num_cores()):
+        screen.note(warning)
+    prepared = prepare_on_host(
+        place, store, config, world, cache, screen.note, show=screen.examples, named=named, began_s=began_s
     )
-    return loop.train(place, store, config, prepared, device, signals)
+    return loop.train(place, store, prepared, device, signals)

@@ -6,16 +6,19 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from accordion.config import Offload, checkpointing_named, nearest, strategy_named
-from accordion.errors import UsageError
+from accordion.config import Offload, checkpointing_named, strategy_named
+from accordion.errors import UsageError, nearest
 from accordion.models.llama import TRAINED
 from accordion.options import unread
 from accordion.tasks.classes import CLASS_PATH, PartConfig
 from accordion.units import units_named
 
 Job = TypeVar("Job", bound="JobConfig")
+# Peaks of the learning rate for weights that are pretrained, and for adapters next to them.
+TUNING_LR, ADAPTER_LR = 2e-5, 2e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,13 @@ class DataConfig:
     """The text, or examples with answers to learn.
 
     Args:
-        path: a text file, JSONL, parquet, a folder of such files, or a saved datasets folder;
-            without it: the Python standard library's own source files on this machine
+        path: a text, JSON, JSONL, CSV, parquet or Arrow file, compressed ones too, a folder of such files, or a saved
+            datasets folder; without it: the Python standard library's own source files on this machine
         format: `text`; `prompt`: fields `prompt` and `completion`; `chat`: field `messages`, each with `role` and `content`, in
             the tokenizer's chat template. Of the latter two the loss is on answers alone
-        text_field: column of JSONL, parquet and datasets that holds the text
+        text_field: field or column that holds the text of a row
+        special_tokens: of format text: `tokens` reads special tokens such as `<|im_end|>` in a document as these tokens, as
+            transformers does; `text` reads them as letters
         seq_len: tokens in a training sequence; documents are packed, an end-of-text token between them; of examples that are
             longer the end is cut off
         packing: of chat and prompt: `documents`: several examples in a row, none of which sees another; `length`: an example in a
@@ -57,6 +62,7 @@ class DataConfig:
     path: str | None = None
     format: Literal["text", "chat", "prompt"] = "text"
     text_field: str = "text"
+    special_tokens: Literal["tokens", "text"] = "tokens"
     seq_len: int = 128
     packing: Literal["documents", "length", "none"] = "documents"
     tokenizer: str | None = None
@@ -146,7 +152,8 @@ class TrainConfig:
         accumulate: micro-batches in a step; a step sees ranks x micro_batch x accumulate sequences
         global_batch: sequences of a step over all ranks, in place of `accumulate`, so that a job that goes on with another
             number of ranks makes the same steps; 0: as `accumulate` says
-        lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`
+        lr: learning rate at the peak; with `--optimizer NAME` that is `optimizer.lr`. Without it 2e-5 if `model.init` is
+            `pretrained`, 2e-4 if adapters are trained then
         warmup: steps of linear warmup
         schedule: of the rate behind the warmup: `cosine` or `linear` down to `final_lr`, `constant`, `step` (drops), `wsd`
             (constant, then linear down at the end); `auto`: cosine, or with an optimizer of your own none at all, neither warmup
@@ -158,6 +165,7 @@ class TrainConfig:
         clip: largest gradient norm; 0: no clipping
         seed: of the initial weights and of the order of the data
         eval_every: steps between validations; 0: only at the end
+        validation_rows: rows of text or examples that a validation reads, the same random ones each time; 0: all
         on_nonfinite: where loss or gradients are NaN or inf: `stop` ends the run, naming the unit they came up in, `skip` says
             so and leaves the step out: weights, optimizer and schedule stay
         max_skips: steps in a row that `skip` leaves out before it ends the run; what a gradient scaler leaves out to lower
@@ -190,6 +198,7 @@ class TrainConfig:
     clip: float = 1.0
     seed: int = 0
     eval_every: int = 0
+    validation_rows: int = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10
     deepspeed: str | None = None
@@ -314,6 +323,11 @@ class Config(JobConfig, TextConfig):
     """One run on text: what it trains, and how it goes."""
 
 
+def model_name(model: ModelConfig) -> str:
+    """Return the preset, or the name of the model's folder."""
+    return model.preset if model.path is None else Path(model.path).resolve().name
+
+
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Group -> key -> value, what is trained before how."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
@@ -340,6 +354,7 @@ AT_LEAST = {
     "train.clip": 0,
     "train.seed": 0,
     "train.eval_every": 0,
+    "train.validation_rows": 0,
     "train.max_skips": 1,
     "train.hours": 0,
     "train.patience": 0,
@@ -430,6 +445,7 @@ def _check_adapter(adapter: AdapterConfig) -> None:
 
 def _check_data(data: DataConfig) -> None:
     own = {"packing": ("chat", "prompt"), "tokenizer": ("chat", "prompt"), "chat_template": ("chat",)}
+    own["special_tokens"] = ("text",)
     for key, formats in own.items():
         value = getattr(data, key)
         if value != getattr(DataConfig(), key) and data.format not in formats:
@@ -467,11 +483,22 @@ def _check_ending(config: JobConfig) -> None:
             )
     if options.min_delta and not options.patience:
         raise UsageError(f"train.min_delta is {options.min_delta}, which is for train.patience; give that too.")
-    if options.sample_every and not isinstance(config, Config):
-        raise UsageError("train.sample_every writes samples of text, and this run trains a task; leave it out.")
+    for key in ("sample_every", "validation_rows"):
+        if getattr(options, key) and not isinstance(config, Config):
+            raise UsageError(f"train.{key} is for text and examples, and this run trains a task; leave it out.")
     for key, value in (("wandb_mode", log.wandb_mode != "online"), ("mlflow_uri", log.mlflow_uri is not None)):
         if value and getattr(log, what := key.partition("_")[0]) is None:
             raise UsageError(f"log.{key} is given without log.{what}, which turns it on; give that too.")
+
+
+def fine_tuning(config: Job, named: Collection[str]) -> Job:
+    """Return `config` with the learning rate for pretrained weights if the keys in `named` give none."""
+    if not isinstance(config, Config) or config.model.init != "pretrained":
+        return config
+    if "train.lr" in named or "optimizer" in config.parts:
+        return config
+    lr = TUNING_LR if config.adapter.kind == "none" else ADAPTER_LR
+    return replace(config, train=replace(config.train, lr=lr))
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from accordion.errors import UsageError
 
 IGNORED = -100  # label that the loss leaves out
-EVAL_SEQUENCES = 256  # a validation reads at most this many sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +117,15 @@ class GlobalOrder(Sampler[list[int]]):
         """Sequences left out at the end of each epoch."""
         return self.count - self.steps_per_epoch * self.share.global_batch
 
+    def notes(self, what: str) -> list[str]:
+        """Return what to say of a step and an epoch, whose sequences are called `what`."""
+        sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
+        uneven = f"; {self.num_dropped} more are left out, so that ranks stay even" if self.num_dropped else ""
+        return [
+            f"a step is {self.share.global_batch} {what}: {sizes}",
+            f"an epoch is {self.steps_per_epoch:,} steps{uneven}",
+        ]
+
     def __iter__(self) -> Iterator[list[int]]:
         used, each = self.steps_per_epoch * self.share.global_batch, self.share.world * self.share.micro_batch
         while True:
@@ -166,19 +174,34 @@ def loader_of(
         )
 
 
-def validation_batches(tokens: np.ndarray, seq_len: int, share: Share) -> Iterator[Tensor]:
-    """This rank's validation batches (micro_batch, seq_len + 1), as many on every rank.
+def validation_order(count: int, most: int) -> Sequence[int]:
+    """Return the rows of `count` that a validation reads: all if `most` is 0, else the same random `most` each time."""
+    if not 0 < most < count:
+        return range(count)
+    return sorted(shuffled(position, count, 0) for position in range(most))
+
+
+def rows_read(order: Sequence[int], count: int) -> str:
+    """Return the part of `count` rows in `order` for a message: `all 656 rows`, `256 of 656 rows`."""
+    return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
+
+
+def num_windows(tokens: np.ndarray, seq_len: int) -> int:
+    """Return the number of rows of `seq_len` tokens for a validation, the last of which may be shorter."""
+    return -(-(tokens.size - 1) // seq_len)
+
+
+def validation_batches(tokens: np.ndarray, seq_len: int, share: Share, order: Sequence[int]) -> Iterator[Tensor]:
+    """This rank's validation batches (micro_batch, seq_len + 1) of the windows in `order`, as many on every rank.
 
     The last window is filled up, and so are ranks that have fewer windows, with `IGNORED`: averages go by tokens.
     """
-    count = min(-(-(tokens.size - 1) // seq_len), EVAL_SEQUENCES)
     each = share.world * share.micro_batch
-    for start in range(0, count, each):
+    for start in range(0, len(order), each):
         batch = torch.full((share.micro_batch, seq_len + 1), IGNORED, device="cpu")
-        for row, index in enumerate(range(start + share.rank, start + each, share.world)):
-            if index < count:
-                window = tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
-                batch[row, : window.size] = torch.from_numpy(window)
+        for row, index in enumerate(order[start + share.rank : start + each : share.world]):
+            window = tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64)
+            batch[row, : window.size] = torch.from_numpy(window)
         yield batch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -47,9 +47,15 @@ def validation_loss(model: nn.Module, batches: Iterable[Tensor], device: torch.d
 
 @torch.no_grad()
 def sample(
-    model: nn.Module, device: torch.device, prompt: list[int], num_tokens: int, longest: int, seed: int
+    model: nn.Module,
+    device: torch.device,
+    prompt: list[int],
+    num_tokens: int,
+    longest: int,
+    seed: int,
+    ends: Collection[int] = (),
 ) -> list[int]:
-    """`num_tokens` tokens after `prompt`, the same on every rank; all ranks call it, since the model may be gathered for each.
+    """Return at most `num_tokens` tokens after `prompt`, up to one of `ends`, the same on every rank. Collective.
 
     `device`: on which the model computes; its parameters may rest elsewhere. `longest`: how many tokens it is shown at most.
     """
@@ -63,6 +69,9 @@ def sample(
             shown = torch.tensor([ids[-longest:]], device=device)  # (1, tokens)
             logits = model(input_ids=shown, use_cache=False).logits[0, -1].float().cpu()  # (vocab,)
             chances = torch.softmax(logits / TEMPERATURE, dim=-1)
-            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+            token = int(torch.multinomial(chances, 1, generator=generator))
+            if token in ends:
+                break
+            ids.append(token)
     model.train(was_training)
     return ids[len(prompt) :]

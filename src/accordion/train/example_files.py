@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,11 +16,11 @@ import numpy as np
 
 from accordion.errors import UsageError
 from accordion.train.examples import Encoder
-from accordion.train.rows import RowSource
-from accordion.train.sources import Split
-from accordion.train.tokens import SPLITS, SPOOL_BYTES, TAIL_SHARE, Say, Told, place_for
+from accordion.train.rows import Split
+from accordion.train.sources import Source
+from accordion.train.tokens import SPLITS, SPOOL_BYTES, TAIL_SHARE, Say, Told, place_for, published
 
-FORMAT = 1  # of the cache; a change of code that changes examples takes the next number
+FORMAT = 2  # of the cache; a change of code that changes examples takes the next number
 LENGTH = np.dtype(np.int64)
 
 
@@ -48,7 +46,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFiles:
-    """Examples on disk. `digest` is of all that they hold: equal on ranks that read equal data."""
+    """Examples on disk. `digest` is of all that they hold: equal on ranks that read equal data. `unread`: fields left out."""
 
     folder: str
     dtype: str
@@ -56,6 +54,7 @@ class ExampleFiles:
     num_validation: int
     digest: str
     tokenizer_digest: str
+    unread: list[str]
 
     def read(self, split: Split) -> Examples:
         folder = Path(self.folder)
@@ -81,7 +80,7 @@ class _Part:
 
 
 def cached_examples(
-    source: RowSource,
+    source: Source,
     encoder: Encoder,
     tokenizer_digest: str,
     size: int,
@@ -93,10 +92,10 @@ def cached_examples(
 
     `accept` is called with what was found and may raise: then nothing was written under the cache's names.
     """
-    key = hashlib.sha256("\n".join([str(FORMAT), source.stamp, *source.fields, tokenizer_digest]).encode()).hexdigest()
+    key = hashlib.sha256("\n".join([str(FORMAT), source.stamp, tokenizer_digest]).encode()).hexdigest()
     folder = cache / "examples" / key[:24]
     try:
-        held = ExampleFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        held = ExampleFiles(**json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"folder": str(folder)})
         parts = {split: held.read(split) for split in SPLITS}
         if [len(parts[split]) for split in SPLITS] != [held.num_train, held.num_validation]:
             raise ValueError(f"files in {folder} do not have as many examples")
@@ -108,7 +107,7 @@ def cached_examples(
 
 
 def _made(
-    source: RowSource,
+    source: Source,
     encoder: Encoder,
     tokenizer_digest: str,
     size: int,
@@ -149,9 +148,14 @@ def _made(
             num_validation=len(arrays["validation"]),
             digest=digest.hexdigest(),
             tokenizer_digest=tokenizer_digest,
+            unread=sorted(encoder.unread),
         )
         accept(found, arrays)
-        _publish(found, arrays)
+        with published(folder) as draft:
+            for split, examples in arrays.items():
+                for name in ("tokens", "answers", "ends"):
+                    getattr(examples, name).tofile(draft / f"{split}.{name}")
+            (draft / "meta.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
     return found
 
 
@@ -173,27 +177,6 @@ def _balance(parts: dict[Split, _Part], itemsize: int, label: str) -> None:
         file.seek(sum(train.lengths) * size)
         shutil.copyfileobj(file, getattr(held_out, name))
         file.truncate(sum(train.lengths) * size)
-
-
-def _publish(made: ExampleFiles, parts: dict[Split, Examples]) -> None:
-    """Write beside the place and rename: another process finds all of it or nothing."""
-    folder = Path(made.folder)
-    draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    draft.mkdir(parents=True)
-    try:
-        for split, part in parts.items():
-            for name, values in (("tokens", part.tokens), ("answers", part.answers), ("ends", part.ends)):
-                values.tofile(draft / f"{split}.{name}")
-        (draft / "meta.json").write_text(json.dumps(asdict(made)))
-        if folder.exists():  # damaged, or another process was quicker: its files are the same as these
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            os.rename(draft, folder)
-        except OSError:
-            if not (folder / "meta.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.models.language import brief
-from accordion.train.rows import DataRow
+from accordion.models.stored import special_ids
+from accordion.train.rows import DataRow, checked_text
 
-FIELDS = {"chat": ("messages",), "prompt": ("prompt", "completion")}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template around what the model is to write
 Span = tuple[int, int]
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,28 @@ class Example:
 
 
 class Encoder:
-    """Makes examples of rows. Owns nothing."""
+    """Makes examples of rows. Owns `unread`, the keys of rows and messages that were met and that nothing reads."""
 
     def __init__(self, tokenizer: Any, kind: str) -> None:
         """`tokenizer`: of transformers, a fast one. `kind`: "chat" or "prompt"."""
         self._tokenizer, self._kind = tokenizer, kind
         self._template = tokenizer.get_chat_template() if kind == "chat" else ""
-        self._special = set(tokenizer.all_special_ids)
+        self._special = special_ids(tokenizer)
+        self.unread = set[str]()
 
     def example(self, row: DataRow) -> Example:
         """Raises `UsageError` for a row that is none."""
         if self._kind == "prompt":
-            made = self._of_prompt(_text(row, "prompt"), _text(row, "completion"), row.where)
+            prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
+            made, learnt = self._of_prompt(prompt, completion, row.where), [True]
         else:
-            made = self._of_messages(messages_of(row), row.where)
-        if not made.answers[1:].any():
+            messages, learnt = messages_of(row)
+            tools = _tools_of(row)
+            keys = {key for message in messages for key in message} | ({"tools"} if tools else set())
+            self.unread |= {key for key in keys if key not in self._template}
+            made = self._of_messages(messages, learnt, tools, row.where)
+        self.unread |= set(row.left)
+        if any(learnt) and not made.answers[1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
         return made
 
@@ -64,16 +72,25 @@ class Encoder:
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
-    def _of_messages(self, messages: list[Message], where: str) -> Example:
+    def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
+        """`learnt`: for each message of the assistant, if it is to be learnt."""
         marked = MARKS.search(self._template) is not None
-        text, spans = self._rendered(messages, where) if marked else (self._render(messages, where), [])
+        text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
         if not marked:
-            spans = self._by_prefixes(messages, text, where)
+            spans = self._by_prefixes(messages, tools, text, where)
+        if len(spans) != len(learnt) and not all(learnt):
+            raise UsageError(
+                f"{where} has {len(learnt)} messages of the assistant, some with weight 0, and the chat template marks "
+                f"{len(spans)} answers; mark one for each message."
+            )
+        spans = spans if all(learnt) else [span for span, flag in zip(spans, learnt, strict=True) if flag]
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = np.array(found["input_ids"]), starts_of(found["offset_mapping"])
+        ends = np.array([end for _, end in found["offset_mapping"]])
         answers = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
-            answers |= (starts >= start) & (starts < end)
+            # Also a token that a blank before the answer is part of, as transformers and TRL have it.
+            answers |= (np.maximum(starts + 1, ends) > start) & (starts < end)
             if not marked:
                 answers &= ~self._blanks_behind_an_end(text, ids, starts, (start, end))
         return Example(ids, answers)
@@ -89,13 +106,14 @@ class Encoder:
                 found[behind] = True
         return found
 
-    def _rendered(self, messages: list[Message], where: str) -> tuple[str, list[Span]]:
+    def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
         """The conversation, and the spans that the template marks as the model's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
+                tools=tools,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
@@ -106,13 +124,24 @@ class Encoder:
             raise UsageError(f"{where}: the chat template marks no answer in it; there is nothing to learn from it.")
         return texts[0], [(int(start), int(end)) for start, end in spans[0]]
 
-    def _render(self, messages: list[Message], where: str, *, prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], tools: Tools, where: str, *, prompt: bool = False) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+            return str(
+                self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+            )
         except Exception as error:  # as above
             raise UsageError(f"{where}: the chat template refuses it: {brief(error)}") from None
 
-    def _by_prefixes(self, messages: list[Message], text: str, where: str) -> list[Span]:
+    def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
+        """Return the prompt for an answer that opens its conversation; transformers renders none without messages."""
+        question = [{"role": "user", "content": "?"}]
+        prompt = self._render(question, tools, where, prompt=True)
+        begins = prompt.removeprefix(self._render(question, tools, where))
+        if begins and begins in until:
+            return until[: until.index(begins) + len(begins)]
+        return until.rpartition(content)[0]
+
+    def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
         """An answer is what a conversation has more with it than with the prompt for it.
 
         Some templates render an answer otherwise when others follow (they leave out what was thought). Then it is looked for by
@@ -122,12 +151,15 @@ class Encoder:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:i], where, prompt=True)
-            until = self._render(messages[: i + 1], where)
+            until = self._render(messages[: i + 1], tools, where)
+            content = str(message.get("content") or "").strip()
+            if i:
+                before = self._render(messages[:i], tools, where, prompt=True)
+            else:
+                before = self._before_first(until, content, tools, where)
             if text.startswith(until) and until.startswith(before):
                 spans.append((len(before), len(until)))
                 continue
-            content = str(message.get("content") or "").strip()
             closing = until.rpartition(content)[2] if content else ""
             if not (content and text.startswith(before + content + closing)):
                 raise UsageError(
@@ -147,34 +179,45 @@ def starts_of(offsets: Sequence[Span]) -> np.ndarray:
     return np.array(starts, dtype=np.int64)
 
 
-def _text(row: DataRow, field: str) -> str:
-    value = row.values[field]
-    if not isinstance(value, str):
-        raise UsageError(f"{row.where}: field {field!r} is {type(value).__name__}, not text.")
-    _check_unicode(value, f"{row.where}: field {field!r}")
-    return value
+def without_nulls(value: Any) -> Any:
+    """Return `value` without the null fields of its objects, at every level: Arrow gives all rows the fields of any."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_unicode(text: str, what: str) -> None:
+def _tools_of(row: DataRow) -> Tools:
+    """Return the tools of a row, which may be written as JSON in a text. Raises `UsageError` for anything else."""
+    tools = row.values.get("tools")
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{what} holds half of a surrogate pair (\\u{ord(text[error.start]):04x} at character {error.start}), which is "
-            "no text."
-        ) from None
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except ValueError:
+        raise UsageError(f"{row.where}: field 'tools' is text, and no JSON.") from None
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
+    return without_nulls(tools) or None
 
 
-def messages_of(row: DataRow) -> list[Message]:
-    """The messages of a row of format chat, without what is null. Raises `UsageError` for anything else."""
-    messages = row.values["messages"]
+def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
+    """Return the messages of a row, without nulls, and of each of the assistant if it is to be learnt. Raises `UsageError`."""
+    messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
         raise UsageError(f"{row.where}: field 'messages' is {what}; it takes a list of objects with role and content.")
     found = [_message(message, f"{row.where}: message {i}") for i, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" for message in found):
         raise UsageError(f"{row.where} has no message of the assistant; there is nothing to learn from it.")
-    return found
+    learnt = [_is_learnt(message, f"{row.where}: message {i}") for i, message in enumerate(found, 1)]
+    return found, [flag for flag, message in zip(learnt, found, strict=True) if message["role"] == "assistant"]
+
+
+def _is_learnt(message: Message, where: str) -> bool:
+    """Take `weight` and `train` out of a message, which say if it is to be learnt."""
+    flags = {key: message.pop(key) for key in ("weight", "train") if key in message}
+    for key, flag in flags.items():
+        if flag not in (0, 1):
+            raise UsageError(f"{where} has {key} {flag!r}; it takes 0 or 1, false or true.")
+    return all(flags.values())
 
 
 def _message(message: object, where: str) -> Message:
@@ -191,5 +234,5 @@ def _message(message: object, where: str) -> Message:
         raise UsageError(f"{where}, of the {role}, has {what}; it takes text.")
     if role == "assistant" and not calls and not str(content).strip():
         raise UsageError(f"{where}, of the assistant, is empty; there is nothing to learn from it.")
-    _check_unicode(content or "", where)
-    return {key: value for key, value in message.items() if value is not None}
+    checked_text(content or "", where)
+    return dict(message)

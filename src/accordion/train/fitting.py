@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from accordion.config import nearest
 from accordion.devices import devices_here
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.options import made, options_of
 from accordion.safety.party_line import explain, lines_of_job
 from accordion.tasks.loaded import of_object
@@ -28,8 +26,7 @@ from accordion.train.deepspeed import translated
 from accordion.train.ending import Signals
 from accordion.train.launch import RankPlace
 from accordion.train.metrics_file import METRICS
-from accordion.train.owner import check_free
-from accordion.train.prepare import Folders, prepare
+from accordion.train.prepare import prepare_on_host
 from accordion.train.run_files import values_of_file
 from accordion.train.run_state import state_of
 from accordion.train.runs import last_line
@@ -70,31 +67,24 @@ def fitted(
         )
     alone = replace(job.launch, nproc=1) if place is None else job.launch
     device, world = launch.choose(alone, place, devices_here())
-    job = translated(spread(job, frozenset(values), world), frozenset(values), world)
+    named = frozenset(values)
+    job = translated(spread(job, named, world), named, world)
     store: Store
     say = Screen(speaks=place is None or place.rank == 0).note
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit", url=""), HashStore()
-        job, expected = planned(job, frozenset(values), world, device, say, loaded)
-        prepared = prepare(job, 1, 1, cache, say, partial(check_free, job=None), task=task, began_s=began_s)
-        prepared = replace(prepared, expected=expected)
+        job, expected = planned(job, named, world, device, say, loaded)
     else:
         if job.train.plan != "none":
             raise UsageError(
                 "train.plan works in one process; under a launcher ask `accordion plan` and pass its choice."
             )
-        here, store = place, launch.joined(place, environ)
-
-        def ask(folders: Folders) -> None:
-            if here.rank == 0:
-                check_free(folders, here.job)
-
-        prepared = launch.once_per_host(
-            place, store, lambda: prepare(job, world, here.local_world, cache, say, ask, task=task, began_s=began_s)
-        )
+        store, expected = launch.joined(place, environ), None
+    prepared = prepare_on_host(place, store, job, world, cache, say, task=task, named=named, began_s=began_s)
+    prepared = replace(prepared, expected=expected)
     with Signals() as signals, watched_store(store, place.rank, job.launch.timeout_s):
         with ExitStack() as held, _told_to_others():
-            code = loop.train(place, store, job, prepared, device, signals, held)
+            code = loop.train(place, store, prepared, device, signals, held)
         if code:
             sys.exit(code)
     run_dir = Path(prepared.run_dir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,21 +12,20 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
 
 from accordion.errors import UsageError
-from accordion.state import Only, sharded_engine
-from accordion.tasks.loaded import made_optimizer, optimizer_of
-from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
+from accordion.state import sharded_engine
+from accordion.train.adapters import fill_trained
 from accordion.train.batches import OrderedBatches, on_device
 from accordion.train.config import Config
-from accordion.train.data import EVAL_SEQUENCES, IGNORED, GlobalOrder, Share
+from accordion.train.data import IGNORED, GlobalOrder, Share, rows_read, validation_order
 from accordion.train.evaluate import sample
 from accordion.train.example_files import ExampleFiles
+from accordion.train.language_work import LanguageWork
 from accordion.train.model import rows_are_sequences, rows_hold_documents
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder, validation_rows
+from accordion.train.rows import Split
 from accordion.train.screen import Screen
-from accordion.train.sources import Split
 from accordion.train.work import Validation
 
 SAMPLE_TOKENS = 64
@@ -38,14 +36,11 @@ ROWS_OF_TEST = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instructions:
-    """A language model of `config` on examples. `spec`: a tokenizer.json. `end_id`: token that ends an answer."""
+class Instructions(LanguageWork):
+    """A language model on examples. `spec`: a tokenizer.json."""
 
-    config: Config
     examples: ExampleFiles
     spec: str
-    end_id: int | None
-    counted: str = "tokens"
 
     def agreed(self) -> dict[str, str]:
         held = self.examples
@@ -54,23 +49,10 @@ class Instructions:
             "a tokenizer": held.tokenizer_digest[:12],
         }
 
-    def model(self, seed: int) -> nn.Module:
-        return trained_model(self.config)
-
-    def units(self) -> None:
-        return None
-
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
         fill_trained(model, self.config, seed)
         if self.config.data.packing == "documents":
             check_apart(model)
-
-    def optimizer(self, model: nn.Module) -> Optimizer | None:
-        make = optimizer_of(self.config.parts)
-        return None if make is None else made_optimizer(make, model)
-
-    def scheduler(self, optimizer: Optimizer) -> None:
-        return None
 
     def _rows(self, split: Any) -> ExampleRows:
         return ExampleRows(self.examples.read(split), self.config.data.seq_len, self.config.data.packing)
@@ -84,14 +66,8 @@ class Instructions:
 
     def notes(self, share: Share) -> list[str]:
         data, rows = self.config.data, self._rows("train")
-        order = GlobalOrder(len(rows), share, 0)
-        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
         what = f"rows of {data.seq_len} tokens" if data.packing == "documents" else "examples"
-        return [
-            f"a step is {share.global_batch} {what}: {sizes}",
-            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
-        ]
+        return GlobalOrder(len(rows), share, 0).notes(what)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum and count over the answer tokens of this micro-batch, 0-d float32."""
@@ -103,9 +79,8 @@ class Instructions:
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {
-            "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
+            **self.described(model),
             "data": self._data(),
-            **said_of(self.config),
             "tokenizer": self.examples.tokenizer_digest,
         }
 
@@ -113,26 +88,23 @@ class Instructions:
         data = self.config.data
         return f"{self.examples.digest} {data.packing} {data.seq_len}"
 
-    def kept(self) -> Only:
-        return kept_of(self.config)
-
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self._data())
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, answer tokens
-        for batch in validation_rows(self._rows("validation"), self._collate(), share, EVAL_SEQUENCES):
+        rows = self._rows("validation")
+        order = validation_order(len(rows), self.config.train.validation_rows)
+        for batch in validation_rows(rows, self._collate(), share, order):
             total += torch.stack(answer_losses(model, on_device(batch, device))).double()
         dist.all_reduce(total)
         model.train(was_training)
         loss = float(total[0] / total[1])
-        return Validation(loss=loss, words=f" (perplexity {math.exp(min(loss, 700.0)):,.1f} of an answer's token)")
+        perplexity, read = math.exp(min(loss, 700.0)), rows_read(order, len(rows))
+        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f} of an answer's token; {read})")
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """An answer to the first held-out example."""
@@ -142,9 +114,7 @@ class Instructions:
         prompt = [int(token) for token in held.tokens[span][:begins]][-seq_len:]
         if not prompt:
             return
-        written = sample(model, device, prompt, SAMPLE_TOKENS, seq_len, seed)
-        if self.end_id in written:
-            written = written[: written.index(self.end_id)]
+        written = sample(model, device, prompt, SAMPLE_TOKENS, seq_len, seed, self.generation["eos_token_id"])
         tokenizer = Tokenizer.from_str(self.spec)
         screen.sample(
             tokenizer.decode(prompt, skip_special_tokens=False), tokenizer.decode(written, skip_special_tokens=False)
@@ -155,10 +125,10 @@ def check_enough_rows(rows: Mapping[Split, ExampleRows], config: Config, global_
     """Raise `UsageError` unless there is one example to validate on and one global batch to train on."""
     data = config.data
     for split, held in rows.items():
-        if not len(held):
+        if not len(held) or not held.fit.num_answers:
             raise UsageError(
-                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len); raise "
-                "data.seq_len, or shorten the prompts."
+                f"no {split} example of {where} has an answer among its first {data.seq_len} tokens (data.seq_len) that is to be "
+                "learnt; raise data.seq_len, shorten the prompts, or give some answers a weight."
             )
     count = len(rows["train"])
     if count < global_batch:

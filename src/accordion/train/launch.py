@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
@@ -24,16 +25,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.rendezvous import rendezvous
 
 from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
+from accordion.output import lasting_output
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -45,9 +47,15 @@ LONG = timedelta(days=2)  # the wait of other ranks while one reads the data
 # A failed collective is mostly the echo of a rank that died: its launcher has so long to end this one first.
 ECHO_S = 1.0
 START_S = 600  # in which all ranks of a start must have come to the store
+SLOW_S = 10.0  # after which a start says how many have
+CONNECTS = timedelta(minutes=30)
+# Variables of one launcher's ranks alone, without which a process is none of these.
+SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+INTERACTIVE_STEP = str(2**32 - 6)  # SLURM's number for the step of a shell that salloc opens
 LAST_PORT = 65535
 TELL_OF_RANKS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")  # loggers that tell how ranks ended
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # where torchrun's variables say that the store is
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # variables of torchrun with the address of the store
 # Exit codes: ranks did different things; Ctrl-C; what is added to a signal's number.
 PARTED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first to fail
@@ -95,10 +103,17 @@ def _port(text: str) -> int:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """A task of an srun step with several tasks. A batch script itself is none: it has a job id but no step id."""
+    """A task of an srun step with several tasks.
+
+    A batch script itself is none: it has a job id but no step id. Nor is what a shell starts that has the terminal of its step
+    (`srun --pty`, `salloc`): the step's other tasks are shells without one, which have ended.
+    """
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
-    in_batch_script = "SLURM_JOB_ID" in environ and not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ)
-    if "SLURM_PROCID" not in environ or world == 1 or in_batch_script:
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    in_batch_script = "SLURM_JOB_ID" in environ and step is None
+    has_terminal = {"SLURM_PTY_PORT", "SLURM_PTY_WIN_COL"} & set(environ)
+    in_shell = has_terminal and environ.get("SLURM_TASK_PID") != str(os.getpid())
+    if "SLURM_PROCID" not in environ or world == 1 or in_batch_script or in_shell or step == INTERACTIVE_STEP:
         return None
     hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     host = environ.get("MASTER_ADDR", first_host(hosts))
@@ -141,6 +156,16 @@ def choose(choice: Choice, place: RankPlace | None, here: Devices) -> tuple[str,
     return devices.type, world
 
 
+def few_cores(device: str, local_world: int, cores: int) -> str | None:
+    """Return a warning if ranks on CPUs share cores; None if they do not, or if they are as many as the default."""
+    if device != "cpu" or local_world <= max(cores, CPU_RANKS):
+        return None
+    return (
+        f"warning: {local_world} ranks share {cores} cores of this machine; they take long to start and to step. Lower "
+        "launch.nproc."
+    )
+
+
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine; the exit code.
 
@@ -171,8 +196,8 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str, signals
         monitor_interval=0.1,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=logs),
-        # At SIGTERM torch's agent ends ranks, and some save.
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        # At SIGTERM torch's agent ends ranks, and some save; a terminal that goes ends none of these.
+        signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         **newer,
     )
     sign = os.path.join(logs, "begun")
@@ -190,7 +215,10 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str, signals
 
 
 def _begun(sign: str, entry: Entry, *args: Any) -> None:
-    """Be one rank, and leave a sign that there was one."""
+    """Be one rank, and leave a sign that there was one. It is killed if the process that starts ranks is."""
+    if sys.platform == "linux":
+        # torch has SIGINT sent then, which is taken for Ctrl-C; also, a rank whose store is gone prints frames of C++.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     Path(sign).touch()
     guarded(entry, *args)
 
@@ -203,7 +231,7 @@ class NothingStartedError(BaseException):
 
 class Forwarding(AbstractContextManager["Forwarding"]):
     """Owns what SIGTERM and SIGUSR1 do in a process that starts ranks: they go on to each of them, and before there are any
-    `NothingStartedError` is raised.
+    `NothingStartedError` is raised. SIGHUP, which a terminal that goes sends, does nothing here and in the ranks.
     """
 
     def __init__(self) -> None:
@@ -216,6 +244,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
     def __enter__(self) -> Forwarding:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -262,6 +291,11 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 def guarded(entry: Entry, *args: Any) -> None:
     """Be one rank. The rank that fails first says why; those that fail because of it end silently."""
+    with lasting_output():
+        _guarded(entry, *args)
+
+
+def _guarded(entry: Entry, *args: Any) -> None:
     faulthandler.enable()
     end_with_one_collection()
     place = place_of(os.environ)
@@ -288,8 +322,29 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace, environ: Mapping[str, str]) -> Store:
-    """The job's store with keys of this start alone; every rank calls it. Raises as `_reached` says."""
-    return of_this_start(_reached(place, environ), place.rank, place.world)
+    """The job's store with keys of this start alone; every rank calls it. Raises as `_reached` says.
+
+    If that takes long, a rank of each host says how many have come as far as it knows, and how to do without the others.
+    """
+    came: set[str] = set()
+
+    def tell() -> None:
+        variable = SAYS_RANK[place.starter]
+        print(
+            f"accordion: rank {place.rank} has waited {SLOW_S:g} s: {1 + len(came)} of {place.world} ranks have come that the "
+            f"variables of {place.starter} announce; to train without the others: env -u {variable} accordion train ...",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    slow = threading.Timer(SLOW_S, tell)
+    slow.daemon = True
+    if place.local_rank == 0:
+        slow.start()
+    try:
+        return of_this_start(_reached(place, environ), place.rank, place.world, came)
+    finally:
+        slow.cancel()
 
 
 def _say_ended(error: BaseException) -> None:
@@ -300,6 +355,7 @@ def _say_ended(error: BaseException) -> None:
 
 def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
     """The job's store. Raises `UsageError` where its address is none, and `AccordionError` where nothing answers there."""
+    address, keeps = place.url.removeprefix("tcp://"), place.rank == 0
     if place.starter == "torchrun":
         for name in ADDRESS:
             if not environ.get(name):
@@ -310,22 +366,25 @@ def _reached(place: RankPlace, environ: Mapping[str, str]) -> Store:
             _port(environ["MASTER_PORT"])
         except ValueError as error:
             raise UsageError(f"the launcher's environment is not understood: {error}.") from None
+        address = ":".join(environ[name] for name in ADDRESS)
+        keeps = keeps and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun keeps it
+    host, _, port = address.rpartition(":")
     try:
-        store: Store = next(iter(rendezvous(place.url, place.rank, place.world)))[0]
+        # Ranks wait for each other in `of_this_start`, which knows how many have come.
+        store: Store = TCPStore(
+            host, int(port), place.world, keeps, CONNECTS, wait_for_workers=False, multi_tenant=keeps
+        )
         return store
     except torch.distributed.DistError as error:
-        at = (
-            place.url.removeprefix("tcp://") if place.starter == "srun" else ":".join(map(environ.__getitem__, ADDRESS))
-        )
         why = str(error).partition(" Exception raised from")[0]
         raise AccordionError(
-            f"rank {place.rank} cannot {'keep' if place.rank == 0 else 'reach'} the job's store at {at}: {why}; give the job a "
+            f"rank {place.rank} cannot {'keep' if keeps else 'reach'} the job's store at {address}: {why}; give the job a "
             "MASTER_PORT that nothing else uses."
         ) from None
 
 
-def of_this_start(store: Store, rank: int, world: int) -> Store:
-    """The job's store, with keys of this start alone. Every rank calls it.
+def of_this_start(store: Store, rank: int, world: int, came: set[str]) -> Store:
+    """The job's store, with keys of this start alone. Every rank calls it. The first one adds to `came` for each other one.
 
     torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of one that is gone connects to
     nobody. Counts of restarts do not tell starts apart: machines count their own. So each rank leaves a word that nobody had
@@ -337,13 +396,12 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
         token = store.get(f"accordion/start/{token}").decode()
         store.add(f"accordion/start/{token}/heard", 1)
         return PrefixStore(token, store)
-    answered: set[str] = set()
     deadline = time.monotonic() + START_S
     while store.add(f"accordion/start/{token}/heard", 0) < world - 1:
         for key in [f"accordion/start/{r}" for r in range(1, world)]:
             word = store.get(key).decode() if store.check([key]) else ""
-            if word and word not in answered:
-                answered.add(word)
+            if word and word not in came:
+                came.add(word)
                 store.set(f"accordion/start/{word}", token)
         if time.monotonic() > deadline:
             raise torch.distributed.DistStoreError(f"not all of {world} ranks have started within {START_S} s.")

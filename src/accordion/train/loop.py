@@ -51,24 +51,26 @@ from accordion.train.trackers import trackers_of
 from accordion.units import units_named
 
 T = TypeVar("T")
+# Keys from which the options and rates of an optimizer follow.
+OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
 
 
 def train(
     place: RankPlace,
     store: Store,
-    config: JobConfig,
     prepared: Prepared,
     kind: str,
     signals: Signals | None = None,
     held: ExitStack | None = None,
 ) -> int:
-    """Train as `config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` where a signal ended the run early.
+    """Train as `prepared.config` says: the whole of one rank. Its exit code: 0, or `PREEMPTED` if a signal ended the run early.
 
     A process that goes on behind the run gives the two last. `signals`: noted in here; else the handlers stay. `held`: takes what
     gives folders and process group back; else a run that fails keeps both until its process ends.
     """
     signals = Signals() if signals is None else signals
     held = ExitStack() if held is None else held
+    config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
         claim = first_of_all(place, store, lambda: _claim(config, prepared, place, screen))
@@ -155,6 +157,8 @@ def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
         return
     try:
         found = page_of(
+            folder,
+            run.prepared.work.name,
             run.config,
             lines_of(folder),
             log.validations,
@@ -602,7 +606,7 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
     """Write down what is run, and open the record; rank 0 only. Raises `UsageError` where the folder takes nothing even now."""
     folder = Path(run.prepared.run_dir)
     try:
-        (folder / "config.yaml").write_text(as_yaml(run.config))
+        (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
         trackers = trackers_of(run.config, folder, goes_on=done > 0, say=screen.note)
         return MetricsLog(folder, done, screen.note, trackers, tensorboard=run.config.log.tensorboard)
     except OSError as error:
@@ -612,12 +616,17 @@ def _open_record(run: Run, done: int, screen: Screen) -> MetricsLog:
         ) from None
 
 
+def _settings(run: Run) -> dict[str, Any]:
+    """The keys of the run, its number of ranks, and the batch that follows from these."""
+    return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
+
+
 def _progress(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint keeps of a run beside its tensors; `_resume` reads it."""
     return {
         **run.prepared.work.progress(run.model),
         "step": step,
-        "config": flat(run.config),
+        "config": _settings(run),
         "loader": run.batches.kept(),
         "scaler": run.scaler.state_dict(),
         "skipped": run.skips.total,
@@ -713,7 +722,9 @@ def _resume(run: Run, screen: Screen) -> int:
         extra = load(path, run.model, run.optimizer, state=_state_of(run), only=run.prepared.work.kept())
     except CheckpointError as error:
         raise CheckpointError(f"{error} --checkpoint.resume takes the path of another one.") from None
-    run.scaler.load_state_dict(extra["scaler"])
+    if run.scaler.is_enabled() and (scale := extra["scaler"]):  # empty if it was not enabled there
+        ours = run.scaler.state_dict()
+        run.scaler.load_state_dict({**ours, "scale": scale["scale"], "_growth_tracker": scale["_growth_tracker"]})
     run.skips.total = int(extra.get("skipped", 0))
     run.best.load(extra.get("best", run.best.state()))
     run.owes_validation = bool(extra.get("owes_validation"))
@@ -732,10 +743,11 @@ def _resume(run: Run, screen: Screen) -> int:
         run.best.loss, run.best.step = _of_first(run.place, lambda: checkpoints.best_in(folder)) or (None, 0)
     if not (run.prepared.work.has_data_of(extra) and run.batches.go_on(extra["loader"])):
         screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts anew")
-    before, now = extra["config"], flat(run.config)
-    changed = [f"{key} {before[key]} -> {now[key]}" for key in checkpoints.differing(before, now)]
+    before, now = extra["config"], _settings(run)
+    changed = checkpoints.differing(before, now)
     if changed:
-        screen.note(f"changed since: {', '.join(changed)}")
+        screen.note("changed since: " + ", ".join(f"{key} {before[key]} -> {now[key]}" for key in changed))
+    run.rates.resume(done - run.skips.total, changed=any(key.startswith(OF_RATES) for key in changed))
     if done == run.config.train.steps:
         screen.note("nothing is left to train; raise train.steps to go on, or take another run.dir to start over")
     return done

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.models.language import brief, is_encoder, language_model
@@ -36,6 +37,7 @@ def check_folder(path: str) -> dict[str, Any]:
         raise UsageError(f"model.path {path!r} is no model: its config.json cannot be read: {error}") from None
     if not isinstance(described, dict) or not isinstance(described.get("model_type"), str):
         raise UsageError(f"model.path {path!r} is no model: its config.json names no model_type.")
+    check_quantised(described, f"model.path {path!r}")
     return described
 
 

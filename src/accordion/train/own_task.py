@@ -64,6 +64,10 @@ class OwnTask:
     def loaded(self) -> LoadedTask:
         return of_object(self.task) if self.task is not None else loaded(self.parts)
 
+    @property
+    def name(self) -> str:
+        return self.loaded.name
+
     def agreed(self) -> dict[str, str]:
         return {"samples of the training data": str(self.size)}
 
@@ -103,13 +107,7 @@ class OwnTask:
     def notes(self, share: Share) -> list[str]:
         if self.size is None:
             return []
-        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-        order = GlobalOrder(self.size, share, 0)
-        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
-        return [
-            f"a step is {share.global_batch} samples: {sizes}",
-            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
-        ]
+        return GlobalOrder(self.size, share, 0).notes("samples")
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
         return loss_of(self.loaded, model, batch)

@@ -1,43 +1,39 @@
-"""Whose a run folder is: a lock that goes with the process that holds it, in a file that says who that is."""
+"""Ownership of run folders: a lease of `filelock` in each, next to a file that says who has it."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
-import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Event
+
+from filelock import SoftFileLease, Timeout
 
 from accordion.errors import UsageError
-from accordion.files import is_open_at
+from accordion.train.tokens import write_whole
 
-FILE = ".owner"  # in the folder; after a kill it stays behind, the lock on it does not
+FILE, LEASE = ".owner", ".owner.lease"  # in the folder; after a kill they stay behind
 PATIENCE_S = 5.0  # in which a job that was ended just now is gone
-BEAT_S = 5.0  # between two signs of life in the file
-SILENCE_S = 4 * BEAT_S  # where a lock alone does not tell, an owner is gone that gave no sign of life for so long
-SETTLE_S = 1.0  # without locks: in which another one that took the file in the same moment shows
+BEAT_S = 5.0  # between two refreshes of a lease
+SILENCE_S = 4 * BEAT_S  # after which a lease that is not refreshed may be taken over
 LOOK_S = 0.2
-# flock's answers where a file system has no locks, or its lock server none to give (NFS, FUSE, Lustre without `-o flock`).
-NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOwner:
-    """A process that has a folder. `job`: what its launcher calls the job, on all hosts and over restarts alike."""
+    """A process that has a folder. `job`: its launcher's name of the job, the same on all hosts and after restarts."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     since: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
     job: str | None = None
-    word: str = field(default_factory=lambda: secrets.token_hex(8))  # that no other owner has
 
     def __str__(self) -> str:
         return (
@@ -57,9 +53,9 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` where another living job has one of `folders`, said as the setting that named it; changes nothing.
+    """Raise `UsageError` if another living job has one of `folders`, named as the setting in which it is; changes nothing.
 
-    An owner that only its signs of life can tell from a dead one is left to `Claim`.
+    An owner of which this host cannot tell if it lives is left to `Claim`.
     """
     for setting, folder in folders.items():
         until = time.monotonic() + PATIENCE_S
@@ -70,148 +66,95 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> FolderOwner | None:
-    """Who holds the lock on `folder`'s file now; None also where its file system has no locks, see `lives_by_signs`."""
-    try:
-        handle = os.open(folder / FILE, os.O_RDWR)  # NFS locks no file that is not open for writing
-    except OSError:
+    """Return the owner of `folder` if its lease was refreshed of late by this host's clock, and it has not died on this host."""
+    refreshed = _refreshed(folder)
+    if refreshed is None or abs(time.time() - refreshed) > SILENCE_S:
         return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read(folder)[0] or _unknown()
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
-    return None
-
-
-def lives_by_signs(folder: Path) -> bool:
-    """Whether the owner of `folder` gave a sign of life of late, by this machine's clock; without waiting for the next one."""
-    try:
-        return time.time() - (folder / FILE).stat().st_mtime < SILENCE_S
-    except OSError:
-        return False
+    holder = _read(folder)
+    if holder.host == socket.gethostname():
+        try:
+            os.kill(holder.pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:  # of another user
+            pass
+    return holder
 
 
 class Claim:
-    """Owns folders for the life of this process, or until `release`: a locked file in each, and a thread of signs of life."""
+    """Owns folders for the life of this process, or until `release`."""
 
     def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
-        """Take `folders`, which exist, each under the setting that named it. Raises `UsageError` where another job has one.
+        """Take `folders`, which exist, each under the setting that named it. Raises `UsageError` if another job has one.
 
-        An owner that is dead, or that ends within a few seconds, or an earlier start of this same job that ends within `wait_s`,
-        is followed. The kernel drops the lock of a process that ends, and a server that of a host. Where a file system has no
-        locks, or one that other hosts do not see, the owner's signs of life tell.
+        An owner that is dead is followed, at once on its own host and elsewhere when it has been silent for `SILENCE_S`. So are
+        one that ends within a few seconds, and an earlier start of this same job that ends within `wait_s`.
         """
-        self._mine, self._say = FolderOwner(job=job), say
-        self._one_at_a_time = threading.Lock()  # of signs of life and the release: handles are closed between them
-        self._held: dict[str, tuple[Path, int]] = {}
-        self._done = threading.Event()
-        self._beats = 0
-        seen = set[Path]()
+        self._mine, self._say, self._released = FolderOwner(job=job), say, Event()
+        self._leases: dict[Path, SoftFileLease] = {}
         try:
             for setting, folder in folders.items():
-                if (real := folder.resolve()) not in seen:
-                    seen.add(real)
-                    self._held[setting] = real, self._wait(setting, real, wait_s)
+                if (real := folder.resolve()) not in self._leases:
+                    self._wait(setting, real, wait_s)
         except BaseException:
             self.release()
             raise
-        threading.Thread(target=self._beat, name="accordion-owner", daemon=True).start()
 
     def release(self) -> None:
         """Give the folders back and leave no file. Not while a thread of this job may write, as after a failure."""
-        self._done.set()
-        with self._one_at_a_time:
-            while self._held:
-                folder, handle = self._held.popitem()[1]
-                if is_open_at(handle, folder / FILE) and _is_of(self._mine, folder):
-                    (folder / FILE).unlink(missing_ok=True)
-                os.close(handle)
+        self._released.set()
+        for folder, lease in self._leases.items():
+            if _read(folder) == self._mine:
+                (folder / FILE).unlink(missing_ok=True)
+            lease.release()
+        self._leases.clear()
 
-    def _wait(self, setting: str, folder: Path, wait_s: float) -> int:
-        began, told = time.monotonic(), False
-        while isinstance(got := self._take(folder), FolderOwner):
-            again = got.job is not None and got.job == self._mine.job
-            if time.monotonic() - began > (wait_s if again else PATIENCE_S):
-                raise _taken(setting, folder, got)
-            if again and not told and time.monotonic() - began > PATIENCE_S:
+    def _wait(self, setting: str, folder: Path, wait_s: float) -> None:
+        began, told, refreshed = time.monotonic(), False, _refreshed(folder)
+        while not self._take(setting, folder):
+            holder, waited = _read(folder), time.monotonic() - began
+            again = holder.job is not None and holder.job == self._mine.job
+            lives = _refreshed(folder) != refreshed
+            if waited > (wait_s if again else PATIENCE_S if lives else PATIENCE_S + SILENCE_S):
+                raise _taken(setting, folder, holder)
+            if again and not told and waited > PATIENCE_S:
                 told = True
-                self._say(f"waiting for an earlier start of this job to leave {setting} {str(folder)!r}: {got}")
+                self._say(f"waiting for an earlier start of this job to leave {setting} {str(folder)!r}: {holder}")
             time.sleep(LOOK_S)
-        return got
 
-    def _take(self, folder: Path) -> int | FolderOwner:
-        """The handle of the locked file, or who has it."""
-        path = folder / FILE
+    def _take(self, setting: str, folder: Path) -> bool:
+        lease = self._leases.get(folder) or SoftFileLease(
+            folder / LEASE,
+            lease_duration=SILENCE_S,
+            heartbeat_interval=BEAT_S,
+            thread_local=False,
+            on_compromise=lambda _: self._again(setting, folder),
+        )
+        self._leases[folder] = lease
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            lease.acquire(blocking=False)
+            write_whole(folder / FILE, json.dumps(asdict(self._mine)))
+        except Timeout:
+            return False
         except OSError as error:
             raise UsageError(
-                f"{str(path)!r}, which says whose the folder is, cannot be opened: {error.strerror}."
+                f"{str(error.filename or folder / FILE)!r}, which says whose the folder is, cannot be opened: {error.strerror}."
             ) from None
-        kept = False
-        try:
-            locks = True
+        return True
+
+    def _again(self, setting: str, folder: Path) -> None:
+        """The lease was removed, with the folder perhaps, or taken over: have it again, or end before two jobs write."""
+        while not self._released.wait(BEAT_S):
+            with suppress(OSError):
+                self._leases[folder].release()
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return _read(folder)[0] or _unknown()
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise UsageError(f"{str(path)!r} cannot be locked: {error.strerror}.") from None
-                locks = False
-            if not is_open_at(handle, path):
-                return _unknown()  # the one before removed it as it ended: look again
-            before, text = _read(folder)
-            left_here = locks and before is not None and before.host == self._mine.host
-            if text and not left_here and _lives(folder):  # a text that names nobody may be half of a sign of life
-                return before or _read(folder)[0] or _unknown()
-            self._write(handle)
-            if not locks:
-                time.sleep(SETTLE_S)
-                if not _is_of(self._mine, folder):
-                    return _read(folder)[0] or _unknown()
-                self._say(
-                    f"the file system of {str(folder)!r} has no locks: signs of life in {FILE} keep other jobs out"
-                )
-            kept = True
-            return handle
-        finally:
-            if not kept:
-                os.close(handle)
-
-    def _write(self, handle: int) -> None:
-        self._beats += 1
-        text = json.dumps({**asdict(self._mine), "beats": self._beats}).encode()
-        try:
-            os.pwrite(handle, text, 0)
-            os.ftruncate(handle, len(text))
-        except OSError:  # a full disk: the lock holds all the same
-            pass
-
-    def _beat(self) -> None:
-        while not self._done.wait(BEAT_S):
-            with self._one_at_a_time:
-                for setting, (folder, handle) in list(self._held.items()):
-                    if is_open_at(handle, folder / FILE) and (_is_of(self._mine, folder) or _read(folder)[0] is None):
-                        self._write(handle)
-                    elif folder.is_dir():
-                        self._again(setting, folder, handle)
-
-    def _again(self, setting: str, folder: Path, handle: int) -> None:
-        """The file was removed, with the folder perhaps, or written by another: have it again, or end before two jobs write."""
-        try:
-            got = self._take(folder)
-        except UsageError:  # no room, no permission: nobody else has it either
-            return
-        if not isinstance(got, FolderOwner):
-            self._held[setting] = folder, got
-            os.close(handle)
-        elif got.word not in (self._mine.word, ""):
+                if self._take(setting, folder):
+                    return
+            except UsageError:  # no folder, no permission: nobody else has it either
+                continue
             print(
-                f"accordion: stopped: {setting} {str(folder)!r} was taken from this job while it ran; it is in use by {got}.",
+                f"accordion: stopped: {setting} {str(folder)!r} was taken from this job while it ran; it is in use by "
+                f"{_read(folder)}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -224,33 +167,17 @@ def _taken(setting: str, folder: Path, holder: FolderOwner) -> UsageError:
     )
 
 
-def _unknown() -> FolderOwner:
-    """One that has the lock and has not said its name yet."""
-    return FolderOwner(host="", pid=0, since="", word="")
+def _refreshed(folder: Path) -> float | None:
+    """Return when the lease of `folder` was refreshed last, by its file system's clock; None if there is none."""
+    with suppress(OSError):
+        return (folder / LEASE).stat().st_mtime
+    return None
 
 
-def _read(folder: Path) -> tuple[FolderOwner | None, bytes]:
-    """Who wrote the file last, None where nobody or where it cannot be read; and all of it."""
+def _read(folder: Path) -> FolderOwner:
+    """Return who wrote the file of `folder`; one without a name if nobody did, or it cannot be read."""
     try:
-        text = (folder / FILE).read_bytes()
-        said = json.loads(text)
-        return FolderOwner(**{key: said[key] for key in ("host", "pid", "since", "job", "word")}), text
-    except OSError:
-        return None, b""
-    except (ValueError, KeyError, TypeError):
-        return None, text
-
-
-def _is_of(owner: FolderOwner, folder: Path) -> bool:
-    found = _read(folder)[0]
-    return found is not None and found.word == owner.word
-
-
-def _lives(folder: Path) -> bool:
-    """Whether the file changes; clocks of hosts may differ, so it is watched."""
-    before, until = _read(folder)[1], time.monotonic() + SILENCE_S
-    while time.monotonic() < until:
-        time.sleep(LOOK_S)
-        if _read(folder)[1] != before:
-            return True
-    return False
+        said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return FolderOwner(**{key: said[key] for key in ("host", "pid", "since", "job")})
+    except (OSError, ValueError, KeyError, TypeError):
+        return FolderOwner(host="", pid=0, since="")

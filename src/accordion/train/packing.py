@@ -173,13 +173,12 @@ class LengthOrder(GlobalOrder):
         return super().continues(state) and state.get("global_batch") == self.share.global_batch
 
 
-def validation_rows(rows: ExampleRows, collate: Collate, share: Share, most: int) -> Iterator[Batch]:
-    """This rank's batches of the first `most` rows, as many on every rank; where it has none left, none of its labels count."""
-    count = min(len(rows), most)
+def validation_rows(rows: ExampleRows, collate: Collate, share: Share, order: Sequence[int]) -> Iterator[Batch]:
+    """This rank's batches of the rows in `order`, as many on every rank; if it has none left, none of its labels count."""
     each = share.world * share.micro_batch
-    for start in range(0, count, each):
-        mine = [rows[i] for i in range(start + share.rank, min(start + each, count), share.world)]
-        batch = collate(mine or [rows[start]])
+    for start in range(0, len(order), each):
+        mine = [rows[i] for i in order[start + share.rank : start + each : share.world]]
+        batch = collate(mine or [rows[order[start]]])
         if not mine:
             batch["labels"].fill_(IGNORED)
         yield batch

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 
 from accordion.config import check_secondary, strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
-from accordion.models.stored import computing
+from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
 from accordion.train.adapters import kept_of, trained_model, with_base
 from accordion.train.auto_plan import Expected
 from accordion.train.chat_tokenizer import chat_tokenizer
-from accordion.train.config import Config, JobConfig
+from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
 from accordion.train.data import Share, check_enough
 from accordion.train.example_files import ExampleFiles, Examples, cached_examples, digest_of_tokenizer
-from accordion.train.examples import FIELDS, Encoder
+from accordion.train.examples import Encoder
 from accordion.train.instructions import Instructions, check_enough_rows
+from accordion.train.language_work import generation_settings
+from accordion.train.launch import RankPlace, once_per_host
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
+from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows
 from accordion.train.preview import Part, preview
-from accordion.train.rows import find_rows
-from accordion.train.sources import Source, Split, find
+from accordion.train.rows import Split
+from accordion.train.sources import Source, find, first_of
 from accordion.train.text import Text
 from accordion.train.tokens import (
     Say,
@@ -53,9 +58,10 @@ Show = Callable[[list[list[Part]]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What ranks start from. `resume`: the checkpoint to go on from. `expected`: what a plan says of the run. `began_s`: when
-    this start of the run began, by `time.time` of this machine."""
+    """What ranks start from. `config`: with the batch of the run that it goes on with. `resume`: the checkpoint to go on from.
+    `expected`: what a plan says of the run. `began_s`: when this start of the run began, by `time.time` of this machine."""
 
+    config: JobConfig
     run_dir: str
     checkpoint_dir: str
     work: Work
@@ -79,17 +85,19 @@ def prepare(
     show: Show = lambda examples: None,
     task: object | None = None,
     *,
+    named: Collection[str] = (),
     began_s: float,
 ) -> Prepared:
     """Check all input and make the token files. Raises `UsageError`, or `TaskError` for the user's code, with nothing written.
 
     `world`, `local_world`: ranks in all and on one machine. `cache`: folder for tokenizers and tokens, made if need be.
     `ask`: called with the run's folders before they are looked into; may raise. `show`: called with examples that will be
-    learnt. `task`: what is trained where `config` names no class of it. `began_s`: when this start of the run began.
+    learnt. `task`: what is trained where `config` names no class of it. `named`: the keys that flags and run files gave.
+    `began_s`: when this start of the run began.
     """
     try:
         replicas = _replicas(config, world, local_world)
-        place = _Place(world=world, replicas=replicas, began_s=began_s, say=say, ask=ask, show=show)
+        place = _Place(world=world, replicas=replicas, named=named, began_s=began_s, say=say, ask=ask, show=show)
         _check_shards(config, place)
         check_trackers(config.log)
         if isinstance(config, Config):
@@ -101,6 +109,18 @@ def prepare(
         return _of_task(config, place, OwnTask(parts=config.parts, task=task))
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
+
+
+def prepare_on_host(
+    place: RankPlace, store: Store, config: JobConfig, world: int, cache: Path, say: Say, **options: Any
+) -> Prepared:
+    """`prepare` on the first rank of this host, then on its other ranks. The first rank of all asks for the folders."""
+
+    def ask(folders: Folders) -> None:
+        if place.rank == 0:  # elsewhere it may have them already when others look
+            check_free(folders, place.job)
+
+    return once_per_host(place, store, lambda: prepare(config, world, place.local_world, cache, say, ask, **options))
 
 
 @contextmanager
@@ -121,6 +141,7 @@ class _Place:
 
     world: int
     replicas: int
+    named: Collection[str]
     began_s: float
     say: Say
     ask: Callable[[Folders], None]
@@ -140,15 +161,16 @@ def _check_shards(config: JobConfig, place: _Place) -> None:
             )
 
 
-def _folders(config: JobConfig, name: str, place: _Place) -> tuple[Folders, Path | None]:
-    """Those of the run, and the checkpoint to go on from. Nothing is written."""
+def _folders(config: Job, name: str, place: _Place) -> tuple[Folders, Path | None, Job]:
+    """Those of the run, the checkpoint to go on from, and `config` with the batch of that. Nothing is written."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
         _check_writable(path)
     folders = {"run.dir": run_dir, "checkpoint.dir": folder}
     place.ask(folders)
-    return folders, checkpoints.choose(folder, config, place.say)
+    resume = checkpoints.choose(folder, config, place.say)
+    return folders, resume, checkpoints.with_batch_of(resume, config, place.named, place.world)
 
 
 def _make(folders: Folders) -> None:
@@ -159,8 +181,9 @@ def _make(folders: Folders) -> None:
             raise UsageError(f"{str(path)!r} cannot be made: {error.strerror or error}.") from None
 
 
-def _prepared(folders: Folders, work: Work, place: _Place, resume: Path | None) -> Prepared:
+def _prepared(config: JobConfig, folders: Folders, work: Work, place: _Place, resume: Path | None) -> Prepared:
     return Prepared(
+        config=config,
         run_dir=str(folders["run.dir"]),
         checkpoint_dir=str(folders["checkpoint.dir"]),
         work=work,
@@ -172,9 +195,10 @@ def _prepared(folders: Folders, work: Work, place: _Place, resume: Path | None) 
 
 def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
     """Build the model and read a batch, and take the loss of it where that is quickly done here."""
-    task, options = work.loaded, config.train
+    task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
-    folders, resume = _folders(config, task.name, place)
+    folders, resume, config = _folders(config, task.name, place)
+    options = config.train
     with of_the_task("model()"):
         model = work.model(options.seed)
     units = units_named(config.shard.units, "shard.units")
@@ -187,17 +211,20 @@ def _of_task(config: JobConfig, place: _Place, work: OwnTask) -> Prepared:
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     _make(folders)
-    return _prepared(folders, work, place, resume)
+    return _prepared(config, folders, work, place, resume)
 
 
 def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
-    model_vocab, model_name = _model(config)
+    model_vocab = _vocab_of_model(config)
     source, say = find(config.data), place.say
-    folders, resume = _folders(config, f"{model_name}-{source.name}", place)
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
     units = units_named(config.shard.units, "shard.units")
     if config.model.path is not None or units is not None or resume is not None or config.adapter.kind != "none":
-        _tell_of_adapters(_check_model(config, units, resume), say)
+        _describe_model(_check_model(config, units, resume), config, say)
     vocabulary, keep_vocabulary = _vocabulary(config, source, model_vocab, cache, say)
+    if vocabulary.cuts:
+        say("tokenizer.json asks for truncation or padding, which is off while documents are read")
+    vocabulary = replace(vocabulary, special_as_text=config.data.special_tokens == "text")
     check_fits(vocabulary, model_vocab, config.model.path or config.model.preset)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps)
@@ -214,25 +241,29 @@ def _of_text(config: Config, place: _Place, cache: Path) -> Prepared:
         keep_vocabulary()
     say(f"data: {source.label}, {tokens.num_documents:,} documents; vocabulary of {vocabulary.size:,}")
     say(f"data: {tokens.num_train:,} tokens to train on, {tokens.num_validation:,} to validate on")
-    return _prepared(folders, Text(config=with_base(config, folders["run.dir"]), tokens=tokens), place, resume)
+    _tell_of_unread(source, say)
+    config = with_base(config, folders["run.dir"])
+    work = Text(config=config, tokens=tokens, generation=generation_settings(config, [vocabulary.end_id]))
+    return _prepared(config, folders, work, place, resume)
 
 
 def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
     """As `_of_text`; the tokenizer goes into the run's folder, where `accordion generate` finds it with its chat template."""
     data, say = config.data, place.say
-    model_vocab, model_name = _model(config)
-    source = find_rows(data, FIELDS[data.format])
-    folders, resume = _folders(config, f"{model_name}-{source.name}", place)
+    model_vocab = _vocab_of_model(config)
+    source = find(data)
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place)
     model = _check_model(config, units_named(config.shard.units, "shard.units"), resume)
     inner = computing(model)
-    _tell_of_adapters(model, say)
+    _describe_model(model, config, say)
     if data.packing == "documents" and "position_ids" not in signature(type(inner).forward).parameters:
         raise UsageError(
             f"data.packing is 'documents', and {type(inner).__name__} takes no position ids, so that the examples in a row would "
             "see each other; take --data.packing length."
         )
     tokenizer, keep_tokenizer = chat_tokenizer(config, source, model_vocab, cache, say)
-    _check_rows(len(tokenizer), model_vocab, config)
+    size = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+    _check_rows(size, model_vocab, config)
     digest = digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps)
@@ -241,6 +272,10 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
 
     def accept(found: ExampleFiles, parts: dict[Split, Examples]) -> None:
         """The last check; what makes the folders is the first to write, and where it fails nothing was written."""
+        _tell_of_unread(source, say)
+        if found.unread:
+            say(f"data: fields that are not read, or not by the chat template: {', '.join(found.unread)}")
+        place.show(preview(parts["train"], tokenizer, data.seq_len))  # also of what is refused next
         rows = {split: ExampleRows(examples, data.seq_len, data.packing) for split, examples in parts.items()}
         check_enough_rows(rows, config, batch, source.label)
         for split, held in rows.items():
@@ -255,30 +290,46 @@ def _of_examples(config: Config, place: _Place, cache: Path) -> Prepared:
         if data.packing == "documents":
             filled = train.fit.lengths.sum() / (len(train) * data.seq_len)
             say(f"data: {len(train):,} rows of {data.seq_len} tokens to train on, {100 * filled:.1f} % full")
-        place.show(preview(parts["train"], tokenizer, data.seq_len))
         _make(folders)
 
     with _cached(cache):
         encoder = Encoder(tokenizer, data.format)
-        examples = cached_examples(source, encoder, digest, len(tokenizer), cache, say, accept)
+        examples = cached_examples(source, encoder, digest, size, cache, say, accept)
         keep_tokenizer()
     tokenizer.save_pretrained(folders["run.dir"])
     spec = tokenizer.backend_tokenizer.to_str()
+    end = end_of_turn(tokenizer) if data.format == "chat" else tokenizer.eos_token_id
+    if end is None:
+        say("the chat template ends an answer with no special token; what is generated goes on to the limit of tokens")
+    generation = generation_settings(config, ends_of(end))
     config = with_base(config, folders["run.dir"])
-    work = Instructions(config=config, examples=examples, spec=spec, end_id=tokenizer.eos_token_id)
-    return _prepared(folders, work, place, resume)
+    work = Instructions(config=config, examples=examples, spec=spec, generation=generation)
+    return _prepared(config, folders, work, place, resume)
 
 
-def _tell_of_adapters(model: nn.Module, say: Say) -> None:
+def _tell_of_unread(source: Source, say: Say) -> None:
+    if source.unread:
+        read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
+        say(
+            f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}"
+        )
+
+
+def _describe_model(model: nn.Module, config: Config, say: Say) -> None:
+    if config.model.init == "pretrained" and "optimizer" not in config.parts:
+        say(
+            f"fine-tuning at a peak learning rate of {config.train.lr:g} (train.lr); "
+            f"without pretrained weights it is {TrainConfig().lr:g} by default"
+        )
     trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
 
 
-def _check_rows(num_tokens: int, model_vocab: int, config: Config) -> None:
-    if num_tokens > model_vocab:
+def _check_rows(size: int, model_vocab: int, config: Config) -> None:
+    if size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {config.data.tokenizer or config.model.path} has {num_tokens} tokens, the model rows for "
+            f"the tokenizer of {config.data.tokenizer or config.model.path} has ids up to {size - 1}, the model rows for "
             f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
         )
 
@@ -294,17 +345,17 @@ def _replicas(config: JobConfig, world: int, local_world: int) -> int:
     return replicas
 
 
-def _model(config: Config) -> tuple[int, str]:
-    """The vocabulary that the model has rows for, and a name for the run's folder."""
+def _vocab_of_model(config: Config) -> int:
+    """The size of the vocabulary that the model has rows for."""
     if config.model.path is None:
-        return TRAINED[config.model.preset].vocab, config.model.preset
+        return TRAINED[config.model.preset].vocab
     described = check_folder(config.model.path)
     vocab = described.get("vocab_size")
     if not isinstance(vocab, int):
         vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
-    return vocab, Path(config.model.path).resolve().name
+    return vocab
 
 
 def _vocabulary(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
+from copy import deepcopy
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -26,13 +29,39 @@ class LearningRates(Protocol):
         """What a checkpoint keeps of it."""
         ...
 
+    def resume(self, num_steps: int, *, changed: bool) -> None:
+        """Give a loaded optimizer the options of this run's configuration again, after `num_steps` steps.
 
-class Prescribed:
+        `changed`: the configuration of the optimizer or scheduler differs from that of the run that saved the checkpoint.
+        """
+        ...
+
+
+class _OfRun:
+    """The options of an optimizer as this run's configuration makes them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._options_made = [
+            {key: deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def resume(self, num_steps: int, *, changed: bool) -> None:
+        # Optimizers also keep state in their groups (a count of steps, say): what a constructor takes is an option.
+        kinds = [kind for kind in type(self._optimizer).__mro__ if issubclass(kind, Optimizer)]
+        takes = {name for kind in kinds for name in inspect.signature(kind).parameters}
+        for group, options in zip(self._optimizer.param_groups, self._options_made, strict=True):
+            group.update({key: value for key, value in options.items() if key in takes})
+
+
+class Prescribed(_OfRun):
     """Rates that the number of the step alone decides, of each group in proportion to the rate that it was made with."""
 
     def __init__(self, optimizer: Optimizer, options: TrainConfig, schedule: Schedule | None) -> None:
-        self._optimizer, self._options, self._schedule = optimizer, options, schedule
-        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]  # before a checkpoint's are loaded
+        super().__init__(optimizer)
+        self._options, self._schedule = options, schedule
+        self._peaks = [float(group["lr"]) for group in self._options_made]
 
     def before(self, step: int) -> float:
         share = share_at(step, self._options) if self._schedule is None else None
@@ -47,11 +76,13 @@ class Prescribed:
         return {}
 
 
-class OfOptimizer:
+class OfOptimizer(_OfRun):
     """The rates that an optimizer of the user's has, and its scheduler where there is one."""
 
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
+        super().__init__(optimizer)
+        self._scheduler = scheduler
+        self._first = None if scheduler is None else deepcopy(scheduler.state_dict())
 
     def before(self, step: int) -> float:
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
@@ -62,6 +93,19 @@ class OfOptimizer:
 
     def state(self) -> dict[str, Any]:
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
+
+    def resume(self, num_steps: int, *, changed: bool) -> None:
+        """A scheduler whose configuration changed is stepped again from its beginning; else it goes on with its state."""
+        if self._scheduler is None:
+            super().resume(num_steps, changed=changed)
+        elif changed:
+            self._scheduler.load_state_dict(self._first)
+            for group, options in zip(self._optimizer.param_groups, self._options_made, strict=True):
+                group.update(options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of a scheduler that is stepped before its optimizer
+                for _ in range(num_steps):
+                    self._scheduler.step()
 
 
 def rates_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,9 +13,9 @@ from accordion.describe import Report
 from accordion.pages.machine import describe as machine
 from accordion.pages.page import Chart, Page, Table
 from accordion.train.auto_plan import Expected
-from accordion.train.config import JobConfig, flat
+from accordion.train.config import Config, JobConfig, flat
 from accordion.train.metrics_file import METRICS, lines_in
-from accordion.train.screen import human, lasting
+from accordion.train.screen import human, lasting, millions
 
 NAME = "report"
 MOST_POINTS = 1000  # of a curve; of more, every n-th is drawn, and the last
@@ -21,6 +23,8 @@ SPEEDS = ("tokens_per_s", "samples_per_s")
 
 
 def page_of(
+    run_dir: Path,
+    model: str,
     config: JobConfig,
     lines: Sequence[dict[str, Any]],
     validations: Sequence[tuple[int, float]],
@@ -29,7 +33,9 @@ def page_of(
     units: Report,
     expected: Expected | None,
 ) -> Page:
-    """`lines`: of metrics.jsonl. `validations`: step and loss. `ended`: why the run ended."""
+    """The page of the run in `run_dir`. `model`: its name. `lines`: of metrics.jsonl. `validations`: step and loss. `ended`: why
+    the run ended.
+    """
     thinned = _thinned(lines)
 
     def curve(key: str, scale: float = 1.0) -> dict[str, float]:
@@ -47,15 +53,25 @@ def page_of(
         ),
         Chart(title="gradient norm", unit="", kind="curves", series={"before clipping": curve("grad_norm")}),
     ]
-    settings = Table(title="settings", columns=["key", "value"], rows=[[k, str(v)] for k, v in flat(config).items()])
-    rows = _beside(config, lines, validations, units, expected)
+    here = machine(device)
+    defaults = flat(Config())
+    keys = [[key, str(value), str(defaults.get(key, ""))] for key, value in flat(config).items()]
+    keys.sort(key=lambda row: row[1] == row[2])  # those that differ from their defaults first
+    rows = _beside(config, lines, validations, device, expected)
     return Page(
         name=NAME,
-        title=f"{ended}: {lines[-1]['step'] if lines else 0} of {config.train.steps} steps",
-        notes=[],
-        tables=[Table(title="planned and found", columns=["", "planned", "found"], rows=rows), settings],
+        title=f"{run_dir.resolve().name}: {ended}, {lines[-1]['step'] if lines else 0} of {config.train.steps} steps",
+        notes=[
+            f"model: {model}, {millions(units.total_params)} parameters, {units.strategy} over {units.world} ranks",
+            f"machine: {socket.gethostname()}, {here['device']}, {here['cores']} cores, torch {here['torch']}",
+            f"ended: {time.strftime('%Y-%m-%d %H:%M %Z')}",
+        ],
+        tables=[
+            Table(title="planned and found", columns=["", "planned", "found"], rows=rows),
+            Table(title="settings", columns=["key", "value", "default"], rows=keys),
+        ],
         charts=charts,
-        data={"machine": machine(device)},
+        data={"machine": here},
     )
 
 
@@ -68,24 +84,23 @@ def _beside(
     config: JobConfig,
     lines: Sequence[dict[str, Any]],
     validations: Sequence[tuple[int, float]],
-    units: Report,
+    device: str,
     expected: Expected | None,
 ) -> list[list[str]]:
     """The first step makes optimizer state, and is left out of the median."""
     peak = max((line["peak_bytes"] for line in lines), default=0)
     seconds = [line["step_s"] for line in lines]
-    kept = sum(unit.parameter_bytes + unit.gradient_bytes + unit.optimizer_bytes for unit in units.units)
+    # On CPU ranks the plan counts tensors, and the record all that the process holds.
+    planned_peak = "" if expected is None or device == "cpu" else human(expected.peak_bytes)
     rows = [
         ["steps", str(config.train.steps), str(lines[-1]["step"] if lines else 0)],
         ["time of all steps", f"{config.train.hours:g} h at most" if config.train.hours else "", lasting(sum(seconds))],
         ["steps left out (NaN, inf)", "0", str(sum(bool(line.get("skipped")) for line in lines))],
-        ["memory of a rank", f"{human(kept)} for shards, states and gradients", f"{human(peak)} at the peak"],
+        ["peak memory of a rank", planned_peak, human(peak)],
     ]
     if seconds:
         planned = "" if expected is None else "{:.2g} to {:.2g} s".format(*expected.step_s)
         rows.append(["a step", planned, f"{median(seconds[1:] or seconds):.3g} s (median)"])
-    if expected is not None:
-        rows.append(["peak of a rank, `--plan auto`", human(expected.peak_bytes), human(peak)])
     if validations:
         step, best = min(validations, key=lambda pair: pair[1])
         rows.append(["lowest validation loss", "", f"{best:.4f} after {step} steps"])

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.options import AMBIGUOUS, UNCLEAR, Option, short
 
 

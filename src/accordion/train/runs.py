@@ -19,7 +19,7 @@ from accordion.errors import UsageError
 from accordion.options import place, read
 from accordion.train.checkpoints import NAME
 from accordion.train.metrics_file import METRICS, lines_in
-from accordion.train.owner import holder_of, lives_by_signs
+from accordion.train.owner import holder_of
 from accordion.train.run_state import RUNNING, state_of
 from accordion.train.screen import PLAIN_WIDTH, lasting
 
@@ -119,7 +119,7 @@ def _found(folder: Path) -> FoundRun:
     if said is not None:
         state, why, until = said.state, said.why, said.until
     if state == RUNNING:
-        if holder_of(folder) is None and not lives_by_signs(folder):
+        if holder_of(folder) is None:
             state, why = KILLED, "it ended without a word"
             until = _written_at(folder / METRICS)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from accordion.config import STRATEGIES, Place
 from accordion.describe import Report, UnitReport
+from accordion.output import lasting_stream
 from accordion.train.metrics import StepMetrics
 
 PLAIN_WIDTH = 110  # of tables where there is no terminal to ask
@@ -49,7 +51,7 @@ class Screen:
     """Owns the console and the progress bar of rank 0; on other ranks every call does nothing."""
 
     def __init__(self, *, speaks: bool = True) -> None:
-        self._console = Console(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._console = Console(file=lasting_stream(sys.stdout), quiet=not speaks, highlight=False, soft_wrap=True)
         self._live = self._console.is_terminal
         if not self._live:
             self._console.width = PLAIN_WIDTH

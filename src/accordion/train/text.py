@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from accordion.state import Only
-from accordion.tasks.loaded import made_optimizer, optimizer_of
-from accordion.train.adapters import fill_trained, kept_of, said_of, trained_model
 from accordion.train.batches import OrderedBatches
-from accordion.train.config import Config
-from accordion.train.data import GlobalOrder, Sequences, Share, num_sequences, validation_batches
+from accordion.train.data import (
+    GlobalOrder,
+    Sequences,
+    Share,
+    num_sequences,
+    num_windows,
+    rows_read,
+    validation_batches,
+    validation_order,
+)
 from accordion.train.evaluate import sample, token_losses, validation_loss
+from accordion.train.language_work import LanguageWork
 from accordion.train.screen import Screen
 from accordion.train.tokens import TokenFiles
 from accordion.train.work import Validation
@@ -27,12 +31,10 @@ PROMPT_TOKENS, SAMPLE_TOKENS = 16, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """A language model of `config` on `tokens`."""
+class Text(LanguageWork):
+    """A language model on `tokens`."""
 
-    config: Config
     tokens: TokenFiles
-    counted: str = "tokens"
 
     def agreed(self) -> dict[str, str]:
         tokens = self.tokens
@@ -41,34 +43,13 @@ class Text:
             "a tokenizer": tokens.tokenizer_digest[:12],
         }
 
-    def model(self, seed: int) -> nn.Module:
-        return trained_model(self.config)
-
-    def units(self) -> None:
-        return None
-
-    def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        fill_trained(model, self.config, seed)
-
-    def optimizer(self, model: nn.Module) -> Optimizer | None:
-        make = optimizer_of(self.config.parts)
-        return None if make is None else made_optimizer(make, model)
-
-    def scheduler(self, optimizer: Optimizer) -> None:
-        return None
-
     def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
         sequences = Sequences(self.tokens.read("train"), self.config.data.seq_len)
         return OrderedBatches(sequences, share, seed, None, pins=pins)
 
     def notes(self, share: Share) -> list[str]:
-        order = GlobalOrder(num_sequences(self.tokens.num_train, self.config.data.seq_len), share, 0)
-        sizes = f"{share.world} ranks x {share.micro_batch} x {share.accumulate}"
-        uneven = f"; {order.num_dropped} more are left out, so that ranks stay even" if order.num_dropped else ""
-        return [
-            f"a step is {share.global_batch} sequences of {self.config.data.seq_len} tokens: {sizes}",
-            f"an epoch is {order.steps_per_epoch:,} steps{uneven}",
-        ]
+        count = num_sequences(self.tokens.num_train, self.config.data.seq_len)
+        return GlobalOrder(count, share, 0).notes(f"sequences of {self.config.data.seq_len} tokens")
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """The mean of a token; every micro-batch has equally many."""
@@ -79,29 +60,26 @@ class Text:
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
         return {
-            "model_config": json.loads(model.config.to_json_string(use_diff=False)),  # type: ignore[operator, union-attr]
+            **self.described(model),
             "data": self.tokens.digest,
-            **said_of(self.config),
             "tokenizer": self.tokens.tokenizer_digest,
         }
-
-    def kept(self) -> Only:
-        return kept_of(self.config)
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self.tokens.digest)
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        tokens = self.tokens.read("validation")
-        loss = validation_loss(model, validation_batches(tokens, self.config.data.seq_len, share), device)
-        return Validation(loss=loss, words=f" (perplexity {math.exp(min(loss, 700.0)):,.1f})")
+        tokens, seq_len = self.tokens.read("validation"), self.config.data.seq_len
+        count = num_windows(tokens, seq_len)
+        order = validation_order(count, self.config.train.validation_rows)
+        loss = validation_loss(model, validation_batches(tokens, seq_len, share, order), device)
+        perplexity = math.exp(min(loss, 700.0))
+        return Validation(loss=loss, words=f" (perplexity {perplexity:,.1f}; {rows_read(order, count)})")
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """A sample of text."""
         prompt = [int(token) for token in self.tokens.read("validation")[:PROMPT_TOKENS]]
-        written = sample(model, device, prompt, SAMPLE_TOKENS, self.config.data.seq_len, seed)
+        ends = self.generation["eos_token_id"]
+        written = sample(model, device, prompt, SAMPLE_TOKENS, self.config.data.seq_len, seed, ends)
         tokenizer = self.tokens.tokenizer()
         screen.sample(tokenizer.decode(prompt), tokenizer.decode(written))

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -22,9 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accordion.errors import UsageError
 from accordion.files import NOT_REGULAR
-from accordion.train.sources import Piece, Source, Split, split_of
+from accordion.train.rows import Split
+from accordion.train.sources import Piece, Source, split_of
 
-FORMAT = 2  # of the cache; a change of the code below that changes tokens takes the next number
+FORMAT = 3  # of the cache; a change of the code below that changes tokens takes the next number
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
 LONGEST_WORD = 1024  # letters, or blanks, or signs without any other between them; longer ones are data, not words
@@ -41,20 +43,42 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as data: `spec` is its tokenizer.json."""
+    """A tokenizer as data: `spec` is its tokenizer.json, `size` the rows that a model needs, one more than its largest id.
+
+    `special_as_text`: "<|endoftext|>" in a document is letters.
+    """
 
     spec: str
     size: int
     end_id: int
+    special_as_text: bool = False
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(f"{self.end_id} {self.spec}".encode()).hexdigest()
+        more = " special_as_text" if self.special_as_text else ""
+        return hashlib.sha256(f"{self.end_id} {self.spec}{more}".encode()).hexdigest()
 
     def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer for whole documents, as transformers calls it: without truncation and padding."""
         tokenizer = Tokenizer.from_str(self.spec)
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end
+        tokenizer.encode_special_tokens = self.special_as_text
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         return tokenizer
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after a document: those that tokenizer.json adds to a text, and the end of text."""
+        whole = self.tokenizer().encode("a")
+        added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
+        first = len(added) - len(added.lstrip("1"))
+        before, after = whole.ids[:first], whole.ids[max(first, len(added.rstrip("1"))) :]
+        return before, after if self.end_id in after else [*after, self.end_id]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether its tokenizer.json asks for truncation or padding."""
+        spec = json.loads(self.spec)
+        return bool(spec.get("truncation") or spec.get("padding"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +202,15 @@ def folder_vocabulary(folder: Path, end_id: int | list[int] | None) -> Vocabular
         end = next((number for number in found if number is not None), None)
     if end is None:
         raise UsageError(f"{str(folder)!r} names no end-of-text token; set eos_token_id in its config.json.")
-    return Vocabulary(spec=tokenizer.to_str(), size=tokenizer.get_vocab_size(), end_id=end)
+    size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
+    return Vocabulary(spec=tokenizer.to_str(), size=max(size, end + 1), end_id=end)
 
 
 def cached_vocabulary(source: Texts, size: int, cache: Path, say: Say) -> tuple[Vocabulary, Callable[[], None]]:
     """The tokenizer for `source` from the cache, else trained; the second part writes it there."""
     path = cache / "tokenizers" / f"{_key(source.stamp, str(size))}.json"
     try:
-        held = Vocabulary(**json.loads(path.read_text()))
+        held = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
         held.tokenizer()
     except Exception:  # absent, damaged or of another version: trained again
         say(f"training a tokenizer on {source.label} (once; kept in {path.parent})")
@@ -203,7 +228,7 @@ def cached_tokens(
     """
     folder = cache / "tokens" / _key(source.stamp, vocabulary.digest)
     try:
-        held = TokenFiles(**json.loads((folder / "meta.json").read_text()) | {"folder": str(folder)})
+        held = TokenFiles(**json.loads((folder / "meta.json").read_text(encoding="utf-8")) | {"folder": str(folder)})
         sizes = [held.num_train, held.num_validation]
         if [held.read(split).size for split in SPLITS] != sizes:
             raise ValueError(f"token files in {folder} do not have {sizes} tokens")
@@ -229,10 +254,10 @@ def _tokenize(
     """Encode into unnamed files on the cache's own file system, cut the tail if need be, count, and publish."""
     dtype = np.dtype(np.uint16 if vocabulary.size <= 1 << 16 else np.uint32)
     near = str(place_for(folder))
-    tokenizer, num_documents = vocabulary.tokenizer(), 0
+    num_documents = 0
     with SpooledTemporaryFile(SPOOL_BYTES, dir=near) as train, SpooledTemporaryFile(SPOOL_BYTES, dir=near) as held_out:
         files: Files = {"train": train, "validation": held_out}
-        for split, ids, ends in _encoded(pieces, tokenizer, vocabulary.end_id):
+        for split, ids, ends in _encoded(pieces, vocabulary):
             files[split].write(np.asarray(ids, dtype).tobytes())
             num_documents += ends
         if num_documents == 0:
@@ -250,7 +275,13 @@ def _tokenize(
             digest=_digest(files),
             tokenizer_digest=vocabulary.digest,
         )
-        _publish(made, files, vocabulary)
+        with published(folder) as draft:
+            for split in SPLITS:
+                files[split].seek(0)
+                with (draft / f"{split}.bin").open("wb") as target:
+                    shutil.copyfileobj(files[split], target)
+            (draft / "tokenizer.json").write_text(vocabulary.spec, encoding="utf-8")
+            (draft / "meta.json").write_text(json.dumps(asdict(made)), encoding="utf-8")
     return made
 
 
@@ -263,11 +294,13 @@ def place_for(folder: Path) -> Path:
     return near
 
 
-def _encoded(pieces: Iterator[Piece], tokenizer: Tokenizer, end_id: int) -> Iterator[tuple[Split, list[int], bool]]:
+def _encoded(pieces: Iterator[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
+    tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield split_of(piece), encoding.ids + [end_id] * piece.ends, piece.ends
+            yield split_of(piece), before * begins + encoding.ids + after * piece.ends, piece.ends
+            begins = piece.ends
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -306,18 +339,13 @@ def _digest(files: Files) -> str:
     return digest.hexdigest()
 
 
-def _publish(made: TokenFiles, files: Files, vocabulary: Vocabulary) -> None:
-    """Write beside the place and rename: another process finds all of it or nothing."""
-    folder = Path(made.folder)
+@contextmanager
+def published(folder: Path) -> Iterator[Path]:
+    """Give a folder to write to and rename it to `folder` at the end: another process finds all of it or nothing."""
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     draft.mkdir(parents=True)
     try:
-        for split in SPLITS:
-            files[split].seek(0)
-            with (draft / f"{split}.bin").open("wb") as target:
-                shutil.copyfileobj(files[split], target)
-        (draft / "tokenizer.json").write_text(vocabulary.spec)
-        (draft / "meta.json").write_text(json.dumps(asdict(made)))
+        yield draft
         if folder.exists():  # damaged, or another process was quicker: its files are the same as these
             shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -334,7 +362,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -342,8 +370,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def check_fits(vocabulary: Vocabulary, model_vocab: int, where: str) -> None:
     """A model cannot look up a token that it has no row for."""
-    if vocabulary.size > model_vocab or vocabulary.end_id >= model_vocab:
+    if vocabulary.size > model_vocab:
         raise UsageError(
-            f"the tokenizer of {where} has {vocabulary.size} tokens (end of text: {vocabulary.end_id}), the model rows for "
-            f"{model_vocab}; take the tokenizer that belongs to the model, or set vocab_size in config.json."
+            f"the tokenizer of {where} has ids up to {vocabulary.size - 1}, the model rows for {model_vocab}; take the tokenizer "
+            "that belongs to the model, or set vocab_size in config.json."
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from queue import Empty, Full, Queue
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
@@ -102,11 +102,10 @@ class _Wandb:
 
 
 class _Mlflow:
-    """Owns a queue, and the thread that gives what is in it to MLflow.
+    """Owns what waits for MLflow, and the thread that gives it to MLflow.
 
-    Its client waits for each answer, and tries a server that is gone again for minutes; no step waits for that. What the server
-    does not take is dropped, and this is told once. The thread ends at `close`; one that waits for an answer longer than
-    `CLOSE_S` ends when that comes, sends no figures and says nothing more, and does not hold the end of the process.
+    Its client waits for each answer, and tries a server that is gone again for minutes; no step waits for that, nor does the end
+    of the process. What the server does not take is dropped, which is said once. Nothing is sent or said after `close`.
     """
 
     def __init__(
@@ -120,35 +119,28 @@ class _Mlflow:
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._config, self._name, self._before, self._keep, self._say = config, name, before, keep, say
-        # Figures of a step, the step, and when they came, in ms since 1970; None: no more will come.
-        self._waiting: Queue[tuple[Mapping[str, float], int, int] | None] = Queue(MOST_WAITING)
-        self._status = ""  # with which the run ends there
-        self._over = Event()  # whether nothing more is sent and said
-        self._lock, self._is_told = Lock(), False
+        self._waiting = deque[list[Any]]()  # metrics of a step
+        self._status = ""  # with which the run ends there, once it ends
+        self._wake, self._lock = Event(), Lock()
+        self._is_told = self._is_over = False
         self._thread = Thread(target=self._serve, name="accordion-mlflow", daemon=True)
         self._thread.start()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        if self._over.is_set():
-            return
-        try:
-            self._waiting.put_nowait((dict(values), step, round(1000 * time.time())))
-        except Full:
+        if len(self._waiting) == MOST_WAITING:
             self._dropped(f"{MOST_WAITING} steps wait for its answer")
+        elif self._thread.is_alive():
+            now = round(1000 * time.time())
+            self._waiting.append([self._entities.Metric(key, value, now, step) for key, value in values.items()])
+            self._wake.set()
 
     def close(self, *, failed: bool) -> None:
-        until = time.monotonic() + CLOSE_S
         self._status = "FAILED" if failed else "FINISHED"
-        while not self._over.is_set() and time.monotonic() < until:
-            try:
-                self._waiting.put(None, timeout=0.1)
-                break
-            except Full:  # until some of it is taken, or the thread gives up
-                continue
-        self._thread.join(max(0.0, until - time.monotonic()))
+        self._wake.set()
+        self._thread.join(CLOSE_S)
         with self._lock:
+            self._is_over = True
             if self._thread.is_alive():
-                self._over.set()
                 self._say(
                     f"not all figures are in mlflow: it has not taken them in {CLOSE_S:g} s at the end of the run"
                 )
@@ -157,14 +149,28 @@ class _Mlflow:
         try:
             client, run = self._opened()
         except Exception as error:  # whatever a service or its client says
-            self._give_up(error)
+            with self._lock:
+                if not self._is_over:
+                    self._say(_left_out("mlflow", error))
             return
-        goes_on = True
-        while goes_on and not self._over.is_set():
-            taken, goes_on = self._taken()
+        while not self._is_over:
+            status, taken = self._status, list[Any]()
+            for _ in range(min(AT_ONCE, len(self._waiting))):
+                taken += self._waiting.popleft()
             if taken:
                 self._ask(partial(client.log_batch, run, metrics=taken))
-        self._ask(partial(client.set_terminated, run, status=self._status))
+            elif status:
+                self._ask(partial(client.set_terminated, run, status=status))
+                return
+            else:
+                self._wake.wait()
+                self._wake.clear()
+
+    def _ask(self, what: Callable[[], object]) -> None:
+        try:
+            what()
+        except Exception as error:
+            self._dropped(" ".join(str(error).split()))
 
     def _opened(self) -> tuple[Any, str]:
         """The client, and the run's name with it."""
@@ -182,34 +188,9 @@ class _Mlflow:
         client.log_batch(run, params=settings)
         return client, run
 
-    def _ask(self, what: Callable[[], object]) -> None:
-        if not self._over.is_set():
-            try:
-                what()
-            except Exception as error:
-                self._dropped(" ".join(str(error).split()))
-
-    def _taken(self) -> tuple[list[Any], bool]:
-        """Metrics of what waits, and whether more may come; waits for the first."""
-        taken = [self._waiting.get()]
-        while taken[-1] is not None and len(taken) < AT_ONCE:
-            try:
-                taken.append(self._waiting.get_nowait())
-            except Empty:
-                break
-        metric = self._entities.Metric
-        found = [metric(k, v, now, step) for values, step, now in filter(None, taken) for k, v in values.items()]
-        return found, taken[-1] is not None
-
-    def _give_up(self, error: Exception) -> None:
-        with self._lock:
-            if not self._over.is_set():
-                self._over.set()
-                self._say(_left_out("mlflow", error))
-
     def _dropped(self, why: str) -> None:
         with self._lock:
-            if not self._is_told and not self._over.is_set():
+            if not self._is_told and not self._is_over:
                 self._is_told = True
                 self._say(
                     f"some figures are not in mlflow: {why}; training goes on, and later ones are sent if it answers"

@@ -33,6 +33,11 @@ class Work(Protocol):
         """What the speed of a run is counted in: `tokens` or `samples`."""
         ...
 
+    @property
+    def name(self) -> str:
+        """Name of the model, for messages."""
+        ...
+
     def agreed(self) -> dict[str, str]:
         """What must be the same on all ranks, by the names that messages have."""
         ...

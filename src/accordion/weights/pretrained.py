@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import WRAPPERS, local_data
 from accordion.checkpoint.format import holds
-from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, read_header, read_index
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, read_header, read_index
 from accordion.engine.engine import Engine
 from accordion.engine.params import own_part
 from accordion.errors import CheckpointError, UsageError
@@ -136,9 +136,14 @@ class Matched:
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`."""
+    """Hold a folder's names and shapes against a model that is not sharded, on meta say. Raises `CheckpointError`.
+
+    Raises `UsageError` if its tensors are those of a quantised model.
+    """
     with ExitStack() as stack:
-        match(model, folder, open_folder(folder, stack), [])
+        held = open_folder(folder, stack)
+        check_quantised({}, str(folder), held.keys() - names_of(model).keys())
+        match(model, folder, held, [])
 
 
 def _fitting(
@@ -161,8 +166,11 @@ def match(model: nn.Module, folder: Path, held: Mapping[str, Rows], ignore: list
     """
     wanted = names_of(model)
     named, extra, wrong = _named(model, held, wanted)
-    copies = {copy: original for copy, original in copies_of_layers(model).items() if copy not in named}
-    named |= {copy: named[original] for copy, original in copies.items() if original in named}
+    by_tensor = {
+        id(wanted[name]): f for name, f in named.items()
+    }  # a copied layer may be tied to one that the folder has
+    copies = {copy: by_tensor.get(id(wanted[original])) for copy, original in copies_of_layers(model).items()}
+    named |= {copy: f for copy, f in copies.items() if f is not None and copy not in named}
     added = added_by_adapters(model)
     found = {name: f for name, f in named.items() if not _matches(name, ignore)}
     first: dict[int, str] = {}  # of the tied names that are in the folder
@@ -261,12 +269,13 @@ def _untied(
     result = []
     for first, second in ties:
         a, b = (_own(found[name].rows, names_of(model)[first], engine) for name in (first, second))
-        if not _equal(a, b):
+        if not equal_rows(a, b):
             result.append(f"{first} and {second}")
     return result
 
 
-def _equal(a: Rows, b: Rows) -> bool:
+def equal_rows(a: Rows, b: Rows) -> bool:
+    """Return if two tensors of files hold the same numbers."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))

@@ -111,7 +111,7 @@ def run(words: Sequence[str]) -> int:
     def write(results: dict[str, Any]) -> None:
         new = {letter: part for letter, part in results.items() if "skipped" not in part or letter not in before}
         beside = path.with_suffix(".part")
-        beside.write_text(json.dumps({**head, "parts": {**before, **new}}, indent=1) + "\n")
+        beside.write_text(json.dumps({**head, "parts": {**before, **new}}, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)  # whatever ends the run, the file is whole
 
     start, sizes = time.monotonic(), tiny_sizes() if options.tiny else full_sizes(memory_gib)
@@ -135,7 +135,7 @@ def file_of(folder: str, head: dict[str, Any]) -> Path:
 def earlier(path: Path, head: dict[str, Any]) -> dict[str, Any]:
     """The parts that a run of the same day on the same machine has left in the file."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         return dict(found["parts"]) if all(found[key] == value for key, value in head.items()) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -93,7 +93,7 @@ class Collectives:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             profile.export_chrome_trace(str(path))
-            work = device_work(json.loads(path.read_text())["traceEvents"])
+            work = device_work(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
         ours = {stream for _, stream in work["sleep"]}
         return {
             name: {

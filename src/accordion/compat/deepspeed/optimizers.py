@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 
 ELSEWHERE = {
     "lamb": "norms of whole parameters",

@@ -29,9 +29,8 @@ from accordion.config import (
     Offload,
     Precision,
     Strategy,
-    nearest,
 )
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 from accordion.files import read_text
 
 log = logging.getLogger("accordion")

@@ -10,8 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accordion.config import nearest
-from accordion.errors import UsageError
+from accordion.errors import UsageError, nearest
 
 WARMUP = ("warmup_num_steps", "warmup_type")
 TAKES: Mapping[str, tuple[str, ...]] = {

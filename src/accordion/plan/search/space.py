@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, nearest, strategy_named
-from accordion.errors import UsageError
+from accordion.config import DEVICE, DISK, HOST, NO_SHARD, Offload, Place, Precision, strategy_named
+from accordion.errors import UsageError, nearest
 from accordion.plan.hardware import Cluster
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import TrainingSetup

@@ -1,0 +1,68 @@
+"""The public names of the package, which `accordion` itself gives at their first use."""
+
+from accordion.checkpoint import latest, load, save
+from accordion.config import (
+    FULL_SHARD,
+    HYBRID_SHARD,
+    HYBRID_SHARD_OPTIM,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    SHARD_OPTIM,
+    Offload,
+    Place,
+    Precision,
+    Prefetch,
+    Strategy,
+)
+from accordion.describe import describe
+from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
+from accordion.offload.estimate import estimate_memory
+from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.plan.api import plan
+from accordion.shard.api import entry_point, shard
+from accordion.state import full_params, full_state_dict, no_sync, synchronize
+from accordion.train.fit import fit
+from accordion.units import min_params, only_blocks
+from accordion.weights.export import save_pretrained
+from accordion.weights.initialise import initialise
+from accordion.weights.pretrained import load_pretrained
+
+__all__ = [
+    "FULL_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_OPTIM",
+    "NO_SHARD",
+    "SHARD_GRAD_OP",
+    "SHARD_OPTIM",
+    "AccordionError",
+    "CheckpointError",
+    "DivergenceError",
+    "NonFiniteError",
+    "Offload",
+    "OffloadError",
+    "Place",
+    "Precision",
+    "Prefetch",
+    "Strategy",
+    "UsageError",
+    "clip_grad_norm_",
+    "describe",
+    "entry_point",
+    "estimate_memory",
+    "fit",
+    "full_params",
+    "full_state_dict",
+    "initialise",
+    "latest",
+    "load",
+    "load_pretrained",
+    "min_params",
+    "no_sync",
+    "only_blocks",
+    "plan",
+    "save",
+    "save_pretrained",
+    "shard",
+    "synchronize",
+    "wrap_optimizer",
+]
