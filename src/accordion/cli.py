@@ -38,9 +38,7 @@ COMMANDS = {
         "train",
         True,
     ),
-    "export": Command(
-        "write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True
-    ),
+    "export": Command("write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True),
     "runs": Command(
         "list runs with their state, step, loss and checkpoints",
         "train.runs",

@@ -107,7 +107,14 @@ def test_keys_that_become_one_name_are_refused(tmp_path):
     assert_refused(tmp_path / "dcp", tmp_path, "both stand for model/a")
 
 
-PREFIXES = ("_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module.")
+PREFIXES = (
+    "_orig_mod.",
+    "module.",
+    "module._orig_mod.",
+    "_orig_mod.module.",
+    "module.module.",
+    "_checkpoint_wrapped_module.",
+)
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])
