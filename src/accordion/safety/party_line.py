@@ -33,6 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accordion import _torch
 from accordion.errors import DivergenceError
 from accordion.safety.connections import AskedStore, give_up, limit_s_of
+from accordion.safety.mixed_tensors import advise
 
 log = logging.getLogger("accordion")
 KEPT = "accordion/line/"  # before the ranks of a line, in the name under which it is kept
@@ -634,9 +635,10 @@ def _told_first(reference: weakref.ref[PartyLine], before: Callable[..., Any]) -
 def explain(line: PartyLine, error: BaseException) -> str:
     """This rank ends with `error`: tell the others, and print the cause where the error itself is only an echo of it.
 
-    Gives what was printed.
+    Return the printed text. Torch's error about mixed tensors gets a note.
     """
     said = ""
+    advise(error)
     interrupted = _was_interrupted(error)
     if _waited_in_vain(error) and not interrupted:
         line.doing = told(error)

@@ -36,6 +36,7 @@ from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
+from accordion.safety.mixed_tensors import advise
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -309,6 +310,7 @@ def _guarded(entry: Entry, *args: Any) -> None:
         _say_ended(error)
         os._exit(INTERRUPTED)
     except Exception as error:
+        advise(error)
         _say_ended(error)
         code = _tell(error, place.rank, store)
         get_error_handler().record_exception(error)  # torchrun shows it in its summary
