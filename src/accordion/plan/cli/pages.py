@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from accordion.config import DEVICE
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
 from accordion.plan.parts import TimePart, by_kind, by_unit
 from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib, next_gains
 from accordion.plan.search.evaluate import Candidate
-from accordion.plan.search.space import NO_OFFLOAD
 
 SHOWN = 24  # candidates on the screen; JSON has all
 
@@ -47,7 +45,7 @@ def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
 
 def _verdict(plan: Plan) -> Table:
     c = plan.chosen
-    rows = [["verdict", plan.verdict], ["configuration", str(c.choice)]]
+    rows = [["verdict", plan.verdict], ["configuration", str(c.choice)], ["planned for", plan.planned_for]]
     if c.memory is not None and c.steps is not None:
         reserved = sorted(c.memory.reserved_bytes.values())
         rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
@@ -121,7 +119,7 @@ COMPARED = (  # (name, key, factor, unit)
     ("reserved, peak", "peak_reserved_bytes", 1 / GIB, "GiB"),
     ("step", "step_s", 1.0, "s"),
     ("of it waiting for others", "exposed_comm_s", 1.0, "s"),
-    ("/s a GPU", "tokens_per_s_per_gpu", 1.0, ""),
+    ("{counted}/s a GPU", "tokens_per_s_per_gpu", 1.0, ""),
     ("MFU", "mfu", 100.0, "%"),
 )
 
@@ -137,7 +135,9 @@ def of_comparison(this: Mapping[str, Any], other: Mapping[str, Any], name: str) 
     for said, key, factor, unit in COMPARED:
         a, b = (plan.get(key) for plan in (this, other))
         cells = ["" if v is None else f"{_digits(v * factor)} {unit}".strip() for v in (a, b)]
-        rows.append([said, *cells, f"{a / b - 1:+.0%}" if a and b else ""])
+        rows.append(
+            [said.format(counted=this.get("counted", "tokens")), *cells, f"{a / b - 1:+.0%}" if a and b else ""]
+        )
     table = Table(title=f"beside {name}", columns=["", "this plan", name, "this beside it"], rows=rows)
     return Page(name="comparison", title=f"beside {name}", notes=[], tables=[table])
 
@@ -193,10 +193,17 @@ def _candidates(plan: Plan) -> Table:
         steps = "" if c.steps is None else f"{_digits(c.steps['middle'].seconds)}"
         speed = "" if c.steps is None else f"{_digits(_speed(plan, c))}"
         mark = "chosen" if c is plan.found.best else c.why
-        rows.append([str(c.choice), gib(c.needed_bytes), steps, speed, mark])
+        rows.append([str(c.choice), _need(c), steps, speed, mark])
     left = len(order) - len(rows)
     title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
-    return Table(title=title, columns=["", "needs GiB", "step s", "/s a GPU", "why not"], rows=rows)
+    return Table(title=title, columns=["", "needs GiB", "step s", f"{plan.counted}/s a GPU", "why not"], rows=rows)
+
+
+def _need(c: Candidate) -> str:
+    """GiB of the card; a lower bound is named as one, and shown only if it says something."""
+    if c.memory is not None and "at_least" not in c.memory.reserved_bytes:
+        return gib(c.needed_bytes)
+    return f"over {gib(c.needed_bytes)}" if c.needed_bytes > GIB // 10 else ""
 
 
 def _speed(plan: Plan, c: Candidate) -> float:
@@ -218,8 +225,7 @@ def _notes(plan: Plan, change: str) -> list[str]:
             0,
             "less than 2 GiB of the card is left: published runs lost 15 to 35 % of their speed there, to the allocator",
         )
-    if any((c.choice.offload, c.choice.activations) != (NO_OFFLOAD, DEVICE) for c in plan.found.candidates):
-        notes.append(f"offload: {assumed['host']}; its times are uncalibrated, whatever was measured")
+    notes.append(f"{assumed['host']}; times of offload are uncalibrated, whatever was measured")
     if plan.log is not None:
         notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]
         notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]
