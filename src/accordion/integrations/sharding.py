@@ -39,7 +39,7 @@ class Sharding:
 
     mesh: DeviceMesh | None = None
     units: UnitChoice = None
-    strategy: Strategy = FULL_SHARD
+    strategy: Strategy | str = FULL_SHARD
     precision: Precision | None = None
     prefetch: Prefetch | None = None
     offload: Offload | None = None

@@ -25,6 +25,7 @@ from accordion.config import (
     check_secondary,
     checkpointing_named,
     debug_modes,
+    strategy_named,
 )
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
@@ -72,7 +73,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     *,
     units: UnitChoice = None,
-    strategy: Strategy = FULL_SHARD,
+    strategy: Strategy | str = FULL_SHARD,
     precision: Precision | None = None,
     prefetch: Prefetch | None = None,
     offload: Offload | None = None,
@@ -87,9 +88,9 @@ def shard(
 
     `model`: real, equal on all ranks (a checksum tells, of buffers in the state dict too), or on the meta device, then its
     shards are zeros until they are loaded. `sync=True` takes the first rank's values; the others may be on meta.
-    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `units`: what is gathered together:
-    module classes or their names, `min_params(n)`, a callable (name, module) -> bool, `only_blocks()`; by default the
-    repeated blocks, and embeddings and heads about as large as one.
+    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `strategy`: also by its name.
+    `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable (name, module) -> bool,
+    `only_blocks()`; by default the repeated blocks, and embeddings and heads about as large as one.
     `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `secondary`: how many ranks keep one copy of each unit from its forward to its backward, a part each, in the dtype that is
@@ -130,7 +131,7 @@ def shard_over(
     mesh: DeviceMesh | None = None,
     *,
     units: UnitChoice = None,
-    strategy: Strategy = FULL_SHARD,
+    strategy: Strategy | str = FULL_SHARD,
     precision: Precision | None = None,
     prefetch: Prefetch | None = None,
     offload: Offload | None = None,
@@ -144,6 +145,7 @@ def shard_over(
 ) -> nn.Module:
     """`shard` over communicators that `make` makes, with host memory that `make_arena` takes: the planner has its own."""
     precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
+    strategy = strategy_named(strategy)
     check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
     modes = debug_modes(debug)
