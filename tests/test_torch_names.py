@@ -624,25 +624,6 @@ def _() -> None:
         nn.parallel.DistributedDataParallel(Asked(2, 2))
 
 
-@checks("answer_around")
-def _() -> None:
-    told: list[Any] = []
-
-    def answer(known: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        told.append(known)
-        return _torch.unanswered(operator, args, kwargs)
-
-    operator = torch.ops.aten.atanh.default
-    with one_rank() as mesh, torch.no_grad():
-        tensor = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False)
-        _torch.answer_around(operator, answer)
-        try:
-            assert tensor.atanh().to_local().tolist() == [0.0, 0.0]
-        finally:
-            DTensor._op_dispatcher._custom_op_handlers.pop(operator)  # type: ignore[attr-defined]
-    assert told == [None]
-
-
 @checks("asked_grad_dtype", "keep_grad_dtype", "like_in")
 def _() -> None:
     plain = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -270,14 +270,6 @@ def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[
     DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, answer)  # type: ignore[arg-type]
 
 
-def answer_around(operator: Any, answer: Callable[..., Any]) -> None:
-    """Have `answer(known, operator, args, kwargs)` be asked, with who was asked before as `known`, or None. No public name."""
-    answers: Any = DTensor._op_dispatcher._custom_op_handlers
-    known = answers.get(operator)
-    if getattr(known, "func", None) is not answer:
-        answers[operator] = partial(answer, known)
-
-
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What DTensor itself does for an operator that has an answer. No public name."""
     answers: Any = DTensor._op_dispatcher._custom_op_handlers

@@ -82,8 +82,10 @@ def check_secondary(secondary: object, strategy: Strategy, num_ranks: int, name:
         )
 
 
-def strategy_named(name: str) -> Strategy:
-    """The strategy of that name, as written on a command line. Raises `UsageError` naming the nearest."""
+def strategy_named(name: str | Strategy) -> Strategy:
+    """Return the strategy of that name, or the one that is given. Raises `UsageError` naming the nearest."""
+    if not isinstance(name, str):
+        return name
     if name not in STRATEGIES:
         raise UsageError(f"strategy {name!r} does not exist; {nearest(name, STRATEGIES)}")
     return STRATEGIES[name]
@@ -282,7 +284,7 @@ def checkpointing_named(text: str) -> ActivationCheckpointing:
 
 ARGUMENTS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "mesh": ((DeviceMesh, NoneType), "a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes it"),
-    "strategy": (Strategy, "accordion.FULL_SHARD or another Strategy"),
+    "strategy": (Strategy, "a name such as 'full_shard', or accordion.FULL_SHARD"),
     "precision": (Precision, "accordion.Precision(params=torch.bfloat16), for example"),
     "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
     "offload": (Offload, "accordion.Offload(optimizer='host'), for example"),

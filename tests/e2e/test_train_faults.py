@@ -84,6 +84,22 @@ def test_a_second_job_is_refused_and_a_killed_one_keeps_nobody_out(
     assert not list(run_dir.rglob(".owner"))
 
 
+def test_ranks_of_torchrun_are_killed_with_it(place: Path) -> None:
+    run_dir, log = place / "killed", place / "killed.log"
+    words = ["-m", "accordion", "train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1"]
+    words += ["--launch.device", "cpu", "--train.steps", "10000", "--run.dir", str(run_dir)]
+    with log.open("wb") as out:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
+        job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: bool(lines_of(run_dir)), "a step", log)
+    finally:
+        job.kill()
+        job.wait()
+    until(lambda: [found.state for found in runs_in(run_dir)] == ["killed"], "the end of the ranks", log)
+    assert "frame #" not in log.read_text()
+
+
 def test_a_run_outlives_its_reader_and_its_terminal(place: Path) -> None:
     run_dir = place / "unread"
     words = ["train", "--task", f"{own_tasks.__file__}:Slow", "--task.slow", "0.1", "--launch.device", "cpu"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -101,6 +103,21 @@ def test_the_page_of_a_benchmark_fits_a_phone(tmp_path):
         broken = "[...document.querySelectorAll('.spread')].filter(e => e.getClientRects().length > 1).length"
         assert seen.evaluate(broken) == 0
         assert_fits(seen)
+
+
+def test_the_page_says_for_what_its_figures_hold_and_names_lower_bounds(plan):
+    best = plan.found.best
+    bounds = [replace(best, fits=False, memory=None, steps=None, least_bytes=n, bound="no") for n in (12 << 30, 0)]
+    page = as_html(replace(plan, found=replace(plan.found, candidates=[best, *bounds]), seq=4096))
+    for said in (
+        "sequence length 4,096, loss plain, computed in bfloat16, reduced in ",
+        ", 1 node of 2 GPUs",
+        "host memory: 2 TiB a node of 8, the usual one; --host-memory-gib changes it",
+        "batches/s a GPU",
+        "over 12.0",
+    ):
+        assert said in page
+    assert ">0.0<" not in page
 
 
 def test_of_a_small_model_too_one_sees_where_the_bytes_go(plan):

@@ -398,9 +398,11 @@ def test_the_fewest_gpus_are_told_only_where_others_were_looked_at(small):
         (4, 512, "--gpu-memory-gib 2.23 --micro-batch 1 --checkpoint-activations none --offload none",
          "--checkpoint-activations full"),
         (2, 1024, "--gpu-memory-gib 2.30 --micro-batch 1 --checkpoint-activations full --offload none", "--offload optimizer"),
+        (2, 1024, "--gpu-memory-gib 2.30 --micro-batch 1 --checkpoint-activations full --offload all --host-memory-gib 0.21",
+         "--host-memory-gib 0.84"),
         (4, 1024, "--gpu-memory-gib 2.44 --micro-batch 1 --checkpoint-activations full --engine fsdp2 --nodes 2",
          "--gpus 8 --nodes 8"),
-    ], lambda layers, width, asked, change: change == "--offload optimizer"),
+    ], lambda layers, width, asked, change: "--offload optimizer" in change or "--host" in change),
 )  # fmt: skip
 def test_where_nothing_fits_the_smallest_change_is_named_and_makes_it_fit(
     tmp_path, capsys, layers, width, asked, change

@@ -27,7 +27,7 @@ from accordion.plan.replay.predict import step_of
 from accordion.plan.result import next_gains
 from accordion.plan.search import traces
 from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
-from accordion.plan.search.evaluate import Candidate, Evaluator, SearchTask
+from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator, SearchTask
 from accordion.plan.search.search import SearchResult, closest, search
 from accordion.plan.search.space import Choice, Space, choices
 from accordion.plan.trace.setup import Subject, TrainingSetup
@@ -317,6 +317,16 @@ def test_a_machine_that_is_too_small_for_offload_says_so():
     small = search(lambda size: gpt(3, batch=size), space, Cluster(gpu=gpu, node=2, host_memory_gib=0.001), 700_000)
     assert small.best is None
     assert "of a machine's memory" in small.candidates[0].why
+
+
+def test_the_usual_machine_of_a_card_is_taken_and_named():
+    usual, given = Cluster(gpu=GPUS["h100"]), Cluster(gpu=GPUS["h100"], host_memory_gib=512)
+    assert usual.host_bytes == 2048 * GIB
+    assert usual.host_is == "host memory: 2 TiB a node of 8, the usual one; --host-memory-gib changes it"
+    assert given.host_is == "host memory: 512 GiB a node of 8, as given"
+    # What 70 B parameters keep there at least, in float32 with gradients and states.
+    space = Space(precision=BF16, gpus=[8])
+    assert least_host_bytes(choice(gpus=8, offload="all"), space, 70 * 10**9, usual) * HOST_MARGIN < usual.host_bytes
 
 
 @pytest.fixture(scope="module")

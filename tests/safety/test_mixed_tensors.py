@@ -1,8 +1,10 @@
-"""Where a sharded parameter meets a plain tensor, torch's error has a note: which parameter, of which unit, and what to do."""
+"""A sharded parameter that meets a plain tensor: torch's error gets a note with the ways out, or is replaced by ours."""
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.safety import mixed_tensors
+from tests.support.parting import free_port
 
 WIDTH = 8
 
@@ -60,112 +63,99 @@ class Clip(nn.Module):
 
 pytestmark = pytest.mark.cpu("plain tensors lie there; the error comes before a device is asked")
 TOKENS, IMAGE, ROWS = torch.arange(10).view(2, 5), torch.randn(2, 3, 4), torch.randn(2, WIDTH)
-ONES = torch.ones(5, WIDTH, dtype=torch.bool)
+
+
+def in_a_loss(loss: Callable[[Any, Tensor], Tensor]) -> Callable[[Any], None]:
+    """A step whose loss has a term on sharded weights, which makes all of it a DTensor."""
+
+    def step(model: Any) -> None:
+        out = model(TOKENS, IMAGE)
+        (loss(model, out) + 1e-4 * sum(p.pow(2).sum() for p in model.parameters())).backward()
+
+    return step
+
+
+TORCHS = "got mixed torch.Tensor and DTensor"
+OURS = "an output of the sharded model is a DTensor"
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a method that is no entry point": (lambda m: m.encode_image(IMAGE), "'patches.weight' of unit 'root'"),
-    "a scale in the loss": (lambda m: m.logit_scale.exp() * torch.randn(4, 2), "'logit_scale'"),
-    "a clamped scale": (lambda m: torch.randn(4, 2) / m.logit_scale.exp().clamp(max=100), "'logit_scale'"),
-    "a linear layer by hand": (lambda m: m.blocks[0].up(ROWS), "'blocks.0.up.*' of unit 'blocks.0'"),
-    "an embedding by hand": (lambda m: m.tokens(TOKENS), "'tokens.weight' of unit"),
-    "a convolution by hand": (lambda m: m.patches(IMAGE), "'patches.weight' of unit 'root'"),
-    "a layer norm by hand": (lambda m: m.blocks[1].norm(ROWS), "'blocks.1.norm.*' of unit 'blocks.1'"),
-    "an RMS norm by hand": (lambda m: m.rms(ROWS), "'rms.weight' of unit 'root'"),
-    "a batch norm by hand": (lambda m: m.batch_norm(ROWS), "'batch_norm.*' of unit 'root'"),
-    "an LSTM by hand": (lambda m: m.lstm(torch.randn(2, 5, WIDTH)), "'lstm.*' of unit 'root'"),
-    "a matrix product": (lambda m: ROWS @ m.projection, "'projection' of unit 'root'"),
-    "a product with its transpose": (lambda m: ROWS @ m.projection.T, "'projection' of unit 'root'"),
-    "a head's weight as a function's argument": (lambda m: F.linear(ROWS, m.head.weight), "'head.weight'"),
-    "a sum": (lambda m: torch.randn(5, WIDTH) + m.positions, "'positions'"),
-    "a pull towards what it was": (lambda m: (m.projection - torch.randn(WIDTH, WIDTH)).pow(2).sum(), "'projection'"),
-    "a loss between both": (lambda m: F.mse_loss(m.positions, torch.randn(5, WIDTH)), "'positions'"),
-    "put together": (lambda m: torch.cat([m.positions, torch.randn(2, WIDTH)]), "'positions'"),
-    "an einsum": (lambda m: torch.einsum("bi,ij->bj", ROWS, m.projection), "'projection'"),
-    "a detached matrix": (lambda m: m.projection.detach() * torch.randn(WIDTH, WIDTH), "'projection' of unit 'root'"),
-    "columns of a detached one": (lambda m: torch.randn(5, 2) * m.positions[:, 1:3].detach(), "'positions' of unit 'root'"),
-    "a detached bias": (lambda m: torch.randn(16) + m.blocks[1].up.bias.detach(), "'blocks.1.up.bias' of unit 'blocks.1'"),
-    "an average of plain tensors": (lambda m: torch.zeros(5, WIDTH).lerp_(m.positions, 0.1), "'positions'"),
-    "rows that a mask takes": (lambda m: torch.where(ONES, m.positions, torch.zeros(5, WIDTH)), "'positions'"),
-}  # fmt: skip
+    "a cross entropy and a term on weights": (
+        in_a_loss(lambda m, out: F.cross_entropy(out, torch.tensor([1, 2]))),
+        TORCHS,
+    ),
+    "a squared error and a term on weights": (in_a_loss(lambda m, out: F.mse_loss(out, torch.zeros(2, 12))), TORCHS),
+    "a binary cross entropy and a term on weights": (
+        in_a_loss(lambda m, out: F.binary_cross_entropy_with_logits(out, torch.ones(2, 12))),
+        TORCHS,
+    ),
+    "a mean and a term on weights": (in_a_loss(lambda m, out: out.mean()), OURS),
+    "a sum and a term on weights": (in_a_loss(lambda m, out: out.sum()), OURS),
+    "a method that is no entry point": (lambda m: m.encode_image(IMAGE), TORCHS),
+    "a scale in the loss": (lambda m: m.logit_scale.exp() * torch.randn(4, 2), TORCHS),
+    "a linear layer by hand": (lambda m: m.blocks[0].up(ROWS), TORCHS),
+    "an embedding by hand": (lambda m: m.tokens(TOKENS), TORCHS),
+    "a matrix product": (lambda m: ROWS @ m.projection, TORCHS),
+    "a loss between both": (lambda m: F.mse_loss(m.positions, torch.randn(5, WIDTH)), TORCHS),
+    "a detached matrix": (lambda m: m.projection.detach() * torch.randn(WIDTH, WIDTH), TORCHS),
+}
 
 
 def makes(mesh: Any, name: str) -> None:
     torch.manual_seed(0)
     model = acc.shard(Clip(), mesh, units={Block})
-    model(TOKENS, IMAGE).sum().backward()
-    mistake, place = MISTAKES[name]
-    modes = [torch.enable_grad(), torch.no_grad(), torch.inference_mode()]
-    for mode in modes[:2] if "detach" in name else modes:  # torch detaches no DTensor in inference mode
-        with mode, pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor") as caught:
-            mistake(model)
-        (note,) = caught.value.__notes__
-        words = place.split("*")
-        assert all(part in note for part in words), note
-        for way in ("inside the model's forward", "accordion.entry_point", ".full_tensor()", "full_params(model)"):
-            assert way in note
-        assert note in "".join(traceback.format_exception(caught.value))
-    model(TOKENS, IMAGE).sum().backward()  # it goes on
+    mistake, says = MISTAKES[name]
+    with pytest.raises((RuntimeError, acc.UsageError), match=re.escape(says)) as caught:
+        mistake(model)
+    for _ in range(2):
+        mixed_tensors.advise(caught.value)
+    assert getattr(caught.value, "__notes__", []) == ([mixed_tensors.WAYS_OUT] if says == TORCHS else [])
+    assert "weight.pow(2).sum().full_tensor()" in "".join(traceback.format_exception(caught.value))
+    model.zero_grad()
+    model(TOKENS, IMAGE).sum().backward()  # training goes on
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_note_names_the_parameter_its_unit_and_the_ways_out(world, name):
-    if name == "an LSTM by hand" and torch.__version__ < "2.12":
-        pytest.skip("torch 2.11 looks for a DTensor among an LSTM's arguments and not in their lists, and says so")
+def test_a_sharded_parameter_beside_a_plain_tensor_is_torchs_error_with_advice_or_ours(world, name):
     world.run(2, makes, name)
 
 
-class Holder:
-    """As a trainer of somebody's own holds its model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.net = model
-
-    @torch.no_grad()
-    def scaled(self, of: Tensor) -> Tensor:
-        return of * self.net.logit_scale.exp().clamp(max=100)
-
-
-def was_computed_without_a_graph(mesh: Any) -> None:
-    """Nothing leads from there to the parameter; that it has the shape of one that somebody at work holds is said as a guess."""
-    model = acc.shard(Clip(), mesh, units={Block})
-    with pytest.raises(RuntimeError, match="got mixed") as caught:
-        Holder(model).scaled(torch.randn(4, 2))
-    (note,) = caught.value.__notes__
-    assert "'logit_scale' of unit 'root', or what has its shape and was computed from it" in note
-    with torch.no_grad():
-        squared = model.projection * 2
-        with pytest.raises(RuntimeError, match="got mixed") as caught:
-            squared + torch.randn(WIDTH, WIDTH)
-    assert "'projection' of unit 'root', or what has its shape" in caught.value.__notes__[0]
-    del model
-    with torch.no_grad(), pytest.raises(RuntimeError, match="got mixed") as caught:
-        squared + torch.randn(WIDTH, WIDTH)
-    assert not getattr(caught.value, "__notes__", [])
-
-
-def test_what_was_computed_without_a_graph_is_guessed_by_its_shape(world):
-    world.run(2, was_computed_without_a_graph)
-
-
-def is_right(mesh: Any) -> None:
-    """What torch computes on DTensors alone is as it was, and other mixing has no note."""
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
+def adds_a_plain_term(mesh: Any) -> None:
+    """As the advice says: gradients are those of the unsharded model."""
     torch.manual_seed(0)
     plain = Clip()
-    whole = plain.projection.detach().clone()
-    model = acc.shard(plain, mesh, units={Block})
-    x = distribute_tensor(ROWS, mesh, [Replicate()])
-    torch.testing.assert_close((x @ model.projection).full_tensor(), ROWS @ whole)
-    torch.testing.assert_close((model.projection * 2 + 1).full_tensor(), whole * 2 + 1)
-    with pytest.raises(RuntimeError, match="got mixed") as caught:
-        x @ whole
-    assert not getattr(caught.value, "__notes__", [])
-    with pytest.raises(RuntimeError, match=r"same reduction dim|cannot be multiplied"):
-        distribute_tensor(ROWS.T.contiguous(), mesh, [Replicate()]) @ model.projection
+    model = acc.shard(copy.deepcopy(plain), mesh, units={Block})
+    (plain(TOKENS, IMAGE).mean() + plain.projection.pow(2).sum()).backward()
+    (model(TOKENS, IMAGE).mean() + model.projection.pow(2).sum().full_tensor()).backward()
+    torch.testing.assert_close(model.projection.grad.full_tensor(), plain.projection.grad)
 
 
-def test_other_operators_and_errors_are_torchs(world):
-    world.run(2, is_right)
+def test_a_term_on_weights_as_the_advice_says(world):
+    world.run(2, adds_a_plain_term)
+
+
+NOT_CAUGHT = """
+import sys, torch, torch.distributed as dist, accordion as acc
+from tests.safety.test_mixed_tensors import MISTAKES, Block, Clip
+rank, port, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+MISTAKES[name][0](acc.shard(Clip(), sync=True, units={Block}))
+"""
+
+
+def test_an_error_that_ends_the_program_is_printed_with_the_advice():
+    paths = os.pathsep.join([str(Path(acc.__file__).parents[1]), str(Path(__file__).parents[2])])
+    words = [sys.executable, "-c", NOT_CAUGHT]
+    port, name = str(free_port()), "a cross entropy and a term on weights"
+    env = {**os.environ, "PYTHONPATH": paths}
+    ranks = [subprocess.Popen([*words, str(r), port, name], stderr=subprocess.PIPE, text=True, env=env) for r in (0, 1)]
+    for rank in ranks:
+        printed = rank.communicate(timeout=120)[1]
+        assert "weight.pow(2).sum().full_tensor()" in printed.partition(TORCHS)[2], printed
+
+
+def test_other_errors_get_no_note():
+    error = RuntimeError("The size of tensor a (4) must match the size of tensor b (7)")
+    mixed_tensors.advise(error)
+    assert not hasattr(error, "__notes__")
 
 
 def wraps_in_ddp(mesh: Any) -> None:
@@ -225,32 +215,6 @@ def test_safetensors_imported_later_says_so_too(tmp_path):
     command = [sys.executable, "-c", IMPORTED_LATE, str(tmp_path / "store")]
     said = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120)
     assert "safetensors writes whole tensors" in said.stdout, said.stderr
-
-
-class Adafactor(torch.optim.SGD):
-    """Its step meets `error` in an operator."""
-
-    def step(self, error: Exception) -> None:  # type: ignore[override]
-        def fail(*args: Any) -> None:
-            raise error
-
-        mixed_tensors.answer(fail, torch.ops.aten.add_.Tensor, (), {})
-
-
-@pytest.mark.parametrize(
-    ("text", "its_own"),
-    [
-        ("aten.add_.Tensor got mixed torch.Tensor and DTensor, need to convert all", True),
-        ("aten.pow_.Scalar: in-place operations that require placement changes are not supported.", True),
-        ("The size of tensor a (4) must match the size of tensor b (7) at non-singleton dimension 1", False),
-        ("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory", False),
-    ],
-)
-def test_an_error_in_a_step_of_adafactor_tells_of_its_means_if_it_comes_from_them(text: str, its_own: bool) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        Adafactor([nn.Parameter(torch.zeros(1))]).step(RuntimeError(text))
-    notes = getattr(caught.value, "__notes__", [])
-    assert notes == ([mixed_tensors.NO_ADAFACTOR] if its_own else [])
 
 
 ON_ONE_RANK = """

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import accordion as acc
+from accordion.integrations.sharding import Sharding
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models, reference
@@ -144,7 +145,7 @@ def misuse(mesh) -> None:
         acc.shard(lambda x: x, mesh=mesh)
     for name, given in {
         "mesh": 2,
-        "strategy": "full_shard",
+        "strategy": 3,
         "precision": torch.bfloat16,
         "prefetch": 2,
         "offload": "host",
@@ -165,6 +166,20 @@ def misuse(mesh) -> None:
     for context in (acc.no_sync, acc.full_params):
         with pytest.raises(acc.UsageError, match="not sharded"), context(models.plain()):
             pass
+
+
+def by_name(mesh) -> None:
+    for name in ("full_shard", "shard_grad_op", "shard_optim", "no_shard"):
+        for model in (acc.shard(models.plain(), mesh, strategy=name), Sharding(strategy=name).applied(models.plain())):
+            assert acc.describe(model).strategy == name
+    with pytest.raises(acc.UsageError, match="strategy 'full_shart' does not exist; did you mean 'full_shard'"):
+        acc.shard(models.plain(), mesh, strategy="full_shart")
+    with pytest.raises(acc.UsageError, match="strategy is 3, of type int; pass a name such as 'full_shard'"):
+        acc.shard(models.plain(), mesh, strategy=3)
+
+
+def test_a_strategy_is_taken_by_its_name(world):
+    world.run(4, by_name)
 
 
 def test_misuse_is_said_by_name(world):

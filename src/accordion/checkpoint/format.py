@@ -201,7 +201,11 @@ def parse(text: bytes) -> Manifest:
 def _parsed(text: bytes) -> Manifest:
     words = json.loads(text, object_pairs_hook=without_twins)
     if words["schema"] != SCHEMA:
-        raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}.")
+        way = (
+            "export it to safetensors with the version of Accordion that wrote it (`accordion export --format safetensors`), and "
+            "convert that here (`accordion checkpoint convert`), or update Accordion if it is newer"
+        )
+        raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}; {way}.")
     tail = TAIL.fullmatch(text[-TAIL_BYTES:])
     if tail is None or int(tail[1], 16) != zlib.crc32(text[:-TAIL_BYTES]):
         raise CheckpointError("it is damaged: its own checksum does not fit.")

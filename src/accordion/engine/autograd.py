@@ -176,6 +176,7 @@ class OutputNode(torch.autograd.Function):
     ) -> Any:
         ctx.begin, ctx.zero, ctx.to_reach = begin, zero, tensors[num_outputs:]
         ctx.set_materialize_grads(False)
+        ctx.is_plain = DTensor not in map(type, tensors[:num_outputs])
         # Not save_for_backward: in a recomputation the saved tensors must be those of the forward.
         ctx.shared = [(tensor, tensor._version) for tensor in shared]
         return tuple([tensor.detach() for tensor in tensors[:num_outputs]])
@@ -196,6 +197,11 @@ class OutputNode(torch.autograd.Function):
             raise UsageError(
                 "an output of the sharded model was changed in place that shares memory with an input or another output; the "
                 "gradient would miss it: return a clone, or write out of place."
+            )
+        if ctx.is_plain and DTensor in map(type, grads):
+            raise UsageError(
+                "the gradient of an output of the sharded model is a DTensor: the loss has a term of sharded parameters; make it "
+                "a plain tensor, as in weight.pow(2).sum().full_tensor()."
             )
         is_batched = any(map(_torch.is_batched, filter(torch.is_tensor, grads)))
         if is_batched and any(_torch.will_execute(_torch.node_of(tensor)) for tensor in ctx.to_reach):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
+from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.completeness import why_incomplete
 from accordion.integrations.sharding import Sharding
@@ -74,7 +75,7 @@ class ShardedStrategy:
             return self.sharding
         if self._mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
-            if self.sharding.strategy.hybrid:
+            if strategy_named(self.sharding.strategy).hybrid:
                 shape = (self.num_nodes, ranks // self.num_nodes)
                 self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
             else:

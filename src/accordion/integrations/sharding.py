@@ -18,6 +18,7 @@ from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
 from accordion.integrations.buffers import FirstRanksBuffers
 from accordion.optim import ELEMENTWISE, inner_of, wrap_optimizer
+from accordion.safety.steps import refuse_adafactor
 from accordion.shard.api import entry_point, shard
 from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.replaced_parameters import follow_moved
@@ -38,7 +39,7 @@ class Sharding:
 
     mesh: DeviceMesh | None = None
     units: UnitChoice = None
-    strategy: Strategy = FULL_SHARD
+    strategy: Strategy | str = FULL_SHARD
     precision: Precision | None = None
     prefetch: Prefetch | None = None
     offload: Offload | None = None
@@ -106,10 +107,6 @@ def step_on_shards(optimizer: Optimizer) -> None:
     inner = inner_of(optimizer)
     follow_moved(inner)
     on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])
-    if on_shards and type(inner).__name__ == "Adafactor":  # torch's, and transformers' for optim="adafactor"
-        raise UsageError(
-            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each only; take "
-            'AdamW, optim="adamw_torch" of a Trainer, whose states are sharded too.'
-        )
+    refuse_adafactor(inner)
     if on_shards and isinstance(inner, ELEMENTWISE):
         wrap_optimizer(optimizer)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from accordion import _torch
-from accordion.config import DEVICE, Place, Precision, checkpointing_named, strategy_named
+from accordion.config import DEVICE, Place, Precision, Strategy, checkpointing_named, strategy_named
 from accordion.errors import UsageError, nearest
 from accordion.plan.events import Log
 from accordion.plan.experts import EVENLY, check_experts
@@ -80,7 +80,7 @@ def plan(
     network_gbps: float = NETWORK_GBPS,
     host_memory_gib: float | None = None,
     disk_gbps: float = DISK_GBPS,
-    strategy: str | None = None,
+    strategy: Strategy | str | None = None,
     replicas: int | None = None,
     secondary: int | None = None,
     offload: str | None = None,
@@ -139,7 +139,7 @@ def plan(
         sharding=sharding,
     )
     fixed = Fixed(
-        strategy=strategy,
+        strategy=None if strategy is None else strategy_named(strategy).name,
         replicas=replicas,
         secondary=secondary if secondary is not None or strategy is None else 0,
         offload=offload,

@@ -21,7 +21,7 @@ PCIE_4, PCIE_5 = 31.5, 63.0  # GB/s of 16 lanes each way, after line coding: PCI
 HOST_MEMORY_GBPS = (
     150.0  # GB/s of a machine that its ranks' optimizers reach together: a guess, a third of two sockets of DDR4
 )
-HOST_GIB_PER_GPU = 64.0  # of a machine's memory, where nobody says; what clouds rent out has 128 or more
+HOST_GIB = 64.0  # of a machine's memory for each card that is in no table, and for those of workstations
 DISK_GBPS = 3.0  # GB/s of a machine's NVMe, reading and writing at once: a guess
 LAUNCH_S = 4e-6  # the host's least time for one operator: below it the device waits
 
@@ -36,6 +36,7 @@ class Gpu:
     bandwidth. `slow`, `fast`: of a step's speed by these, what nine in ten steps lie between. `rows`: published
     steps that say so; 0: a guess. `kind`: of whose efficiency they are; "" for the guess. `latency_s`: of one collective in a
     node, beside its bytes. `half`: what 16-bit numbers it computes with. `watts`: at which it reaches its peaks; 0: not known.
+    `host_gib`: GiB of a usual machine's memory, for each card in it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Gpu:
     host_gbps: float = PCIE_4
     half: str = "bf16"
     watts: float = 0.0
+    host_gib: float = HOST_GIB
 
     @property
     def efficiency_is(self) -> str:
@@ -81,6 +83,7 @@ def _gpu(
     watts: float = 0.0,
     half: str = "bf16",
     elementwise: float | None = None,
+    host_gib: float = HOST_GIB,
 ) -> Gpu:
     """A card of the table. `like`: the kind of card whose efficiency it has, as far as anybody knows. `elementwise`: its own."""
     own = efficiency_of(like)
@@ -104,6 +107,7 @@ def _gpu(
         host_gbps=host_gbps,
         half=half,
         watts=watts,
+        host_gib=host_gib,
     )
 
 
@@ -125,35 +129,40 @@ def with_attention(gpu: Gpu, kernel: str) -> Gpu:
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
 
-# Memory in GiB as the driver shows it, where known, else the data sheet's.
+# Memory in GiB as the driver shows it, where known, else the data sheet's. `host_gib`: of the nodes of eight that clouds rent out
+# with such cards: AWS's p3, p3dn, p4d, p4de, p5, p5e, p6, g4dn (of four), g5 and g6e, Azure's ND MI300X.
 GPUS: Mapping[str, Gpu] = {
     g.name: g
     for g in (
-        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", like="a100", watts=400),
-        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", like="a100", watts=400),
+        _gpu("a100-40", 39.4, 312, 19.5, 1555, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 40 GB", like="a100", watts=400,
+             host_gib=144),
+        _gpu("a100-80", 79.1, 312, 19.5, 2039, "NVLink 3", 300, "NVIDIA A100 data sheet, SXM4 80 GB", like="a100", watts=400,
+             host_gib=144),
         _gpu("h100", 79.1, 989, 67, 3350, "NVLink 4", 450, "NVIDIA H100 data sheet, SXM5 80 GB", like="h100", host_gbps=PCIE_5,
-             watts=700),
-        at_watts(
+             watts=700, host_gib=256),
+        at_watts(  # the same chip asks for as many bytes
             _gpu("h100-96", 94.5, 989, 67, 2400, "NVLink 4", 450,
                  "96 GB HBM2e at 2.4 TB/s, 500 W: torchtitan's published runs", watts=700, like="h100", host_gbps=PCIE_5,
-                 elementwise=efficiency_of("h100").elementwise * 3350 / 2400), 500,  # the same chip asks for as many bytes
+                 host_gib=256, elementwise=efficiency_of("h100").elementwise * 3350 / 2400), 500,
         ),
         _gpu("h200", 139.8, 989, 67, 4800, "NVLink 4", 450, "NVIDIA H200 data sheet, SXM 141 GB", like="h100",
-             host_gbps=PCIE_5, watts=700),
+             host_gbps=PCIE_5, watts=700, host_gib=256),
         _gpu("gh200", 94.5, 989, 67, 4000, "NVLink 4", 450, "NVIDIA GH200 data sheet, 96 GB HBM3, 700 W of 1,000 for the GPU",
-             like="h100", host_gbps=450, watts=700),
+             like="h100", host_gbps=450, watts=700, host_gib=447),
         _gpu("b200", 178.3, 2250, 80, 7700, "NVLink 5", 900, "NVIDIA B200 data sheet, 180 GB", like="b200",
-             host_gbps=PCIE_5, watts=1000),
+             host_gbps=PCIE_5, watts=1000, host_gib=256),
         _gpu("mi300x", 191.5, 1307, 163, 5300, "Infinity Fabric", 448, "AMD Instinct MI300X data sheet, 192 GB", like="mi300x",
-             host_gbps=PCIE_5, watts=750),
-        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB", watts=350),
-        _gpu("a10g", 22.1, 70, 35, 600, "PCIe 4 x16", 32, "AWS's A10G, 24 GB: 70 TFLOP/s dense of its tensor cores", watts=300),
+             host_gbps=PCIE_5, watts=750, host_gib=231),
+        _gpu("l40s", 44.5, 362, 91.6, 864, "PCIe 4 x16", 32, "NVIDIA L40S data sheet, 48 GB", watts=350,
+             host_gib=192),
+        _gpu("a10g", 22.1, 70, 35, 600, "PCIe 4 x16", 32, "AWS's A10G, 24 GB: 70 TFLOP/s dense of its tensor cores", watts=300,
+             host_gib=96),
         _gpu("v100-16", 15.8, 125, 15.7, 900, "NVLink 2", 150, "NVIDIA V100 data sheet, SXM2 16 GB; 16 bits are fp16 alone",
-             half="fp16", host_gbps=15.75, watts=300),
+             half="fp16", host_gbps=15.75, watts=300, host_gib=61),
         _gpu("v100-32", 31.7, 125, 15.7, 900, "NVLink 2", 150, "NVIDIA V100 data sheet, SXM2 32 GB; 16 bits are fp16 alone",
-             half="fp16", host_gbps=15.75, watts=300),
+             half="fp16", host_gbps=15.75, watts=300, host_gib=96),
         _gpu("t4", 14.6, 65, 8.1, 320, "PCIe 3 x16", 16, "NVIDIA T4 data sheet, 16 GB; 16 bits are fp16 alone",
-             half="fp16", host_gbps=15.75, watts=70),
+             half="fp16", host_gbps=15.75, watts=70, host_gib=48),
         _gpu("rtx3090", 23.6, 71, 35.6, 936, "PCIe 4 x16", 32, "NVIDIA Ampere GA102 whitepaper: fp32 accumulation, 24 GB",
              watts=350),
         _gpu("rtx4090", 23.6, 165, 82.6, 1008, "PCIe 4 x16", 32, "NVIDIA Ada whitepaper: fp32 accumulation, 24 GB", watts=450),
@@ -214,8 +223,8 @@ class Scale:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal nodes of equal cards. `network_gbps`: GB/s that one card sends to other nodes. `host_memory_gib`: of one machine;
-    None: nobody said. `disk_gbps`: of one machine. `scales`: by assumed rates, what one measured step made of their times; empty
-    where none was measured.
+    None: that of the card's usual machine. `disk_gbps`: of one machine. `scales`: by assumed rates, what one measured step made
+    of their times; empty where none was measured.
     """
 
     gpu: Gpu
@@ -233,7 +242,15 @@ class Cluster:
     @property
     def host_bytes(self) -> int:
         """Memory of one machine."""
-        return int((self.host_memory_gib or HOST_GIB_PER_GPU * self.node) * GIB)
+        return int((self.host_memory_gib or self.gpu.host_gib * self.node) * GIB)
+
+    @property
+    def host_is(self) -> str:
+        """The memory of one machine in words, with where the number is from."""
+        gib = self.host_bytes / GIB
+        size = f"{gib / 1024:.3g} TiB" if gib >= 1024 else f"{gib:,.0f} GiB"
+        given = "as given" if self.host_memory_gib else "the usual one; --host-memory-gib changes it"
+        return f"host memory: {size} a node of {self.node}, {given}"
 
     @property
     def card_bytes(self) -> int:

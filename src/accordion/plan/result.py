@@ -14,7 +14,6 @@ import torch
 from accordion.plan.events import HOST, Log
 from accordion.plan.hardware import (
     GIB,
-    HOST_GIB_PER_GPU,
     HOST_MEMORY_GBPS,
     MARGIN,
     OUTSIDE_BYTES,
@@ -112,6 +111,7 @@ class Plan:
         return {
             **self._entry(chosen),
             "fewest_gpus": fewest,
+            "counted": self.counted,
             "model": {"name": self.model, "num_params": self.num_params},
             "hardware": {
                 "gpu": self.cluster.gpu.name,
@@ -130,6 +130,18 @@ class Plan:
             "assumed": self.assumptions(),
             "candidates": others,
         }
+
+    @property
+    def planned_for(self) -> str:
+        """The sequence length, precision, loss and nodes that figures hold for."""
+        precision, node = self.space.precision, min(self.chosen.choice.gpus, self.cluster.node)
+        num_nodes = self.chosen.choice.gpus // node
+        parts = [f"sequence length {self.seq:,}", f"loss {self.space.kernels.loss}"] if self.seq else []
+        dtypes = {"computed": precision.params, "reduced": precision.reduce}
+        parts += [f"{what} in {dtype or 'its own dtype'}".replace("torch.", "") for what, dtype in dtypes.items()]
+        return ", ".join(
+            [*parts, f"{num_nodes} node{'s' if num_nodes > 1 else ''} of {node} GPU{'s' if node > 1 else ''}"]
+        )
 
     def inputs(self) -> dict[str, Any]:
         """All that the plan was made from, versions included."""
@@ -333,9 +345,8 @@ def next_gains(plan: Plan) -> list[NextGain]:
 
 def host_assumed(cluster: Cluster) -> str:
     """What is taken for granted of a machine, where anything is offloaded."""
-    given = "as given" if cluster.host_memory_gib else f"assumed, {HOST_GIB_PER_GPU:.0f} a GPU: --host-memory-gib"
     return (
-        f"{cluster.host_bytes / GIB:,.0f} GiB of memory a machine ({given}), of which offload x {HOST_MARGIN} is taken; "
+        f"{cluster.host_is}; what is offloaded x {HOST_MARGIN} must fit into it; "
         f"{cluster.gpu.host_gbps:g} GB/s to it a GPU; optimizers there reach {HOST_MEMORY_GBPS:g} GB/s together (a guess); "
         f"disk {cluster.disk_gbps:g} GB/s"
     )

@@ -13,6 +13,7 @@ from accordion.safety.agreement import OrderAgreement
 from accordion.safety.callers import OneCaller
 from accordion.safety.divergence import monitor_of
 from accordion.safety.finite import FiniteCheck
+from accordion.safety.first_inputs import FirstInputs, have_own_data
 from accordion.safety.forward_writes import ForwardWrites
 from accordion.safety.hidden_losses import HiddenLosses
 from accordion.safety.overflow import OverflowSpread
@@ -31,6 +32,8 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
     engine.observers.attach(OneCaller(alone=not monitor.listens))
     if monitor.listens:
         engine.observers.attach(StepWatch(engine, monitor, hooks[0].modules[0]))
+        if have_own_data(engine):
+            engine.observers.attach(FirstInputs(engine, monitor))
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always="order" in debug), HiddenLosses()):
         engine.observers.attach(observer)
     if monitor.listens and has_replicas(engine) and not isinstance(engine.context.shard_buffers, Tiers):

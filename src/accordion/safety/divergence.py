@@ -440,6 +440,12 @@ class DivergenceMonitor(Observer):
         if num <= SAID_STEPS or num % SAID_STEPS == 0:
             line.say_steps(self._prefix, num, chain)
 
+    def say_inputs(self, digest: int) -> None:
+        """Send the digest of this rank's first inputs to the first rank, which warns if another rank has the same."""
+        line = self._line()
+        if line is not None:
+            line.say_inputs(self._prefix, digest)
+
     def _fail_apart(self, what: str) -> NoReturn:
         """What ranks have sent does not go together: say what each one does, or in what their steps differ."""
         self._has_told = True

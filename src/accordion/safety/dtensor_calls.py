@@ -18,7 +18,6 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 from accordion.row_marks import refuse_rows_of_others
-from accordion.safety import mixed_tensors
 
 log = logging.getLogger("accordion")
 aten = torch.ops.aten
@@ -126,7 +125,7 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _part_written(
             base
         )  # on some accelerators `weight[:, i] = 0` is a copy, which torch refuses in other words
-    return mixed_tensors.answer(None, operator, args, kwargs)
+    return _torch.unanswered(operator, args, kwargs)
 
 
 def _begin_write(tensor: Tensor) -> None:

@@ -33,6 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accordion import _torch
 from accordion.errors import DivergenceError
 from accordion.safety.connections import AskedStore, give_up, limit_s_of
+from accordion.safety.mixed_tensors import advise
 
 log = logging.getLogger("accordion")
 KEPT = "accordion/line/"  # before the ranks of a line, in the name under which it is kept
@@ -49,6 +50,7 @@ NAMED_S = 3.0  # after which a rank whose device may wait for another one says s
 KEPT_STEPS = 64  # digests of steps that the first rank keeps
 NOTICED_STEPS = 4  # backwards in which all ranks have heard that some step differently, to say how at one and the same
 LOOK_S = 1.0  # between two looks of the thread whether the job's store answers
+WARNED = -1  # in place of a digest of inputs, once it was said that two ranks have the same
 ANSWER_S = 1.0  # in which a thread that listens has answered
 SILENT_END = (
     "has ended without a word: it was killed (is memory full?), has called os._exit, its machine is gone, or its backend has "
@@ -236,6 +238,10 @@ class PartyLine:
         """The digest of all steps of a model up to its backward `num`; the first rank holds it against its own."""
         self._ends.say_steps(model, num, chain)
 
+    def say_inputs(self, model: str, digest: int) -> None:
+        """The digest of a model's first inputs on this rank; the first rank warns if it had it from another one."""
+        self._ends.say_inputs(self._ends.rank, model, digest)
+
     # -- what it hears
 
     def unlike_at(self, model: str) -> int | None:
@@ -286,6 +292,9 @@ class _Ends:
         # Of the first rank, by model and backward: its own digest of steps, and which ranks have said another.
         self._steps: dict[str, dict[int, int]] = {}
         self._others: dict[str, dict[int, set[int]]] = {}
+        self._inputs: dict[
+            str, dict[int, int]
+        ] = {}  # of the first rank: by model and digest of inputs, which rank had it
         self._answers: dict[int, dict[int, str]] = {}
         self._num_asked = 0
         self._heard, self._sending = threading.Condition(), threading.Lock()
@@ -442,6 +451,9 @@ class _Ends:
         if "chain" in said:
             self._compare(said["model"], said["num"], said["chain"], own=False)
             return
+        if "inputs" in said:
+            self.say_inputs(said["rank"], said["model"], said["inputs"])
+            return
         with self._heard:
             self._note(said)
             self._heard.notify_all()
@@ -540,6 +552,23 @@ class _Ends:
             at = self.unlike[model] = max(steps) + NOTICED_STEPS
         self._send_all({"rank": self.rank, "model": model, "unlike": at})
 
+    def say_inputs(self, rank: int, model: str, digest: int) -> None:
+        if not self.leads:
+            self.say({"model": model, "inputs": digest})
+            return
+        with self._heard:
+            ranks = self._inputs.setdefault(model, {})
+            other = ranks.setdefault(digest, rank)
+            is_first = other != rank and WARNED not in ranks
+            if is_first:
+                ranks[WARNED] = rank
+        if is_first:
+            log.warning(
+                "ranks %d and %d got the same inputs in their first two training steps, and compute the same gradients; give "
+                "each rank data of its own, as with DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset)).",
+                *sorted((other, rank)),
+            )
+
     def cause(self, wait_s: float, model: str | None) -> tuple[int, str] | None:
         deadline = time.monotonic() + wait_s
 
@@ -634,9 +663,10 @@ def _told_first(reference: weakref.ref[PartyLine], before: Callable[..., Any]) -
 def explain(line: PartyLine, error: BaseException) -> str:
     """This rank ends with `error`: tell the others, and print the cause where the error itself is only an echo of it.
 
-    Gives what was printed.
+    Return the printed text. Torch's error about mixed tensors gets a note.
     """
     said = ""
+    advise(error)
     interrupted = _was_interrupted(error)
     if _waited_in_vain(error) and not interrupted:
         line.doing = told(error)

@@ -16,7 +16,7 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
 from accordion.errors import AssertedUsageError, UsageError
-from accordion.safety.weight_reads import read_outside
+from accordion.safety.mixed_tensors import MIXED, read_outside
 
 TAKES_WHOLE = {
     "save_pretrained": "save_pretrained writes whole parameters, and this model is sharded; call "
@@ -151,7 +151,7 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
         try:
             return own(*args, **kwargs) if own is not None else function(reference(), *args, **kwargs)
         except Exception as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
+            if MIXED in str(error):
                 raise read_outside(error, engine.units) from error
             raise
         except BaseException:

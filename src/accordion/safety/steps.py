@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -25,6 +26,7 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
+from accordion.errors import UsageError
 from accordion.offload.tiers import Tiers
 from accordion.optim import LocalStep
 from accordion.row_marks import refuse_states_of_others
@@ -185,8 +187,10 @@ class StepHook:
         """Refuse states of other rows that a plain optimizer has been given before its first step, and from then on at once."""
         if CHECKED in optimizer.__dict__:
             return
-        optimizer.__dict__[CHECKED] = True
         is_ours = any(watch.steps_of(optimizer) for watch in (each() for each in self._watches) if watch is not None)
+        if is_ours:
+            refuse_adafactor(optimizer)
+        optimizer.__dict__[CHECKED] = True
         if is_ours and not isinstance(optimizer, LocalStep):  # which asks for itself in `load_state_dict`
             optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
             refuse_states_of_others(optimizer)
@@ -213,6 +217,18 @@ def hear_steps(watch: StepWatch) -> None:
 
 
 NONE = "none"
+
+
+def refuse_adafactor(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if Adafactor, of torch or transformers, is to step parameters of which a rank holds some rows."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
+        not placement.is_replicate() for p in params for placement in p.placements
+    ):
+        raise UsageError(
+            "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds some rows of each sharded "
+            'parameter only; take AdamW, optim="adamw_torch" of a Trainer, whose states are sharded too.'
+        )
 
 
 def first_trained(engine: Engine) -> Unit | None:

@@ -25,6 +25,7 @@ from accordion.config import (
     check_secondary,
     checkpointing_named,
     debug_modes,
+    strategy_named,
 )
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
@@ -72,7 +73,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     *,
     units: UnitChoice = None,
-    strategy: Strategy = FULL_SHARD,
+    strategy: Strategy | str = FULL_SHARD,
     precision: Precision | None = None,
     prefetch: Prefetch | None = None,
     offload: Offload | None = None,
@@ -87,9 +88,9 @@ def shard(
 
     `model`: real, equal on all ranks (a checksum tells, of buffers in the state dict too), or on the meta device, then its
     shards are zeros until they are loaded. `sync=True` takes the first rank's values; the others may be on meta.
-    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `units`: what is gathered together:
-    module classes or their names, `min_params(n)`, a callable (name, module) -> bool, `only_blocks()`; by default the
-    repeated blocks, and embeddings and heads about as large as one.
+    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `strategy`: also by its name.
+    `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable (name, module) -> bool,
+    `only_blocks()`; by default the repeated blocks, and embeddings and heads about as large as one.
     `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
     `offload`: what rests off the device, and where the optimizer steps; by default nothing.
     `secondary`: how many ranks keep one copy of each unit from its forward to its backward, a part each, in the dtype that is
@@ -130,7 +131,7 @@ def shard_over(
     mesh: DeviceMesh | None = None,
     *,
     units: UnitChoice = None,
-    strategy: Strategy = FULL_SHARD,
+    strategy: Strategy | str = FULL_SHARD,
     precision: Precision | None = None,
     prefetch: Prefetch | None = None,
     offload: Offload | None = None,
@@ -144,6 +145,7 @@ def shard_over(
 ) -> nn.Module:
     """`shard` over communicators that `make` makes, with host memory that `make_arena` takes: the planner has its own."""
     precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
+    strategy = strategy_named(strategy)
     check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
     checkpointing = checkpointing_named(checkpoint_activations)
     modes = debug_modes(debug)
@@ -288,14 +290,10 @@ def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Mod
         engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
     )  # fmt: skip
     axes = engine.context.shard, engine.context.replicate
-    communicators = {
-        id(communicator.group)
-        for axis in axes
-        for communicator in (axis.gather, axis.reduce)
-        if communicator.num_ranks > 1
-    }
-    if len(communicators) > 1:
-        log.info("%d communicators; what each takes of a device's memory is not in torch's count", len(communicators))
+    ends = [end for axis in axes for end in (axis.gather, axis.reduce) if end.num_ranks > 1]
+    num_communicators = len({id(end.group) for end in ends})
+    if num_communicators > 1:
+        log.info("%d communicators; what each takes of a device's memory is not in torch's count", num_communicators)
     for o in owned:
         if len(o.names) > 1:
             log.info("tied: %s are one parameter, owned by unit %s", ", ".join(o.names), chosen[o.owner][0] or "(root)")

@@ -30,7 +30,6 @@ from accordion.optim import wrap_at_first_step
 from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_dtensors
-from accordion.safety.mixed_tensors import explain_mixing
 from accordion.safety.refusals import refuse_in_safetensors
 from accordion.same_on_ranks import on_every_rank
 from accordion.shard.subclasses import extended_groups
@@ -82,7 +81,6 @@ def build_engine(
     _torch.answer_anomaly_checks()
     answer_for_dtensors(engine)
     mark_meshes(param.sharded for unit in engine.units for param in unit.params)
-    explain_mixing(engine)
     refuse_in_safetensors()
     wrap_at_first_step(engine)
     return engine

@@ -13,6 +13,7 @@ from traceback import FrameSummary
 import torch
 
 from accordion.errors import AccordionError
+from accordion.safety.mixed_tensors import advise
 
 OURS = (str(Path(__file__).parents[1]), str(Path(inspect.getfile(torch)).parent), "<frozen")
 INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -37,6 +38,7 @@ def of_the_task(where: str) -> Iterator[None]:
     except AccordionError:
         raise
     except Exception as error:
+        advise(error)
         raise TaskError(f"the error above is of the task's own code, in {where}.", own_traceback(error)) from error
 
 

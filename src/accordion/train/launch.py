@@ -36,6 +36,7 @@ from accordion.devices import Devices, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
+from accordion.safety.mixed_tensors import advise
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -215,10 +216,7 @@ def _started(entry: Entry, args: tuple[Any, ...], nproc: int, logs: str, signals
 
 
 def _begun(sign: str, entry: Entry, *args: Any) -> None:
-    """Be one rank, and leave a sign that there was one. It is killed if the process that starts ranks is."""
-    if sys.platform == "linux":
-        # torch has SIGINT sent then, which is taken for Ctrl-C; also, a rank whose store is gone prints frames of C++.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Be one rank, and leave a sign that there was one."""
     Path(sign).touch()
     guarded(entry, *args)
 
@@ -296,6 +294,10 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def _guarded(entry: Entry, *args: Any) -> None:
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
+        # A rank is killed if the agent is. torch has SIGINT sent to those of `start`, which is taken for Ctrl-C, and nothing to
+        # those of torchrun, which lose the store and print frames of C++.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
     end_with_one_collection()
     place = place_of(os.environ)
@@ -309,6 +311,7 @@ def _guarded(entry: Entry, *args: Any) -> None:
         _say_ended(error)
         os._exit(INTERRUPTED)
     except Exception as error:
+        advise(error)
         _say_ended(error)
         code = _tell(error, place.rank, store)
         get_error_handler().record_exception(error)  # torchrun shows it in its summary

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
+from accordion.safety.mixed_tensors import advise
 
 
 def main(words: list[str]) -> None:
@@ -16,12 +17,16 @@ def main(words: list[str]) -> None:
     if not words:
         raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
     sys.argv = words
-    with install():
-        if as_module:
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(words[0]).absolute().parent)
-            runpy.run_path(words[0], run_name="__main__")
+    try:
+        with install():
+            if as_module:
+                runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(words[0]).absolute().parent)
+                runpy.run_path(words[0], run_name="__main__")
+    except RuntimeError as error:
+        advise(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def map_chart(plan: Plan) -> go.Figure:
             y=[str(gpus) for gpus in counts],
             z=[[speed for speed, _ in row] for row in cells],
             text=[[text for _, text in row] for row in cells],
-            colorscale="Viridis", colorbar={"title": "/s a GPU"}, xgap=2, ygap=2,
+            colorscale="Viridis", colorbar={"title": f"{plan.counted}/s a GPU"}, xgap=2, ygap=2,
             hovertemplate="%{text}<extra></extra>", hoverongaps=True,
         )
     )  # fmt: skip
@@ -136,6 +136,8 @@ def _cell(plan: Plan, gpus: int, size: int) -> tuple[float | None, str]:
 
     if fitting:
         best = max(fitting, key=speed)
-        return speed(best), f"{best.choice}<br>{speed(best):,.0f}/s a GPU, needs {gib(best.needed_bytes)} GiB"
+        return speed(
+            best
+        ), f"{best.choice}<br>{speed(best):,.0f} {plan.counted}/s a GPU, needs {gib(best.needed_bytes)} GiB"
     least = min(mine, key=lambda c: c.needed_bytes, default=None)
     return None, "not tried" if least is None else f"{least.choice}<br>{least.why}"

@@ -64,7 +64,7 @@ class Options:
         gpu_bandwidth_gbps: GB/s of its memory
         link_gbps: GB/s that one card sends to another in its node
         network_gbps: GB/s that one card sends to other nodes
-        host_memory_gib: of one machine, for offload
+        host_memory_gib: of one machine, for offload; without it that of the card's usual node
         disk_gbps: GB/s of one machine's disk, for offload
         measured_step_s: seconds of one measured step on such cards, which calibrates all times
         measured_at: its configuration: strategy,checkpointing,micro-batch,GPUs; without it the one that the other options fix

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from accordion.config import DEVICE
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES
 from accordion.plan.parts import TimePart, by_kind, by_unit
 from accordion.plan.result import NOT_KNOWN, Plan, explanation, gib, next_gains
 from accordion.plan.search.evaluate import Candidate
-from accordion.plan.search.space import NO_OFFLOAD
 
 SHOWN = 24  # candidates on the screen; JSON has all
 
@@ -46,7 +44,7 @@ def of_plan(plan: Plan, *, explain: bool = False, change: str = "") -> Page:
 
 def _verdict(plan: Plan) -> Table:
     c = plan.chosen
-    rows = [["verdict", plan.verdict], ["configuration", str(c.choice)]]
+    rows = [["verdict", plan.verdict], ["configuration", str(c.choice)], ["planned for", plan.planned_for]]
     if c.memory is not None and c.steps is not None:
         reserved = sorted(c.memory.reserved_bytes.values())
         rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
@@ -166,10 +164,17 @@ def _candidates(plan: Plan) -> Table:
         steps = "" if c.steps is None else f"{_digits(c.steps['middle'].seconds)}"
         speed = "" if c.steps is None else f"{_digits(_speed(plan, c))}"
         mark = "chosen" if c is plan.found.best else c.why
-        rows.append([str(c.choice), gib(c.needed_bytes), steps, speed, mark])
+        rows.append([str(c.choice), _need(c), steps, speed, mark])
     left = len(order) - len(rows)
     title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
-    return Table(title=title, columns=["", "needs GiB", "step s", "/s a GPU", "why not"], rows=rows)
+    return Table(title=title, columns=["", "needs GiB", "step s", f"{plan.counted}/s a GPU", "why not"], rows=rows)
+
+
+def _need(c: Candidate) -> str:
+    """GiB of the card; a lower bound is named as one, and shown only if it says something."""
+    if c.memory is not None and "at_least" not in c.memory.reserved_bytes:
+        return gib(c.needed_bytes)
+    return f"over {gib(c.needed_bytes)}" if c.needed_bytes > GIB // 10 else ""
 
 
 def _speed(plan: Plan, c: Candidate) -> float:
@@ -191,8 +196,7 @@ def _notes(plan: Plan, change: str) -> list[str]:
             0,
             "less than 2 GiB of the card is left: published runs lost 15 to 35 % of their speed there, to the allocator",
         )
-    if any((c.choice.offload, c.choice.activations) != (NO_OFFLOAD, DEVICE) for c in plan.found.candidates):
-        notes.append(f"offload: {assumed['host']}; its times are uncalibrated, whatever was measured")
+    notes.append(f"{assumed['host']}; times of offload are uncalibrated, whatever was measured")
     if plan.log is not None:
         notes += [f"traced in place of {name}: {what}" for name, what in plan.log.substituted.items()]
         notes += [f"not modelled: {name}: {what}" for name, what in plan.log.unmodelled.items()]

@@ -15,6 +15,8 @@ from accordion.plan.trace.setup import Subject
 
 DOUBLINGS = 7  # of the GPUs, at most
 NODE = 8  # GPUs of a machine, where nobody says
+MOST_HOST_GIB = 512.0  # of a machine's memory for each GPU
+ALL = "all"  # of OFFLOADS: parameters, gradients and states on the host
 
 
 def smallest_change(
@@ -65,6 +67,7 @@ def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Clus
         yield f"{flags} --offload-activations {HOST}".strip(), replace(space, activations=[HOST]), cluster
     for tier in _further_tiers(space):
         yield f"{flags} --offload {tier}".strip(), replace(space, offloads=[tier]), cluster
+    yield from _with_more_memory(flags, space, cluster)
     gpus = max(space.gpus)
     offloads = space.offloads if len(space.offloads) == 1 else [NO_OFFLOAD]
     for _ in range(DOUBLINGS):
@@ -78,6 +81,19 @@ def _attempts(space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Clus
             more = replace(more, global_batch=space.global_batch * gpus // max(space.gpus))
             batch = f" --global-batch {more.global_batch}"
         yield f"{flags} --gpus {gpus}{nodes}{batch}".strip(), more, replace(cluster, node=node)
+
+
+def _with_more_memory(flags: str, space: Space, cluster: Cluster) -> Iterator[tuple[str, Space, Cluster]]:
+    """Machines with more memory, up to the largest that are common; FSDP2 is planned without offload."""
+    if space.engine != "accordion":
+        return
+    if list(space.offloads) == [NO_OFFLOAD]:
+        flags, space = f"{flags} --offload {ALL}", replace(space, offloads=[ALL])
+    for times in (2, 4):
+        host_gib = times * cluster.host_bytes / GIB
+        if host_gib <= MOST_HOST_GIB * cluster.node:
+            more = replace(cluster, host_memory_gib=host_gib)
+            yield f"{flags} --host-memory-gib {host_gib:g}".strip(), space, more
 
 
 def _further_tiers(space: Space) -> Sequence[str]:

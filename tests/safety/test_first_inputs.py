@@ -1,0 +1,134 @@
+"""Data-parallel ranks that train on the same data are warned of once; other equal inputs are not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.engine.hooks import engine_of
+from accordion.safety.first_inputs import FirstInputs, digest_of
+from tests.support.checks import logged, mesh_of
+
+WIDTH = 8
+HEARD_S = 5.0  # in which a digest has come to the first rank
+WARNS = "got the same inputs in their first two training steps"
+
+
+class Net(nn.Module):
+    """Takes data, a mask, and any object that hides its tensors; `recomputes` its layers in the backward."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.recomputes = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), recomputes
+
+    def forward(self, x: Tensor | None = None, mask: Tensor | None = None, hidden: Any = None) -> Tensor:
+        x = hidden.x if x is None else x
+        x = x if mask is None else x * mask
+        return checkpoint(self._layers, x, use_reentrant=False) if self.recomputes else self._layers(x)
+
+    def _layers(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Hidden:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def evaluates(model: nn.Module, step: int) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        model(drawn(100 + step))
+    model.train()
+    return model(drawn(10 * dist.get_rank() + step))
+
+
+STEPS: dict[str, tuple[Callable[[nn.Module, int], Tensor], bool]] = {
+    "the same batches": (lambda m, i: m(drawn(i)), True),
+    "the same batches by keyword": (lambda m, i: m(x=drawn(i), mask=torch.ones(4, 1)), True),
+    "batches of each rank": (lambda m, i: m(drawn(10 * dist.get_rank() + i)), False),
+    "the same mask beside batches of each rank": (
+        lambda m, i: m(drawn(10 * dist.get_rank() + i), (drawn(i) > 0).float()),
+        False,
+    ),
+    "the same first batch alone": (lambda m, i: m(drawn(10 * dist.get_rank() * i + i)), False),
+    "one batch for ever": (lambda m, i: m(drawn(0)), False),
+    "constants": (lambda m, i: m(torch.full((4, WIDTH), float(i))), False),
+    "no tensors": (lambda m, i: m(hidden=Hidden(drawn(i))), False),
+    "empty tensors": (lambda m, i: m(drawn(i)[:0]), False),
+    "the same evaluations": (evaluates, False),
+}
+
+
+def trains(mesh: Any, strategy: acc.Strategy, name: str, recomputes: bool = False) -> bool:
+    """Return whether this rank warned of equal inputs."""
+    step, warns = STEPS[name]
+    torch.manual_seed(0)
+    model = acc.shard(Net(recomputes), mesh, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with logged() as said:
+        for i in range(4):
+            step(model, i).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        deadline = time.monotonic() + HEARD_S
+        while dist.get_rank() == 0 and warns and not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.observers.find(FirstInputs) is None  # it costs nothing from then on
+    equal = [text for text in said if WARNS in text]
+    assert len(equal) <= 1
+    assert all("DistributedSampler" in text for text in equal)
+    return bool(equal)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_equal_inputs_are_warned_of_once_if_they_are_data(world, name):
+    assert world.run(2, trains, acc.FULL_SHARD, name) == [STEPS[name][1], False]
+
+
+def test_a_recomputed_forward_counts_once(world):
+    assert world.run(2, trains, acc.FULL_SHARD, "the same batches", True) == [True, False]
+    assert world.run(2, trains, acc.FULL_SHARD, "batches of each rank", True) == [False, False]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_under_every_strategy(world, strategy):
+    for name in ("the same batches", "batches of each rank"):
+        said = world.run_mesh(*mesh_of(strategy), trains, strategy, name)
+        assert said == [STEPS[name][1], *[False] * (len(said) - 1)]
+
+
+def shares_data(mesh: Any) -> None:
+    """Over an axis of sequence parallelism ranks have one batch."""
+    engine = engine_of(acc.shard(Net(), mesh))
+    assert engine is not None
+    assert engine.observers.find(FirstInputs) is None
+
+
+def test_ranks_that_share_data_are_not_compared(world):
+    world.run_mesh((2,), ("dp_cp",), shares_data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.complex64])
+def test_a_digest_is_of_all_tensors(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+    same, other = digest_of([torch.ones(()), tensor]), digest_of([torch.zeros(()), tensor])
+    assert same == digest_of([torch.ones(()), tensor.clone().T]) != other
+    assert (
+        digest_of([torch.ones(3), torch.ones((), dtype=dtype), torch.empty(0, 3), torch.ones(2, device="meta")]) is None
+    )
