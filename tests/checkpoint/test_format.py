@@ -236,7 +236,11 @@ def test_files_outside_of_the_folder_are_refused(file):
             1,
             "schema 1 and this version reads 2; export it to safetensors with the version of Accordion that wrote it",
         ),
-        ("schema", "x" * 10**5, r"^it has schema 'x{19} and this version reads 2; export it to safetensors .*if it is newer\.$"),
+        (
+            "schema",
+            "x" * 10**5,
+            r"^it has schema 'x{19} and this version reads 2; export it to safetensors .*if it is newer\.$",
+        ),
         ("checksum", "md5", "checksums are 'md5'"),
         ("checksum", "x" * 10**5, r"^its checksums are 'x{100}' and"),
         ("tensors__a__dtype", "x" * 10**5, r"^model/a has the unknown dtype 'x{100}'\.$"),

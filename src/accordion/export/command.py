@@ -101,7 +101,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
     missing = [name for name in NEEDS.get(options.format, ()) if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"--format {options.format} needs {', '.join(missing)}, not installed here; pip install 'accordion[export]'."
+            f"--format {options.format} needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
         )
     kind, path = located(options.source)
     if kind == "checkpoint" and options.format in convert.FORMATS and not _is_adapter(path):
