@@ -284,6 +284,15 @@ def test_no_effects_and_no_environment_in_the_core() -> None:
             assert "getenv" not in path.read_text(), path
 
 
+def test_no_pip_command_names_the_project_of_others() -> None:
+    """PyPI's `accordion` is another project; the distribution of this one is `accordion-fsdp`."""
+    root = Path(__file__).parents[1]
+    theirs = re.compile(r"pip install[^\n`.;]*[ '\"]accordion(?!-fsdp)\b|\baccordion\\?\[[a-z{]")
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), root / "Makefile", root / "pyproject.toml"]
+    code = [*SOURCE.rglob("*.py"), *root.glob("examples/*.py"), *root.glob("tests/**/*.py")]
+    assert [path.name for path in [*pages, *code] if theirs.search(path.read_text())] == []
+
+
 def test_the_size_of_the_engine_is_printed() -> None:
     counted = {p.name: len(p.read_text().splitlines()) for p in [*files("engine"), SOURCE / "shard/api.py"]}
     print(f"engine/ and shard/api.py: {sum(counted.values())} lines", counted)

@@ -132,7 +132,7 @@ def _run(words: list[str]) -> int:
     missing = [name for name in command.needs if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"accordion {words[0]} needs {', '.join(missing)}, not installed here; pip install 'accordion[{command.extra}]'."
+            f"accordion {words[0]} needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[{command.extra}]'."
         )
     if words[0] == "plan" and {"-h", "--help"} & set(words):
         from accordion.options import read

@@ -125,7 +125,7 @@ def test_storage_that_is_not_there_is_told(monkeypatch):
     with pytest.raises(UsageError, match=r"nosuch://x/y cannot be reached"):
         save("nosuch://x/y", small(1))
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
-    with pytest.raises(UsageError, match=r"pip install 'accordion\[remote\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'accordion-fsdp\[remote\]'"):
         folders.folder_at("s3://x/y")
 
 

@@ -199,7 +199,13 @@ def test_an_unsupported_torch_and_other_packages(machine: Any, monkeypatch: pyte
     said(found, "software.extra-train", "warning", "transformers 4.57.0 (>= 5)")
     said(found, "software.python", "problem", "3.99")
     monkeypatch.setitem(versions, "transformers", real("transformers"))
-    said(machine()[1], "software.extra-export", "note", "not installed: onnxscript", "pip install 'accordion[export]'")
+    said(
+        machine()[1],
+        "software.extra-export",
+        "note",
+        "not installed: onnxscript",
+        "pip install 'accordion-fsdp[export]'",
+    )
 
 
 def test_a_package_that_is_not_installed_is_told(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +232,7 @@ def test_ranges_of_versions(version: str, fits: bool) -> None:
 
 
 def test_every_own_requirement_is_read() -> None:
-    for line in metadata.requires("accordion") or []:
+    for line in metadata.requires(software.NAME) or []:
         need = software.requirement_of(line)
         assert str(need).replace(" ", "").startswith(need.package)
         asked = line.partition(";")[0].rpartition("]")[2].split(",")

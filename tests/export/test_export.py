@@ -433,4 +433,4 @@ def test_bad_input_is_one_line_and_writes_nothing(words, tmp_path, capsys):
 def test_a_package_that_is_not_there_is_named(capsys, monkeypatch):
     monkeypatch.setattr("accordion.export.command.find_spec", lambda name: None if name == "onnxscript" else object())
     assert cli.main(["export", "x", "y", "--format", "onnx"]) == cli.BAD_INPUT
-    assert "needs onnxscript, not installed here; pip install 'accordion[export]'" in capsys.readouterr().err
+    assert "needs onnxscript, not installed here; pip install 'accordion-fsdp[export]'" in capsys.readouterr().err

@@ -411,4 +411,4 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "rich" else True)
     assert cli.main(["train"]) == 2
-    assert "pip install 'accordion[train]'" in capsys.readouterr().err
+    assert "pip install 'accordion-fsdp[train]'" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from accordion.devices import Devices, backend_of, devices_here, name_of, num_co
 from accordion.doctor.findings import Finding
 from accordion.version import VERSION
 
-NAME = "accordion"
+NAME = "accordion-fsdp"  # of the distribution
 PYTHON = (3, 11)
 OF_DEVELOPERS = ("dev", "all")  # extras that no user misses
 # What each extra is for, in the words of the command line.
@@ -106,7 +106,7 @@ def versions() -> list[Finding]:
                 severity="note",
                 found=f"accordion {VERSION} runs from a folder and is not installed",
                 means="which versions of other packages it takes is not known here",
-                do="pip install accordion, or pip install -e . in its folder.",
+                do=f"pip install {NAME}, or pip install -e . in its folder.",
             ),
         ]
     found += [_core(need) for need in needed if not need.extra]
@@ -147,7 +147,7 @@ def _extra(extra: str, needs: Iterable[Requirement]) -> Finding:
         f"{need.package} {v} ({_bounds(need)})" for need, v in known.items() if v is not None and not need.takes(v)
     ]
     what = FOR.get(extra, f"the extra {extra!r}")
-    install = f"pip install 'accordion[{extra}]'."
+    install = f"pip install '{NAME}[{extra}]'."
     data = {need.package: version for need, version in known.items()}
     check = f"software.extra-{extra}"
     if wrong:

@@ -106,7 +106,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
     missing = [name for name in NEEDS if find_spec(name) is None] if form == "onnx" else []
     if missing:
         raise UsageError(
-            f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion[export]'."
+            f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
         )
     kind, path = located(options.source)
     if kind == "checkpoint" and form in convert.FORMATS and not _is_adapter(path):

@@ -26,7 +26,7 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def check_peft() -> None:
     """Raise `UsageError` where PEFT is not installed."""
     if find_spec("peft") is None:
-        raise UsageError("adapters need peft, not installed here; pip install 'accordion[integrations]'.")
+        raise UsageError("adapters need peft, not installed here; pip install 'accordion-fsdp[integrations]'.")
 
 
 def lora_config(said: Mapping[str, Any], base: str | None) -> Any:

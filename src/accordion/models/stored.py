@@ -302,7 +302,9 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
     try:
         from peft import get_peft_model
     except ImportError:
-        raise UsageError("adapters need peft, not installed here; pip install 'accordion[integrations]'.") from None
+        raise UsageError(
+            "adapters need peft, not installed here; pip install 'accordion-fsdp[integrations]'."
+        ) from None
     try:
         with torch.device("meta"):
             adapted: nn.Module = get_peft_model(model, adapter_config(stored.adapter, stored.lora, stored.path))

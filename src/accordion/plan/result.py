@@ -37,6 +37,7 @@ from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import NO_OFFLOAD, OFFLOADS, Space
 from accordion.units import AUTO
+from accordion.version import VERSION
 
 NOT_KNOWN = (
     "not in these figures: what other libraries take on the card, fragmentation beyond the allocator's own, a slow link or node, "
@@ -304,9 +305,8 @@ def _name_of(dtype: object) -> str:
 
 def versions() -> dict[str, str]:
     """Of what a plan depends on."""
-    names = ("accordion", "torch", "transformers")
-    found = {name: version(name) for name in names if find_spec(name) is not None}
-    return {**found, "torch": torch.__version__, "python": platform.python_version()}
+    found = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+    return {**found, "transformers": version("transformers")} if find_spec("transformers") is not None else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from accordion.units import UnitChoice, choose_units, min_params
 def configuration(model: str, seq: int) -> Any:
     """What transformers builds a model from: a preset, a folder with a config.json, or that file. Raises `UsageError`."""
     if find_spec("transformers") is None:
-        raise UsageError("a model by name or configuration needs transformers; pip install 'accordion[plan]'.")
+        raise UsageError("a model by name or configuration needs transformers; pip install 'accordion-fsdp[plan]'.")
     if model in PUBLISHED:
         with without_collections():
             return llama_config(PUBLISHED[model], max(8192, seq))

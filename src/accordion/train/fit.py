@@ -22,7 +22,8 @@ def fit(task: object, config: str | os.PathLike[str] | None = None, options: Map
     Raises `UsageError` for mistakes in any of these, before the first step; `CheckpointError`, `NonFiniteError` and
     `DivergenceError` as the command ends with; what the task's own code raises. `SystemExit(75)` where a signal ended the run
     (SIGTERM, SIGUSR1), once it is saved: a launcher starts the program again, and the same call goes on from there. The program's
-    own handlers are back then, and one that came too late for the run is sent to them. Needs `pip install 'accordion[train]'`.
+    own handlers are back then, and one that came too late for the run is sent to them. Needs
+    `pip install 'accordion-fsdp[train]'`.
     """
     from accordion.train.fitting import fitted
 

@@ -153,7 +153,7 @@ def _report(run: Run, over: Over, log: MetricsLog, screen: Screen) -> None:
     try:
         from accordion.pages.show import as_html  # plotly takes a second, which other runs do not wait for
     except ImportError:
-        screen.note("no report.html: it is drawn with plotly; pip install 'accordion[plan]'")
+        screen.note("no report.html: it is drawn with plotly; pip install 'accordion-fsdp[plan]'")
         return
     try:
         found = page_of(

@@ -35,7 +35,7 @@ def check_trackers(log: LogConfig) -> None:
     """Raises `UsageError` where a package is asked for that is not installed."""
     for name in PACKAGES:
         if getattr(log, name) is not None and find_spec(name) is None:
-            raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion[log]'.")
+            raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion-fsdp[log]'.")
 
 
 def trackers_of(

@@ -313,7 +313,7 @@ class Remote:
         try:
             from fsspec.core import url_to_fs
         except ImportError:
-            raise UsageError(f"{url} needs the package fsspec; pip install 'accordion[remote]'.") from None
+            raise UsageError(f"{url} needs the package fsspec; pip install 'accordion-fsdp[remote]'.") from None
         try:
             storage, path = url_to_fs(url, skip_instance_cache=True)
         except (ImportError, ValueError) as error:
