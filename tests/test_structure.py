@@ -77,6 +77,7 @@ ORDER = [
     "row_marks",
     "grad_norm",
     "offload",
+    "sharding",
     "units",
     "engine",
     "options",

@@ -80,14 +80,13 @@ def test_the_table_of_the_documentation() -> None:
 
 def test_a_file_of_the_trainer_with_its_autos() -> None:
     settings = read(TRAINER, auto=ANSWERS)
-    assert settings.strategy is FULL_SHARD
-    assert settings.precision.params is torch.bfloat16
-    assert settings.precision.master is torch.float32
+    assert settings.sharding.strategy is FULL_SHARD
+    assert settings.sharding.precision.params is torch.bfloat16
+    assert settings.sharding.precision.master is torch.float32
     assert settings.clip == 1.0
     assert settings.loss_scale is None
     assert settings.batch(8).train_batch == 64
     assert settings.mesh() is None
-    assert set(settings.shard) == {"strategy", "precision", "offload", "reduce_op"}
     assert settings.scheduler is not None
     assert settings.scheduler.lr(100 + 1, 0) == 0
     assert settings.scheduler.lr(11, 0) == 3e-4
@@ -124,7 +123,7 @@ def test_stages(stage: int, strategy: Any) -> None:
 )
 def test_hybrids_and_their_mesh(key: str, strategy: Any) -> None:
     settings = read({"zero_optimization": {"stage": 3, key: 4}})
-    assert settings.strategy is strategy
+    assert settings.sharding.strategy is strategy
     assert settings.replicas(8) == 2
     with fake_world(8, 0):
         mesh = settings.mesh()
