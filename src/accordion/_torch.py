@@ -30,9 +30,6 @@ _new_dtensor: Any = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 StridedShard = _StridedShard
 """Rows cut first by a later mesh axis; what a parameter is under an optimizer sharded over replicas too (all versions)."""
 
-TENSOR_MAKERS, SUBCLASS_MAKERS = "torch._utils", "torch._tensor"
-"""Modules of the functions by which pickles of `torch.save` name tensors; read as words, never called (all versions)."""
-
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the backward that runs on this thread, `NO_BACKWARD` outside of one. No public name."""
 
@@ -205,8 +202,10 @@ def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
         return list(map(Tensor.untyped_storage, tensors))
 
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Return True inside a transform of torch.func. No public name (all versions)."""
+def transforms_active() -> bool:
+    """Return True inside a transform of torch.func, or of `make_fx`, which `linearize` uses. No public names (all versions)."""
+    proxies = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxies) is not None
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accordion.checkpoint.convert import convert
-from accordion.checkpoint.torch_save_files import Saved
+from accordion.checkpoint.convert import convert, export
 from accordion.errors import CheckpointError
 from accordion.weights.pretrained import check_pretrained
 from tests.support.bounded import run_bounded
@@ -169,13 +168,13 @@ def test_tensors_of_torch_save_are_what_torch_loads(tmp_path, checked):
         torch.save({"model": odd_tensors()}, tmp_path / "m.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    data = torch.frombuffer(bytearray((tmp_path / "m.pt").read_bytes()), dtype=torch.uint8)
-    saved, trusted = Saved(data), torch.load(tmp_path / "m.pt", weights_only=True)["model"]
-    assert list(saved.value["model"]) == list(trusted)
-    for name, held in saved.value["model"].items():
-        made = saved.tensor(held)
-        assert made.dtype == trusted[name].dtype, name
-        assert made.tolist() == trusted[name].tolist(), name
+    convert(tmp_path / "m.pt", tmp_path / "c")
+    export(tmp_path / "c", tmp_path / "m.safetensors", "safetensors")
+    made, trusted = load_file(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.pt", weights_only=True)["model"]
+    assert sorted(made) == sorted(trusted)
+    for name, tensor in trusted.items():
+        assert made[name].dtype == tensor.dtype, name
+        assert made[name].tolist() == tensor.tolist(), name
 
 
 def test_a_flipped_byte_of_a_torch_file_is_told(tmp_path):
@@ -183,12 +182,11 @@ def test_a_flipped_byte_of_a_torch_file_is_told(tmp_path):
     whole = (tmp_path / "m.pt").read_bytes()
     at = whole.index(struct.pack("<2f", 41.0, 42.0))
     (tmp_path / "m.pt").write_bytes(whole[:at] + b"\x01" + whole[at + 1 :])
-    assert_refused(tmp_path / "m.pt", tmp_path, "are damaged")
+    assert_refused(tmp_path / "m.pt", tmp_path, "Bad CRC-32")
 
 
 @pytest.mark.parametrize("shape", ["larger", "negative", "strides"])
 def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path, shape):
-    """torch makes such a storage larger, and fills it with whatever memory holds."""
     torch.save({"a": torch.arange(7.0)}, tmp_path / "m.pt")
     with zipfile.ZipFile(tmp_path / "m.pt") as file:
         records = {name: file.read(name) for name in file.namelist()}
@@ -200,7 +198,7 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path, shape):
         for name, record in records.items():
             assert not name.endswith("data.pkl") or old in record
             file.writestr(name, record.replace(old, new) if name.endswith("data.pkl") else record)
-    assert_refused(tmp_path / "m.pt", tmp_path, "shape")
+    assert_refused(tmp_path / "m.pt", tmp_path, "cannot be read as tensors alone")
 
 
 def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_path):
@@ -210,15 +208,6 @@ def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_pat
     said += assert_refused(tmp_path / "names.pt", tmp_path, "PosixPath, which is not allowed")
     assert "weights_only" not in said
     assert "safe_globals" not in said
-
-
-def test_an_archive_of_more_records_than_16_bits_count(tmp_path):
-    with zipfile.ZipFile(tmp_path / "m.pt", "w") as file:
-        file.writestr("a/data.pkl", b"\x80\x02K\x05.")
-        for i in range(2**16):
-            file.writestr(f"a/{i}", b"")
-    saved = Saved(torch.frombuffer(bytearray((tmp_path / "m.pt").read_bytes()), dtype=torch.uint8))
-    assert saved.value == 5
 
 
 # -- load_pretrained

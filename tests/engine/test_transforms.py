@@ -114,6 +114,7 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     "grad": ("inside a transform", lambda m: torch.func.grad(squares(m))(numbers(1))),
     "jacrev": ("inside a transform", lambda m: torch.func.jacrev(m)(numbers(1))),
     "jacfwd": ("inside a transform", lambda m: torch.func.jacfwd(m)(numbers(1))),
+    "linearize": ("inside a transform", lambda m: torch.func.linearize(m, numbers(1))),
     "hessian": ("inside a transform", lambda m: torch.func.hessian(squares(m))(numbers(1))),
     "batched tangents": (
         "batched tangents",

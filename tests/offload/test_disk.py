@@ -16,7 +16,7 @@ from accordion.offload.disk_shards import DiskShards
 from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import one_loss
+from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import chunks_of_at_most, disk, disk_of_all
 from tests.support.reference import local_of, params_of
 
@@ -48,6 +48,41 @@ def in_chunks(mesh, path: Path) -> None:
             assert all(low <= v.data_ptr() < low + file.num_bytes for v in shaped if v.numel())
             assert os.listdir(path) == []
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*found, strict=True))
+
+
+class KeepsHistory(torch.optim.SGD):
+    """Its states are lists of gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p].setdefault("history", []).append(p.grad.clone())
+
+
+def without_states(mesh, path: Path) -> None:
+    """An optimizer that has no states trains as without offload; states in lists, which are not cut, are refused."""
+    trained = []
+    for options in ({}, {"offload": disk(path)}):
+        model = acc.shard(models.plain(), mesh=mesh, **options)
+        optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(2):
+            one_loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        acc.synchronize(model)
+        trained.append(params_of(model))
+    assert_equal(*trained)
+    model = acc.shard(models.plain(), mesh=mesh, offload=disk(path))
+    optimizer = acc.wrap_optimizer(KeepsHistory(model.parameters()), elementwise=True)
+    one_loss(model).backward()
+    optimizer.step()
+    with pytest.raises(acc.UsageError, match=r"made a state 'history' .* or that is a list or dict"):
+        acc.synchronize(model)
+
+
+def test_an_optimizer_without_states_or_with_lists_of_them(world, tmp_path):
+    world.run(2, without_states, tmp_path)
 
 
 def all_on_disk(mesh, path: Path) -> None:

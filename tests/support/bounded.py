@@ -9,14 +9,16 @@ import accordion
 
 
 def run_bounded(code, *words, seconds=60):
-    """Run `code` in another process; its output, and by how much its resident memory grew at most, in MiB."""
+    """Run `code` in another process that may map 1 GiB more; its output, and the growth of its resident memory in MiB."""
     head = (
         "import sys, resource, warnings, torch\nwarnings.simplefilter('ignore')\n"
         "from accordion.checkpoint.convert import convert\nfrom accordion.errors import CheckpointError, UsageError\n"
-        "peak = lambda: int([l for l in open('/proc/self/status') if l.startswith('VmHWM')][0].split()[1])\n"
-        "before = peak()\n"
+        "import torch.distributed.checkpoint\n"
+        "kib = lambda key: int([l for l in open('/proc/self/status') if l.startswith(key)][0].split()[1])\n"
+        "before = kib('VmHWM')\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (kib('VmSize') * 1024 + 2**30,) * 2)\n"
     )
-    tail = "\nprint(); print((peak() - before) // 1024)\n"
+    tail = "\nprint(); print((kib('VmHWM') - before) // 1024)\n"
     here = Path(__file__).parents[2]
     path = os.pathsep.join([str(Path(accordion.__file__).parents[1]), str(here), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

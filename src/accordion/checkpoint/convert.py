@@ -42,8 +42,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
     `source`: a folder of safetensors as transformers writes it, a folder of torch's DCP, or a file of `torch.save` since torch
     1.6. Pickles are read without running anything they name. Every tensor that the source promises is there once, or all is
-    refused. Host memory: 100 MiB beside the tensors of one source file. A source on remote storage is copied to this
-    machine's folder for temporary files first.
+    refused. Host memory: 100 MiB, and twice the largest part of a tensor in a DCP folder; other files are mapped. A source on
+    remote storage is copied to this machine's folder for temporary files first.
     Raises `CheckpointError` for a source that is damaged, holds no tensors of a model, is absurd in its size or names
     anything but tensors, `UsageError` for one of no known format.
     """

@@ -6,28 +6,20 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from accordion._torch import TENSOR_MAKERS
 from accordion.checkpoint.boxes import Box, box_of
-from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.json_values import Json, encode
 from accordion.checkpoint.manifest_of_files import StoredTensor
-from accordion.checkpoint.pickles import Meaning, Name, Record, most_pickle, read_pickle
-from accordion.checkpoint.torch_save_files import (
-    DTYPE_NAMES,
-    LARGEST_EXPANDED,
-    SUBCLASS,
-    Held,
-    Saved,
-    called_list,
-    is_archive,
-)
+from accordion.checkpoint.pickles import is_plain, load_saved, read_metadata
 from accordion.checkpoint.untrusted_files import (
     BROKEN,
     HF_INDEX,
@@ -42,13 +34,17 @@ from accordion.checkpoint.untrusted_files import (
 from accordion.checkpoint.writing import WritePart
 from accordion.errors import CheckpointError, UsageError
 
+ARCHIVE = b"PK\3\4"  # how a file of torch.save begins since torch 1.6
 DCP_METADATA = ".metadata"
+TENSOR = "TensorStorageMetadata"  # DCP's class of what it says of a tensor
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")  # under which programs put a model's state dict
 FREE_TENSORS = 2**14  # that any source may have; each takes 5 KB while it is converted
 BYTES_PER_TENSOR = 2**10  # beyond it, on average
+LARGEST_EXPANDED = 2**26  # bytes of a tensor that is larger than the memory it is made of
 MOST_COPIES = 16  # of a file's bytes that its tensors may make: tied ones, and ones that are expanded
 SHOWN = 8  # tensors that a message names
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
+Shapes: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,7 @@ class Foreign:
     """`shapes`: our name -> dtype and shape. `files`: each gives the parts of one file to be written. `left`: what is lost."""
 
     kind: str
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    shapes: Shapes
     files: tuple[Callable[[], list[WritePart]], ...]
     optimizer: Json = None
     extra: Json = None
@@ -143,110 +139,70 @@ def _mapped(path: Path, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, T
 
 def _torch_file(path: Path) -> Foreign:
     with opened(path) as file:
-        data = mapped(file)
-    if not is_archive(data):
-        raise CheckpointError(
-            f"{path} is no archive of torch.save, which its files are since torch 1.6; an older one must be saved again with a "
-            "newer torch, where its origin is trusted."
-        )
-    try:
-        saved = Saved(data)
-        held, left = saved.value, []
-        if not isinstance(held, dict):
-            raise CheckpointError(f"it holds a {type(held).__name__} and no state dict.")
-        inner = next((key for key in MODEL_KEYS if isinstance(held.get(key), dict)), None)
-        if inner is not None:
-            left = [str(key) for key in held if key != inner]
-            held = held[inner]
-        tensors = {key: value for key, value in held.items() if isinstance(value, Held)}
-        strange = [str(key) for key, value in held.items() if _is_strange(value)]
-        if strange:
-            raise CheckpointError(f"{strange[0][:100]} is no plain tensor.")
-        _found({key: str(key) for key in tensors})
-        num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-        if num_bytes > LARGEST_EXPANDED + MOST_COPIES * data.numel():
-            raise CheckpointError(f"its tensors of {num_bytes} bytes are absurd, made of {data.numel()}.")
-    except CheckpointError as error:
-        raise CheckpointError(f"{path} cannot be read as tensors alone: {error}") from None
-    left += [str(key) for key, value in held.items() if not isinstance(value, Held)]
+        num_bytes, is_archive = size_of(file), file.read(4) == ARCHIVE
+        if not is_archive:
+            raise CheckpointError(
+                f"{path} is no archive of torch.save, which its files are since torch 1.6; an older one must be saved again "
+                "with a newer torch, where its origin is trusted."
+            )
+        try:
+            return _torch_state(load_saved(file, path), num_bytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} cannot be read as tensors alone: {error}") from None
+
+
+def _torch_state(held: Any, num_bytes: int) -> Foreign:
+    if not isinstance(held, dict):
+        raise CheckpointError(f"it holds a {type(held).__name__} and no state dict.")
+    left: list[str] = []
+    inner = next((key for key in MODEL_KEYS if isinstance(held.get(key), dict)), None)
+    if inner is not None:
+        left = [str(key) for key in held if key != inner]
+        held = held[inner]
+    tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    for key, tensor in tensors.items():
+        if not is_plain(tensor):
+            raise CheckpointError(f"{str(key)[:100]} is no plain tensor.")
+        if tensor.nbytes > max(tensor.untyped_storage().nbytes(), LARGEST_EXPANDED):
+            raise CheckpointError(f"{str(key)[:100]} of shape {str(tensor.shape)[:100]} is larger than its memory.")
+    _found({key: str(key) for key in tensors})
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total > LARGEST_EXPANDED + MOST_COPIES * num_bytes:
+        raise CheckpointError(f"its tensors of {total} bytes are absurd, made of {num_bytes}.")
+    left += [str(key) for key in held if key not in tensors]
     return Foreign(
         kind="torch.save",
-        shapes={f"model/{key}": (t.dtype, t.shape) for key, t in tensors.items()},
-        files=(_later(lambda: ((str(key), saved.tensor(t)) for key, t in tensors.items())),),
+        shapes={f"model/{key}": (t.dtype, tuple(t.shape)) for key, t in tensors.items()},
+        files=(_later(lambda: ((str(key), t.resolve_conj().resolve_neg()) for key, t in tensors.items())),),
         left=tuple(left),
     )
-
-
-def _is_strange(value: object) -> bool:
-    """Whether it stands for a tensor of a kind that a checkpoint cannot hold: sparse, on meta, a subclass."""
-    what = value.what if isinstance(value, Record) else None
-    return isinstance(what, Name) and (what.module == TENSOR_MAKERS or what == SUBCLASS)
 
 
 # -- torch.distributed.checkpoint
 
 
-_OF_DCP = "torch.distributed.checkpoint"
-_TENSORS, _INDEX, _INFO, _METADATA = (
-    Name(f"{_OF_DCP}.{module}", name)
-    for module, name in (
-        ("metadata", "TensorStorageMetadata"),
-        ("metadata", "MetadataIndex"),
-        ("filesystem", "_StorageInfo"),
-        ("metadata", "Metadata"),
-    )
-)
-ALLOWED = {
-    *(_TENSORS, _INDEX, _INFO, _METADATA),
-    *(
-        Name(f"{_OF_DCP}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-            "StorageMeta",
-        )
-    ),
-    Name("torch", "Size"),
-    Name("torch.serialization", "_get_layout"),
-    Name("pathlib", "PosixPath"),
-    Name("pathlib._local", "PosixPath"),
-    Name("collections", "OrderedDict"),
-    *DTYPE_NAMES,
-}
-DCP = Meaning(allowed=ALLOWED.__contains__, called=called_list)
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one value of a DCP folder lies, or a part of a tensor: bytes of a file, and the part's first element."""
+    """Bytes of a file in a DCP folder that hold a value, or the part `box` of a tensor."""
 
     key: str
-    offset: tuple[int, ...] | None
+    box: Box | None
     file: str
     at: int
     num_bytes: int
 
 
 def _dcp(folder: Path) -> Foreign:
-    data_bytes = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
-    with opened(folder / DCP_METADATA) as file:
-        num_bytes = size_of(file)
-        if num_bytes > most_pickle(data_bytes - num_bytes):
-            raise CheckpointError(
-                f"{folder / DCP_METADATA} has {num_bytes} bytes, which is absurd beside the other files."
-            )
-        text = file.read(num_bytes)
     try:
-        metadata = _of(read_pickle(text, DCP), _METADATA)
-        said, paths = metadata.get("state_dict_metadata"), metadata.get("planner_data") or {}
+        with opened(folder / DCP_METADATA) as file:
+            metadata = _state(read_metadata(file), "Metadata")
+        said, paths = metadata["state_dict_metadata"], metadata.get("planner_data") or {}
+        about = {key: _state(value, TENSOR) for key, value in said.items() if type(value).__name__ == TENSOR}
         shapes = {
-            key: (DTYPE_NAMES[value.get("properties").state[0]], _checked_shape(value.get("size")))
-            for key, value in said.items()
-            if _is(value, _TENSORS)
+            key: (_dtype(key, value["properties"]), _checked_shape(value["size"])) for key, value in about.items()
         }
-        places = [_place(_of(index, _INDEX), _of(info, _INFO)) for index, info in metadata.get("storage_data").items()]
+        boxes = {(key, box.offset): box for key, value in about.items() for box in map(_box, value["chunks"])}
+        places = [_place(index, info, boxes) for index, info in metadata["storage_data"].items()]
         names = _dcp_names(list(said), paths)
         _found(names)
         check_names([key for key in said if key not in names])
@@ -272,14 +228,23 @@ def _dcp(folder: Path) -> Foreign:
     )
 
 
-def _is(value: object, what: Name) -> bool:
-    return isinstance(value, Record) and value.what == what
+def _state(value: Any, kind: str) -> Any:
+    """The attributes of an object of the metadata, which must be of this class."""
+    if type(value).__name__ != kind:
+        raise CheckpointError(f"it has a {type(value).__name__} where a {kind} is due.")
+    return value.state
 
 
-def _of(value: Any, what: Name) -> Record:
-    if not _is(value, what):
-        raise CheckpointError(f"it has a {type(value).__name__} where a {what.name} is due.")
-    return value  # type: ignore[no-any-return]
+def _dtype(key: str, properties: Any) -> torch.dtype:
+    dtype = _state(properties, "TensorProperties")[0]
+    if dtype not in CODES:
+        raise CheckpointError(f"{key[:100]} has the dtype {str(dtype)[:20]}, which cannot be read.")
+    return dtype  # type: ignore[no-any-return]
+
+
+def _box(chunk: Any) -> Box:
+    state = _state(chunk, "ChunkStorageMetadata")
+    return Box(_checked_shape(state["offsets"]), _checked_shape(state["sizes"]))
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
@@ -288,22 +253,26 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     return shape
 
 
-def _place(index: Record, info: Record) -> _Place:
-    key, offset = index.get("fqn"), index.state.get("offset")
-    file, at, num_bytes = (info.get(word) for word in ("relative_path", "offset", "length"))
+def _place(index: Any, info: Any, boxes: Mapping[tuple[str, tuple[int, ...]], Box]) -> _Place:
+    index, info = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+    key = index["fqn"]
+    file, at, num_bytes = (info[word] for word in ("relative_path", "offset", "length"))
     if not _is_plain(file):
         raise CheckpointError(f"it names {str(file)[:100]!r}, which is not the plain name of a file.")
     if type(at) is not int or type(num_bytes) is not int or at < 0 or num_bytes < 0 or not isinstance(key, str):
         raise CheckpointError(f"it puts {str(key)[:100]} nowhere in {file[:100]}.")
-    return _Place(key, None if offset is None else _checked_shape(offset), file, at, num_bytes)
+    return _Place(key, boxes.get((key, index.get("offset"))), file, at, num_bytes)
 
 
-def _check_places(places: list[_Place], said: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+def _check_places(places: list[_Place], said: Mapping[str, Any], shapes: Shapes) -> None:
     """Raise `CheckpointError` unless everything said has its places, each byte used once, a value that is no tensor one."""
     count = dict.fromkeys(said, 0)
     for place in places:
         if place.key not in count:
             raise CheckpointError(f"it says where {place.key[:100]} lies and not what it is.")
+        dtype, _ = shapes.get(place.key, (None, ()))
+        if dtype and (place.box is None or place.box.numel * dtype.itemsize > place.num_bytes):
+            raise CheckpointError(f"it does not say which part of {place.key[:100]} lies in {place.file[:100]}.")
         count[place.key] += 1
     for key, found in count.items():
         if found == 0 and (key not in shapes or all(shapes[key][1])):
@@ -339,39 +308,42 @@ def _dcp_file(
     file: str,
     places: list[_Place],
     names: Mapping[str, str],
-    shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    shapes: Shapes,
 ) -> Callable[[], list[WritePart]]:
     def read() -> list[WritePart]:
         parts = []
-        with opened(folder / file) as opened_file:
-            data = mapped(opened_file)
         for place in places:
-            if place.file == file and place.key in names:
-                saved = _dcp_saved(data, folder, place)
-                held, (dtype, shape) = saved.value, shapes[place.key]
-                if not isinstance(held, Held) or held.dtype != dtype or len(held.shape) != len(shape):
-                    raise CheckpointError(
-                        f"{place.key} in {folder / file} is not the {dtype} of shape {shape} that {DCP_METADATA} says."
-                    )
-                at = place.offset if place.offset is not None else (0,) * len(shape)
-                tensor = saved.tensor(held)
-                if tensor.numel():
-                    parts.append(WritePart(names[place.key], Box(at, tuple(tensor.shape)), tensor))
+            if place.file == file and place.key in names and place.box is not None and place.box.numel:
+                promised = torch.empty(place.box.shape, dtype=shapes[place.key][0], device="meta")
+                tensor = partial(_dcp_tensor, folder, place, promised)
+                parts.append(WritePart(names[place.key], place.box, promised, tensor))
         return parts
 
     return read
 
 
-def _dcp_saved(data: Tensor, folder: Path, place: _Place) -> Saved:
-    """What lies at a place of a file, whose bytes are `data`."""
+def _dcp_tensor(folder: Path, place: _Place, promised: Tensor) -> Tensor:
+    tensor = _dcp_value(folder, place)
+    whole = is_plain(tensor) and tensor.untyped_storage().nbytes() <= place.num_bytes
+    if not whole or (tensor.dtype, tensor.shape) != (promised.dtype, promised.shape):
+        raise CheckpointError(
+            f"{place.key} in {folder / place.file} is not the {promised.dtype} of shape {tuple(promised.shape)} that "
+            f"{DCP_METADATA} says."
+        )
+    return tensor  # type: ignore[no-any-return]
+
+
+def _dcp_value(folder: Path, place: _Place) -> Any:
+    with opened(folder / place.file) as file:
+        if place.at + place.num_bytes > size_of(file):
+            raise CheckpointError(f"{folder / place.file}: {place.num_bytes} bytes of {place.key} are not there.")
+        file.seek(place.at)
+        data = BytesIO(file.read(place.num_bytes))
     try:
-        part = data[place.at : place.at + place.num_bytes]
-        if part.numel() != place.num_bytes:
-            raise CheckpointError(f"{place.num_bytes} bytes from byte {place.at} on are not there.")
-        return Saved(part)
+        return load_saved(data)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{folder / place.file}: {place.key[:100]} cannot be read as tensors alone: {error}"
+            f"{place.key[:100]} in {folder / place.file} cannot be read as tensors alone: {error}"
         ) from None
 
 
@@ -394,8 +366,7 @@ def _dcp_values(
         key = place.key
         if key in shapes:
             continue
-        with opened(folder / place.file) as file:
-            value, path = _dcp_saved(mapped(file), folder, place).value, paths.get(key, (key,))
+        value, path = _dcp_value(folder, place), paths.get(key, (key,))
         try:
             encode(value, key)
         except CheckpointError:

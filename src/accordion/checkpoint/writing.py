@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,15 @@ SUMS = "sums"
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """The box of a tensor that this rank writes; `data`: its elements, on any device."""
+    """The box of a tensor that this rank writes; `data`: its elements, on any device.
+
+    `read`: returns the elements when they are written, if `data` is on meta.
+    """
 
     name: str
     box: Box
     data: Tensor
+    read: Callable[[], Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +104,8 @@ def _parts_of(plan: FileLayout, host: memoryview | None) -> Iterator[tuple[Write
     at = 0
     for part in plan.parts:
         if host is None:
-            yield part, bytes_of(part.data.cpu().contiguous())
+            data = part.read() if part.read else part.data
+            yield part, bytes_of(data.cpu().contiguous())
         else:
             yield part, host[at : at + part.num_bytes]
             at += part.num_bytes

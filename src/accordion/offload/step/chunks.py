@@ -13,7 +13,7 @@ from accordion.engine.shards import own_storage
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, local_of, write_back
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, local_of, write_back
 from accordion.offload.swap_file import FileRange, SwapFile
 
 CHUNK_NUMEL = 2**21  # stepped at a time at most: 8 MiB of each float32 state
@@ -254,10 +254,11 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
             if key in mine:
                 if value.data_ptr() != mine[key].data_ptr():
                     mine[key].copy_(value)
-            elif isinstance(value, Tensor) and value.shape == own.shape and value.dim():
+            elif has_elements(value, own):
                 raise UsageError(
-                    f"the optimizer made a state {key!r} that it had not when it was wrapped; states that a step brings chunk by "
-                    "chunk are laid out then: set its options before wrap_optimizer, or keep the optimizer where it steps."
+                    f"the optimizer made a state {key!r} that it had not when it was wrapped, or that is a list or dict; states "
+                    "that a step brings chunk by chunk are tensors that are laid out then: set its options before "
+                    "wrap_optimizer, or keep the optimizer where it steps."
                 )
         # What was copied into its place is not kept beside it.
         part.todo.made = {k: part.todo.place.shown.get(k, v) if k in mine else v for k, v in made.items()}

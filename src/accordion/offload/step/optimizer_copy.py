@@ -170,6 +170,14 @@ def _holds(tree: Any, ids: set[int]) -> bool:
     return id(tree) in ids or any(_holds(item, ids) for item in items)
 
 
+def has_elements(tree: Any, own: Tensor) -> bool:
+    """Return True if a state has an element for each of `own`, directly or inside of lists and dicts."""
+    if isinstance(tree, Tensor):
+        return tree.dim() > 0 and tree.shape == own.shape
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return any(has_elements(item, own) for item in items)
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a.to(b.device), b)

@@ -134,7 +134,8 @@ class States:
 
     def _size_buffers(self) -> None:
         pairs = [(place.block, w.offload.stepped_on == DEVICE) for _, place, w in self._places.values()]
-        largest = max(block.chunk_bytes() for block, _ in pairs)
+        # A chunk that is stepped on the host takes its turn by a buffer, also if nothing of it is in a file.
+        largest = max(block.chunk_bytes() or (0 if is_on_device else ALIGN_BYTES) for block, is_on_device in pairs)
         over = max((block.device_bytes() for block, is_on_device in pairs if is_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":

@@ -21,7 +21,7 @@ from accordion.options import made as made_of
 from accordion.options import values_of
 from accordion.pages.page import Page
 from accordion.plan.api import plan
-from accordion.plan.cli.pages import of_comparison, of_plan, of_table
+from accordion.plan.cli.pages import of_plan, of_table
 from accordion.plan.hardware import DISK_GBPS, GPUS, NETWORK_GBPS, at_watts, gpu_named
 from accordion.plan.own_model import names_code
 from accordion.plan.result import Plan
@@ -85,7 +85,6 @@ class Options:
         packed: with --lengths: samples of the mean length fill rows of the longest, and each looks at itself alone
         tokens: of a whole run, whose hours and GPU-hours are shown
         price: dollars for an hour of one GPU, for the price of that run
-        compare: file of another plan's --json, shown beside this one
         from_: file of a plan's --json, whose options are taken where no other is given
         gpu_watts: power of the card where it is less than its data sheet's
         gpu_memory_gib: memory of the card; this and the next three correct a card of the table, or describe another one
@@ -137,7 +136,6 @@ class Options:
     packed: bool = False
     tokens: float | None = None
     price: float | None = None
-    compare: str | None = None
     from_: str | None = None
     gpu_watts: float | None = None
     gpu_memory_gib: float | None = None
@@ -170,7 +168,6 @@ def run(words: list[str]) -> int:
     if o.measure:
         return _measure(o, file)
     gpus, node = counts_of(o)
-    other = None if o.compare is None else saved(o.compare, "compare")
     seq, mean_tokens = (o.seq, None) if o.lengths is None else lengths_of(o.lengths)
     gpu = file if o.gpu == "measured" else o.gpu
     card = gpu_named(gpu, o.gpu_memory_gib, o.gpu_tflops, o.gpu_bandwidth_gbps, o.link_gbps)
@@ -220,8 +217,6 @@ def run(words: list[str]) -> int:
         print(json.dumps({**made.as_dict(), **more, "command": asked(o)}, indent=1))
     else:
         show(of_plan(made, explain=o.explain, change=change))
-        if other is not None:
-            show(of_comparison(made.as_dict(), other, o.compare or ""))
     if o.html is not None:
         from accordion.plan.cli.html import write
 
@@ -253,7 +248,7 @@ def _options(words: list[str]) -> Options | None:
         return None
     if given.get("from_") is None:
         return made_of(Options, given)
-    told = saved(given["from_"], "from").get("command")
+    told = saved(given["from_"]).get("command")
     known = {f.name for f in fields(Options)}
     if not isinstance(told, dict) or not known.issuperset(told):
         raise UsageError(
@@ -270,7 +265,7 @@ def _words(key: str, value: object) -> list[str]:
     return [flag] if value is True else [flag, str(value)]
 
 
-OUTPUTS = ("json", "html", "explain", "compare", "from_", "measure", "gpus_table")
+OUTPUTS = ("json", "html", "explain", "from_", "measure", "gpus_table")
 
 
 def asked(o: Options) -> dict[str, Any]:
@@ -278,16 +273,16 @@ def asked(o: Options) -> dict[str, Any]:
     return {f.name: getattr(o, f.name) for f in fields(o) if getattr(o, f.name) != f.default and f.name not in OUTPUTS}
 
 
-def saved(file: str, flag: str) -> dict[str, Any]:
+def saved(file: str) -> dict[str, Any]:
     """A plan that `--json` printed. Raises `UsageError`."""
     try:
         found = json.loads(read_text(Path(file)))
     except FileNotFoundError:
-        raise UsageError(f"--{flag} {file!r} is not there; it takes what `accordion plan --json` printed.") from None
+        raise UsageError(f"--from {file!r} is not there; it takes what `accordion plan --json` printed.") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"--{flag} {file!r} cannot be read as JSON: {error}") from None
+        raise UsageError(f"--from {file!r} cannot be read as JSON: {error}") from None
     if not isinstance(found, dict) or "config" not in found:
-        raise UsageError(f"--{flag} {file!r} holds no plan; it takes what `accordion plan --json` printed.")
+        raise UsageError(f"--from {file!r} holds no plan; it takes what `accordion plan --json` printed.")
     return found
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from accordion.config import DEVICE
 from accordion.pages.page import Page, Table
@@ -114,32 +113,6 @@ def _peak(plan: Plan) -> Table:
     if not any(p.advice for p in parts):
         rows, columns = [row[:-1] for row in rows], columns[:-1]
     return Table(title="what the peak is", columns=columns, rows=rows)
-
-
-COMPARED = (  # (name, key, factor, unit)
-    ("allocated, peak", "peak_allocated_bytes", 1 / GIB, "GiB"),
-    ("reserved, peak", "peak_reserved_bytes", 1 / GIB, "GiB"),
-    ("step", "step_s", 1.0, "s"),
-    ("of it waiting for others", "exposed_comm_s", 1.0, "s"),
-    ("/s a GPU", "tokens_per_s_per_gpu", 1.0, ""),
-    ("MFU", "mfu", 100.0, "%"),
-)
-
-
-def of_comparison(this: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Page:
-    """Two plans as JSON has them, side by side: what differs in their inputs and configurations, and all figures."""
-    rows = []
-    for part in ("inputs", "config"):
-        mine, theirs = this.get(part) or {}, other.get(part) or {}
-        differ = [key for key in dict.fromkeys((*mine, *theirs)) if mine.get(key) != theirs.get(key)]
-        rows += [[key.replace("_", " "), str(mine.get(key, "")), str(theirs.get(key, "")), ""] for key in differ]
-    rows.append(["verdict", str(this.get("verdict")), str(other.get("verdict")), ""])
-    for said, key, factor, unit in COMPARED:
-        a, b = (plan.get(key) for plan in (this, other))
-        cells = ["" if v is None else f"{_digits(v * factor)} {unit}".strip() for v in (a, b)]
-        rows.append([said, *cells, f"{a / b - 1:+.0%}" if a and b else ""])
-    table = Table(title=f"beside {name}", columns=["", "this plan", name, "this beside it"], rows=rows)
-    return Page(name="comparison", title=f"beside {name}", notes=[], tables=[table])
 
 
 def _needed(plan: Plan) -> str:
