@@ -23,6 +23,7 @@ PUBLIC = {
     "Place",
     "Precision",
     "Prefetch",
+    "Sharding",
     "SHARD_GRAD_OP",
     "SHARD_OPTIM",
     "Strategy",
