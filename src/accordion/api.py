@@ -20,6 +20,7 @@ from accordion.offload.estimate import estimate_memory
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.api import plan
 from accordion.shard.api import entry_point, shard
+from accordion.sharding import Sharding
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
 from accordion.train.fit import fit
 from accordion.units import min_params, only_blocks
@@ -43,6 +44,7 @@ __all__ = [
     "Place",
     "Precision",
     "Prefetch",
+    "Sharding",
     "Strategy",
     "UsageError",
     "clip_grad_norm_",

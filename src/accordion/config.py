@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import NoneType
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from accordion.errors import UsageError, nearest
 
@@ -65,21 +63,6 @@ HYBRID_SHARD_OPTIM = Strategy(
 STRATEGIES: Mapping[str, Strategy] = {
     s.name: s for s in (FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM)
 }
-
-
-def check_secondary(secondary: object, strategy: Strategy, num_ranks: int, name: str = "secondary") -> None:
-    """Raises `UsageError` for what `shard(secondary=)` cannot be with a strategy that shards over `num_ranks`."""
-    if strategy.params is not SHARD or strategy.keep_until_backward or strategy.optim_over_replicas:
-        raise UsageError(
-            f"{name} is {secondary!r} with strategy {strategy.name!r}, which keeps copies of its own; take full_shard or "
-            "hybrid_shard."
-        )
-    is_number = isinstance(secondary, int) and not isinstance(secondary, bool)
-    if not is_number or secondary not in range(2, num_ranks + 1) or num_ranks % secondary:  # type: ignore[operator]
-        raise UsageError(
-            f"{name} is {secondary!r}; pass how many of the {num_ranks} ranks that shard keep one copy from the forward to the "
-            f"backward: a divisor of {num_ranks} above 1, the ranks of one node say."
-        )
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
@@ -268,7 +251,10 @@ class ActivationCheckpointing:
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
     """Parse `none`, `full`, `selective` or `every:K`; the one parser of the library and the command line."""
-    check_kinds(checkpoint_activations=text)
+    if not isinstance(text, str):
+        raise UsageError(
+            f"checkpoint_activations is {text!r}, of type {type(text).__name__}; pass 'none', 'full', 'selective' or 'every:2'."
+        )
     fixed = {
         "none": ActivationCheckpointing(),
         "full": ActivationCheckpointing(every=1),
@@ -280,25 +266,6 @@ def checkpointing_named(text: str) -> ActivationCheckpointing:
     if head == "every" and count.isdecimal() and int(count) > 0:
         return ActivationCheckpointing(every=int(count))
     raise UsageError(f"checkpoint_activations {text!r} is not understood; {nearest(text, [*fixed, 'every:2'])}")
-
-
-ARGUMENTS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
-    "mesh": ((DeviceMesh, NoneType), "a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes it"),
-    "strategy": (Strategy, "a name such as 'full_shard', or accordion.FULL_SHARD"),
-    "precision": (Precision, "accordion.Precision(params=torch.bfloat16), for example"),
-    "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
-    "offload": (Offload, "accordion.Offload(optimizer='host'), for example"),
-    "checkpoint_activations": (str, "'none', 'full', 'selective' or 'every:2'"),
-}
-"""What `shard` takes under these names, and how to write it."""
-
-
-def check_kinds(**given: object) -> None:
-    """Raises `UsageError` for an argument of `shard` that is of another kind, saying what to write."""
-    for name, value in given.items():
-        kind, write = ARGUMENTS[name]
-        if not isinstance(value, kind):
-            raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; pass {write}.")
 
 
 DEBUG_MODES = ("streams", "order", "finite")

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Prefetch, Strategy
+from accordion.config import STRATEGIES, ActivationCheckpointing, Offload, Precision, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
 from accordion.engine.context import ShardingContext
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
+from accordion.sharding import Sharding
 from accordion.tensor_checksum import checksum, checksums
 from accordion.units import Owned
 
@@ -113,24 +114,16 @@ def form_of(tensor: object, sync: bool = False) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{lies}{place}"
 
 
-def arguments_of(
-    mesh: DeviceMesh,
-    reduce_op: str,
-    sync: bool,
-    debug: Collection[str],
-    prefetch: Prefetch,
-    checkpointing: ActivationCheckpointing,
-    secondary: int | None = None,
-) -> Facts:
-    """What ranks must agree on of the arguments of `shard` that hold for the whole model."""
+def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
+    """Return the arguments of `shard` that hold for the whole model, on which ranks must agree."""
     return {
         "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
-        "reduce_op": repr(reduce_op),
+        "reduce_op": repr(sharding.reduce_op),
         "sync": str(sync),
         "debug": str(sorted(debug)),
-        "prefetch.budget_bytes": str(prefetch.budget_bytes),
-        "checkpoint_activations": _asked(checkpointing),
-        "secondary": str(secondary),
+        "prefetch.budget_bytes": str(sharding.prefetch.budget_bytes),
+        "checkpoint_activations": _asked(sharding.checkpointing),
+        "secondary": str(sharding.secondary),
     }
 
 

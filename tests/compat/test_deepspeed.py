@@ -21,7 +21,7 @@ def sums(mesh: DeviceMesh) -> None:
             {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": op, "fp16": {"enabled": True}}
         )
         torch.manual_seed(0)
-        model = acc.shard(torch.nn.Linear(4, 4), mesh, **settings.shard)
+        model = acc.shard(torch.nn.Linear(4, 4), mesh, settings.sharding)
         scaler = settings.scaler()
         scaler.scale(model(torch.ones(2, 4, device=device())).float().mean()).backward()
         assert scaler.get_scale() == 2.0**16

@@ -80,14 +80,13 @@ def test_the_table_of_the_documentation() -> None:
 
 def test_a_file_of_the_trainer_with_its_autos() -> None:
     settings = read(TRAINER, auto=ANSWERS)
-    assert settings.strategy is FULL_SHARD
-    assert settings.precision.params is torch.bfloat16
-    assert settings.precision.master is torch.float32
+    assert settings.sharding.strategy is FULL_SHARD
+    assert settings.sharding.precision.params is torch.bfloat16
+    assert settings.sharding.precision.master is torch.float32
     assert settings.clip == 1.0
     assert settings.loss_scale is None
     assert settings.batch(8).train_batch == 64
     assert settings.mesh() is None
-    assert set(settings.shard) == {"strategy", "precision", "offload", "reduce_op"}
     assert settings.scheduler is not None
     assert settings.scheduler.lr(100 + 1, 0) == 0
     assert settings.scheduler.lr(11, 0) == 3e-4
@@ -97,7 +96,7 @@ def test_a_file_of_the_trainer_with_its_autos() -> None:
     defaults = optimizer.defaults
     assert (defaults["lr"], defaults["betas"], defaults["eps"]) == (3e-4, (0.9, 0.999), 1e-8)
     assert defaults["weight_decay"] == 0
-    assert pickle.loads(pickle.dumps(settings)).strategy == FULL_SHARD
+    assert pickle.loads(pickle.dumps(settings)).sharding.strategy == FULL_SHARD
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -116,7 +115,7 @@ def test_a_path_and_a_dict_are_the_same(tmp_path: Path) -> None:
     ("stage", "strategy"), [(0, NO_SHARD), (1, SHARD_OPTIM), (2, SHARD_GRAD_OP), (3, FULL_SHARD), (False, NO_SHARD)]
 )
 def test_stages(stage: int, strategy: Any) -> None:
-    assert read({"zero_optimization": {"stage": stage}} if stage is not False else {}).strategy is strategy
+    assert read({"zero_optimization": {"stage": stage}} if stage is not False else {}).sharding.strategy is strategy
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_stages(stage: int, strategy: Any) -> None:
 )
 def test_hybrids_and_their_mesh(key: str, strategy: Any) -> None:
     settings = read({"zero_optimization": {"stage": 3, key: 4}})
-    assert settings.strategy is strategy
+    assert settings.sharding.strategy is strategy
     assert settings.replicas(8) == 2
     with fake_world(8, 0):
         mesh = settings.mesh()
@@ -164,13 +163,13 @@ def test_batch_sizes_that_do_not_fit(said: tuple[int | None, ...]) -> None:
 
 def test_precision() -> None:
     both = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    assert read({"bf16": {"enabled": True, **both}}).precision.master is torch.bfloat16
-    assert read({"bfloat16": {"enabled": True}}).precision.params is torch.bfloat16
-    assert read({"fp16": {"enabled": True}}).precision.params is torch.float16
-    assert read({}).precision.params is None
-    assert read({"communication_data_type": "bf16"}).precision.reduce is torch.bfloat16
-    assert read({"data_types": {"buffer_dtype": "bf16"}}).precision.buffers is torch.bfloat16
-    assert read({"gradient_allreduce_op": "sum"}).reduce_op == "sum"
+    assert read({"bf16": {"enabled": True, **both}}).sharding.precision.master is torch.bfloat16
+    assert read({"bfloat16": {"enabled": True}}).sharding.precision.params is torch.bfloat16
+    assert read({"fp16": {"enabled": True}}).sharding.precision.params is torch.float16
+    assert read({}).sharding.precision.params is None
+    assert read({"communication_data_type": "bf16"}).sharding.precision.reduce is torch.bfloat16
+    assert read({"data_types": {"buffer_dtype": "bf16"}}).sharding.precision.buffers is torch.bfloat16
+    assert read({"gradient_allreduce_op": "sum"}).sharding.reduce_op == "sum"
 
 
 OPTIMIZERS = [
@@ -389,7 +388,7 @@ OFFLOADED = [
 
 @pytest.mark.parametrize(("zero", "expected"), OFFLOADED)
 def test_offload_is_where_shards_rest(zero: dict[str, Any], expected: Offload) -> None:
-    assert read({"zero_optimization": zero}).offload == expected
+    assert read({"zero_optimization": zero}).sharding.offload == expected
 
 
 NOT_OFFLOADED = [

@@ -20,9 +20,10 @@ from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.completeness import is_whole
 from accordion.integrations.pairs import Pair, engines_of, paired, parts
-from accordion.integrations.sharding import Sharding, step_on_shards
+from accordion.integrations.sharding import ShardArguments, step_on_shards
 from accordion.integrations.whole_states import Beside
 from accordion.optim import clip_norm_of
+from accordion.sharding import Sharding
 from accordion.state import full_state_dict, no_sync
 
 PLUGINS = {
@@ -48,21 +49,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        found = Sharding.of(sharding)
+        arguments = ShardArguments.of(sharding)
         super().__init__(*args, **kwargs)
-        self._take(found)
+        self._take(arguments)
 
     @classmethod
-    def of(cls, accelerator: accelerate.Accelerator, sharding: Sharding) -> Accelerator:
+    def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
         """`accelerator` itself, which has prepared nothing yet, made one of this class."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs accelerate's own Accelerator, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
-        accelerator._take(sharding)
+        accelerator._take(arguments)
         return accelerator  # type: ignore[no-any-return]
 
-    def _take(self, sharding: Sharding) -> None:
-        self.sharding = sharding
+    def _take(self, arguments: ShardArguments) -> None:
+        self.shard_arguments = arguments
         for key, words in PLUGINS.items():
             if getattr(self.state, key, None) is not None:
                 raise UsageError(
@@ -94,7 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def shard(self, model: nn.Module) -> nn.Module:
         """`model`, sharded as this accelerator was told, unless it is already or has no parameters."""
         if engine_of(model) is None and next(model.parameters(), None) is not None:
-            self.sharding.applied(model, self.mixed_precision if self.native_amp else "no")
+            self.shard_arguments.applied(model, self.mixed_precision if self.native_amp else "no")
         return model
 
     def prepare_model(

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
-from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.completeness import why_incomplete
-from accordion.integrations.sharding import Sharding
+from accordion.integrations.sharding import ShardArguments
+from accordion.sharding import Sharding
 from accordion.weights.initialise import initialise
 from accordion.weights.meta_start import source_of
 
-MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names, in those of `Sharding.applied`
+MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names, in those of `ShardArguments.applied`
 META = "meta.pt"  # what is neither model nor optimizer; written last, so that it says that all of it is there
 KINDS = ("full", "sharded")
 NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -47,7 +47,7 @@ class ShardedStrategy:
         state_dict_type: str = "full",
         **kwargs: Any,
     ) -> None:
-        self.sharding = Sharding.of(sharding)
+        self.shard_arguments = ShardArguments.of(sharding)
         if state_dict_type not in KINDS:
             raise UsageError(f"state_dict_type={state_dict_type!r} is none of {', '.join(map(repr, KINDS))}.")
         self.state_dict_type = state_dict_type
@@ -69,18 +69,18 @@ class ShardedStrategy:
             _initialise(module)
         return module
 
-    def _over_nodes(self) -> Sharding:
-        """The sharding with its mesh: for a hybrid, replicas are nodes."""
-        if self.sharding.mesh is not None:
-            return self.sharding
+    def _over_nodes(self) -> ShardArguments:
+        """Return the arguments with their mesh: for a hybrid, replicas are nodes."""
+        if self.shard_arguments.mesh is not None:
+            return self.shard_arguments
         if self._mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
-            if strategy_named(self.sharding.strategy).hybrid:
+            if self.shard_arguments.sharding.strategy.hybrid:
                 shape = (self.num_nodes, ranks // self.num_nodes)
                 self._mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
             else:
                 self._mesh = init_device_mesh(device, (ranks,))
-        return replace(self.sharding, mesh=self._mesh)
+        return replace(self.shard_arguments, mesh=self._mesh)
 
     def _write_folder(self, folder: Path, models: Mapping[str, list[Any]], rest: Any) -> None:
         """`models`: under each name what `parts` gives. Not complete before the last file, `META`, is there."""

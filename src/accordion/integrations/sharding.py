@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,72 +13,62 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accordion.config import FULL_SHARD, Offload, Precision, Prefetch, Strategy
+from accordion.config import Precision
 from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
 from accordion.integrations.buffers import FirstRanksBuffers
 from accordion.optim import ELEMENTWISE, inner_of, wrap_optimizer
 from accordion.safety.steps import refuse_adafactor
 from accordion.shard.api import entry_point, shard
-from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.replaced_parameters import follow_moved
-from accordion.units import UnitChoice
+from accordion.sharding import Sharding
 from accordion.weights.meta_start import fill_from_source
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what accelerate calls them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """The arguments of `accordion.shard`, each with its default there but for two.
+class ShardArguments:
+    """The arguments of `accordion.shard` for the models of a library's trainer.
 
-    `precision`: None takes the library's own mixed precision: under "bf16" and "fp16" parameters are gathered in that dtype,
-    and autocast runs as always; `Precision()` gathers them as they are. `sync`: None gives all ranks the first one's values,
-    as DistributedDataParallel does; a model on the meta device has none to give.
+    Args:
+        sharding: without a precision it takes the library's own mixed precision: under "bf16" and "fp16" parameters are gathered
+            in that dtype, and autocast runs as always. `Precision()` gathers them as they are.
+        mesh: as `accordion.shard` takes it.
+        sync: None gives all ranks the first one's values, as DistributedDataParallel does; a model on the meta device has none.
+        debug: as `accordion.shard` takes it.
     """
 
+    sharding: Sharding = field(default_factory=Sharding)
     mesh: DeviceMesh | None = None
-    units: UnitChoice = None
-    strategy: Strategy | str = FULL_SHARD
-    precision: Precision | None = None
-    prefetch: Prefetch | None = None
-    offload: Offload | None = None
-    checkpoint_activations: str = "none"
-    secondary: int | None = None
-    meshes: MeshChoice | None = None
-    reduce_op: Literal["mean", "sum"] = "mean"
     sync: bool | None = None
     debug: str | Iterable[str] = ()
 
     @classmethod
-    def of(cls, given: Sharding | Mapping[str, Any] | None) -> Sharding:
-        """What was given as a dict, or not at all. Raises `UsageError` for keys that `accordion.shard` does not take."""
-        if given is None or isinstance(given, cls):
-            return given or cls()
-        if not isinstance(given, Mapping):
+    def of(cls, given: Sharding | Mapping[str, Any] | None) -> ShardArguments:
+        """Read a trainer's `sharding=`: a `Sharding`, or a dict of arguments of `accordion.shard`. Raises `UsageError`."""
+        if isinstance(given, Sharding):
+            return cls(sharding=given)
+        if not isinstance(given, Mapping | None):
             raise UsageError(
-                f"sharding takes a Sharding, or a dict of the arguments of accordion.shard, not {given!r}."
+                f"sharding takes an accordion.Sharding, or a dict of the arguments of accordion.shard, not {given!r}."
             )
-        known = [field.name for field in fields(cls)]
-        unknown = [str(key) for key in given if key not in known]
-        if unknown:
-            raise UsageError(
-                f"sharding has {', '.join(unknown)}, which accordion.shard does not take; it takes {', '.join(known)}."
-            )
-        return cls(**given)
+        others = {key: value for key, value in (given or {}).items() if key in ("mesh", "sync", "debug")}
+        rest = {key: value for key, value in (given or {}).items() if key not in others}
+        return cls(sharding=Sharding.from_config(rest), **others)
 
     def applied(self, model: nn.Module, mixed_precision: str = "no") -> nn.Module:
-        """`model`, sharded in place, with the weights of its source where it has one. Called by all ranks together.
+        """Shard `model` in place, fill it with the weights of its source if it has one, and return it. A collective.
 
         `mixed_precision`: as accelerate calls it. Afterwards `generate` may be called as before, and all ranks take the first
         one's buffers before each forward, as under DistributedDataParallel.
         """
-        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.precision is None and mixed_precision in AMP:
-            arguments["precision"] = Precision(params=AMP[mixed_precision])
-        if self.sync is None:
-            arguments["sync"] = not any(param.is_meta for param in model.parameters())
-        shard(model, **arguments)
+        sharding, sync = self.sharding, self.sync
+        if sharding.precision is None and mixed_precision in AMP:
+            sharding = replace(sharding, precision=Precision(params=AMP[mixed_precision]))
+        if sync is None:
+            sync = not any(param.is_meta for param in model.parameters())
+        shard(model, self.mesh, sharding, sync=sync, debug=self.debug)
         fill_from_source(model)
         engine = engine_of(model)
         assert engine is not None

@@ -18,7 +18,8 @@ from accordion.checkpoint.collective import Team
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.accelerate import Accelerator
 from accordion.integrations.completeness import why_incomplete
-from accordion.integrations.sharding import Sharding
+from accordion.integrations.sharding import ShardArguments
+from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk
 from accordion.weights.meta_start import remember_source
@@ -58,7 +59,7 @@ class ShardedTrainer:
     is_in_train: bool
 
     def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._sharding = Sharding.of(sharding if sharding is not None else type(self).sharding)
+        self._shard_arguments = ShardArguments.of(sharding if sharding is not None else type(self).sharding)
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -72,7 +73,7 @@ class ShardedTrainer:
                 f"this one process has {self.args.n_gpu} GPUs; start one for each of them, as torchrun does."
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        Accelerator.of(self.accelerator, self._sharding)
+        Accelerator.of(self.accelerator, self._shard_arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: each rank's rows go to its device when the model is sharded; the whole model may not fit there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.config import (
-    FULL_SHARD,
-    Offload,
-    Place,
-    Precision,
-    Prefetch,
-    Strategy,
-    check_kinds,
-    check_secondary,
-    checkpointing_named,
-    debug_modes,
-    strategy_named,
-)
+from accordion.config import Place, Precision, Strategy, debug_modes
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
 from accordion.engine.group import GroupPlan
@@ -51,7 +39,7 @@ from accordion.shard.build import UnitSpec, build_engine, groups_over, with_tier
 from accordion.shard.checks import check_model
 from accordion.shard.entry_points import check_entry_point
 from accordion.shard.layouts import Layout, layout_of, local_part
-from accordion.shard.own_meshes import MeshChoice, check_choice, meshes_or_refusal, told
+from accordion.shard.own_meshes import check_choice, meshes_or_refusal, told
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_extended, extended_rows, is_extended, rows_mesh
 from accordion.shard.topology import (
@@ -62,8 +50,9 @@ from accordion.shard.topology import (
     secondary_communicator,
     wire,
 )
+from accordion.sharding import Sharding
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, UnitChoice, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
+from accordion.units import Owned, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -71,93 +60,63 @@ log = logging.getLogger("accordion")
 def shard(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
+    sharding: Sharding | None = None,
     *,
-    units: UnitChoice = None,
-    strategy: Strategy | str = FULL_SHARD,
-    precision: Precision | None = None,
-    prefetch: Prefetch | None = None,
-    offload: Offload | None = None,
-    checkpoint_activations: str = "none",
-    secondary: int | None = None,
-    meshes: MeshChoice | None = None,
-    reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
+    **fields: Any,
 ) -> nn.Module:
-    """Shard `model` in place over the ranks of `mesh` and return it; call it on every rank, before making an optimizer.
+    """Shard `model` in place over the ranks of `mesh` and return it.
 
-    `model`: real, equal on all ranks (a checksum tells, of buffers in the state dict too), or on the meta device, then its
-    shards are zeros until they are loaded. `sync=True` takes the first rank's values; the others may be on meta.
-    `mesh`: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks. `strategy`: also by its name.
-    `units`: what is gathered together: module classes or their names, `min_params(n)`, a callable (name, module) -> bool,
-    `only_blocks()`; by default the repeated blocks, and embeddings and heads about as large as one.
-    `checkpoint_activations`: none, full, selective or every:K, of units that are more than one layer.
-    `offload`: what rests off the device, and where the optimizer steps; by default nothing.
-    `secondary`: how many ranks keep one copy of each unit from its forward to its backward, a part each, in the dtype that is
-    gathered: the ranks of a node say, so that a backward gathers from none outside of it. By default nothing is kept.
-    `meshes`: parameters that lie over some of the ranks alone, experts say: a class of modules, or a pattern of the names of
-    modules or parameters -> a slice of a mesh of all ranks, 1-D, or 2-D of which the second axis shards. They are DTensors over
-    the other ranks, `Shard(dim)` on each axis. Their gradients are summed over their own mesh and divided as all others.
-    `reduce_op`: over all data-parallel ranks; "sum" for losses weighted by tokens. `debug`, any of: "streams" fills what is let
-    go with NaN and lets nothing arrive before it is waited for, so that a use after free or a missing wait shows; "order" has
-    ranks agree on each collective before it, as they do in the first step without; "finite" names the unit and the phase
-    in which NaN or inf came up first. With any of them every forward is checked for writes into full parameters through
-    `.data`, which are lost when these are freed; else each unit is checked in its first two steps.
-    Afterwards each parameter is a DTensor at its optimizer's placement.
+    Call it on every rank, before the optimizer is made. Afterwards each parameter is a DTensor at its optimizer's placement.
 
-    Raises `UsageError` for what cannot be done, `DivergenceError` on every rank where arguments or models differ, naming both.
+    Args:
+        model: with real parameters, equal on all ranks (checksums are compared, also of buffers in the state dict), or on the
+            meta device; its shards are zeros then until they are loaded.
+        mesh: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks.
+        sharding: how to shard; or `fields` of it instead: `shard(model, strategy="shard_optim", precision="bf16")`.
+        sync: all ranks take the first rank's values; the others' models may be on the meta device.
+        debug: any of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives until they
+            are waited for, so that a use after free or a missing wait shows. "order" has ranks agree on each collective before
+            it, as they do in the first step without it. "finite" names the unit and the phase in which NaN or inf came up
+            first. With any of them every forward is checked for writes into full parameters through `.data`, which are lost
+            when these are freed; without, the first two steps of each unit are.
+        fields: the fields of `Sharding`.
+
+    Raises `UsageError` for arguments that cannot be combined, and `DivergenceError` on every rank if arguments or models
+    differ between ranks, naming both.
     """
-    return shard_over(
-        communicator_over,
-        model,
-        mesh,
-        units=units,
-        strategy=strategy,
-        precision=precision,
-        prefetch=prefetch,
-        offload=offload,
-        checkpoint_activations=checkpoint_activations,
-        secondary=secondary,
-        meshes=meshes,
-        reduce_op=reduce_op,
-        sync=sync,
-        debug=debug,
-    )
+    if sharding is None:
+        sharding = Sharding.from_config(fields)
+    elif fields or not isinstance(sharding, Sharding):
+        raise UsageError(
+            f"shard() was given sharding={sharding!r} and the fields {', '.join(fields) or 'none'}; pass an accordion.Sharding, "
+            "or its fields, such as strategy='full_shard'."
+        )
+    return shard_over(communicator_over, model, mesh, sharding, sync=sync, debug=debug)
 
 
 def shard_over(
     make: CommunicatorMaker,
     model: nn.Module,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None,
+    sharding: Sharding,
     *,
-    units: UnitChoice = None,
-    strategy: Strategy | str = FULL_SHARD,
-    precision: Precision | None = None,
-    prefetch: Prefetch | None = None,
-    offload: Offload | None = None,
-    checkpoint_activations: str = "none",
-    secondary: int | None = None,
-    meshes: MeshChoice | None = None,
-    reduce_op: Literal["mean", "sum"] = "mean",
     sync: bool = False,
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
     """`shard` over communicators that `make` makes, with host memory that `make_arena` takes: the planner has its own."""
-    precision, prefetch, offload = precision or Precision(), prefetch or Prefetch(), offload or Offload()
-    strategy = strategy_named(strategy)
-    check_kinds(mesh=mesh, strategy=strategy, precision=precision, prefetch=prefetch, offload=offload)
-    checkpointing = checkpointing_named(checkpoint_activations)
+    strategy, precision, offload = sharding.strategy, sharding.precision or Precision(), sharding.offload
     modes = debug_modes(debug)
-    meshes = check_choice(meshes, strategy, sync=sync)
-    check_model(model, reduce_op)
+    meshes = check_choice(sharding.meshes, strategy, sync=sync)
+    check_model(model, mesh)
     with torch.no_grad(), torch.inference_mode(False):
         mesh = mesh_for(mesh, strategy)
-        if secondary is not None:
-            check_secondary(secondary, strategy, mesh.size(mesh.ndim - 1))
-        scale = 1.0 / mesh.size() if reduce_op == "mean" else 1.0
+        sharding.check_secondary(mesh.size(mesh.ndim - 1))
+        scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
         context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
-        chosen = choose_units(model, units)
+        chosen = choose_units(model, sharding.units)
         owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
         check_hooks(owned)
         over, refused = meshes_or_refusal(model, owned, meshes, mesh, strategy)
@@ -165,7 +124,7 @@ def shard_over(
         offloads = by_unit(chosen, offload, "Offload")
         spread = [o for o, m in zip(owned, over, strict=True) if m is None and refused is None]
         check_extended(spread, strategy, offloads=any(o.offloads or o.asks for o in offloads), sync=sync)
-        given = arguments_of(mesh, reduce_op, sync, modes, prefetch, checkpointing, secondary)
+        given = arguments_of(mesh, sharding, sync, modes)
         given |= settings_of([name for name, _ in chosen], precisions, offloads) | told(over, owned)
         same_structure(owned, chosen, strategy, context, given, refused)
         contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(over) if m is not None}
@@ -180,10 +139,10 @@ def shard_over(
             groups_over(mine, [own.get(id(o)) for o, _ in mine], each)
             for mine, each in zip(plain, precisions, strict=True)
         ]
-        check_activations(offloads, checkpoint_activations)
+        check_activations(offloads, sharding.checkpoint_activations)
         context = with_tiers(context, offloads, planned, offload, make_arena)
-        if secondary is not None:
-            planned = [_with_secondary(groups, context, secondary, make) for groups in planned]
+        if sharding.secondary is not None:
+            planned = [_with_secondary(groups, context, sharding.secondary, make) for groups in planned]
         for o, c in [pair for mine in extended for pair in mine]:
             part = extended_rows(o.original.detach(), c, context.shard.rank, context.device)
             o.original = replace_by_subclass(o, part, mesh, _placements(c, mesh, strategy))
@@ -199,9 +158,10 @@ def shard_over(
             )
             for i, ((name, module), each) in enumerate(zip(chosen, precisions, strict=True))
         ]
-        engine = build_engine(context, strategy, precision, prefetch, specs, owned, rows.fill, debug=modes)
+        engine = build_engine(context, strategy, precision, sharding.prefetch, specs, owned, rows.fill, debug=modes)
         engine.unfilled.update(map(id, rows.unfilled))
         place_buffers(model, {id(m): p for (_, m), p in zip(chosen, precisions, strict=True)}, context, sync)
+    checkpointing = sharding.checkpointing
     deep = [i for i, (_, module) in enumerate(chosen) if i and not is_layer(module)]
     for i in deep[:: checkpointing.every] if checkpointing.every else ():
         checkpoint_forward(chosen[i][1], checkpointing, activation_offload_of(engine, i))

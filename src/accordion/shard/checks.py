@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
 from accordion.engine.calls import transform_error
@@ -10,16 +11,19 @@ from accordion.engine.hooks import engine_of
 from accordion.errors import UsageError
 
 
-def check_model(model: nn.Module, reduce_op: str) -> None:
-    """Raise `UsageError` for what `shard` cannot take, whatever else it is given."""
+def check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Raise `UsageError` for a model or a mesh that `shard` cannot take, whatever else it is given."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"mesh is {mesh!r}, of type {type(mesh).__name__}; pass a DeviceMesh, as "
+            "torch.distributed.device_mesh.init_device_mesh makes it."
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(f"shard() takes a torch.nn.Module, not {type(model).__name__}.")
     if _torch.transforms_active():  # FSDP1's wrappers shard at their first call
         raise transform_error()
     if engine_of(model) is not None:
         raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
-    if reduce_op not in ("mean", "sum"):
-        raise UsageError(f"reduce_op={reduce_op!r} is not known; pass 'mean' or 'sum'.")
     if next(model.parameters(), None) is None:
         raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to shard.")
     for name, module in model.named_modules():

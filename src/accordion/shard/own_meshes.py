@@ -14,10 +14,8 @@ from accordion import _torch
 from accordion.config import Place, Strategy
 from accordion.errors import UsageError
 from accordion.shard.layouts import local_part
+from accordion.sharding import MeshChoice
 from accordion.units import Owned
-
-MeshChoice = Mapping[type[nn.Module] | str, DeviceMesh]
-"""Class of modules, or pattern of the names of modules or parameters -> the mesh of what lies in them."""
 
 
 def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:

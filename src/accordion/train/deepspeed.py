@@ -97,15 +97,15 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
 
 def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[Translation]:
     groups = ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size")
-    yield Translation("shard.strategy", settings.strategy.name, ("zero_optimization.stage", *groups))
+    yield Translation("shard.strategy", settings.sharding.strategy.name, ("zero_optimization.stage", *groups))
     if settings.group_ranks is not None:
         yield Translation("shard.replicas", settings.replicas(num_ranks), groups)
     yield Translation("shard.precision", _precision(config, settings), ("bf16.enabled", "fp16.enabled"))
     z = "zero_optimization."
     optimizer = (f"{z}offload_optimizer.device", f"{z}cpu_offload")
-    yield Translation("shard.offload_optimizer", settings.offload.optimizer, optimizer)
+    yield Translation("shard.offload_optimizer", settings.sharding.offload.optimizer, optimizer)
     params = tuple(z + name for name in ("offload_param.device", "cpu_offload_params", "cpu_offload_param"))
-    yield Translation("shard.offload_params", settings.offload.params, params)
+    yield Translation("shard.offload_params", settings.sharding.offload.params, params)
     said = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
     batch = replace(settings, said=said).batch(num_ranks)
     yield Translation("train.micro_batch", batch.micro_batch, (MICRO, TRAIN))

@@ -30,6 +30,7 @@ from accordion.errors import CheckpointError, DivergenceError, NonFiniteError, U
 from accordion.offload.step.deferred_step import engines_of
 from accordion.optim import ELEMENTWISE, clip_grad_norm_, scale_gradients, wrap_optimizer
 from accordion.shard.api import shard as shard_model
+from accordion.sharding import Sharding
 from accordion.state import no_sync
 from accordion.train import checkpoints, run_state
 from accordion.train.auto_plan import beside
@@ -296,17 +297,17 @@ def _make(config: JobConfig, prepared: Prepared, place: RankPlace, device: torch
     built = work.model(options.seed)
     on_meta = any(p.is_meta for p in built.parameters())
     units = units_named(shard.units)
-    model = shard_model(
-        built,
-        _mesh(strategy, prepared, place, device),
-        units=work.units() if units is None else units,
+    base = theirs.sharding if theirs else Sharding()
+    sharding = replace(
+        base,
         strategy=strategy,
-        precision=replace(theirs.precision if theirs else Precision(), params=COMPUTE_DTYPES[name]),
+        precision=replace(base.precision or Precision(), params=COMPUTE_DTYPES[name]),
+        offload=offload,
+        units=work.units() if units is None else units,
         checkpoint_activations=shard.checkpoint_activations,
         secondary=shard.secondary or None,
-        offload=offload,
-        reduce_op=theirs.reduce_op if theirs else "mean",
     )
+    model = shard_model(built, _mesh(strategy, prepared, place, device), sharding)
     work.fill(model, options.seed, on_meta=on_meta)
     own = work.optimizer(model)
     optimizer = _optimizer(model, config, theirs, own)

@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.distributed_c10d import Store
 
-from accordion.config import check_secondary, strategy_named
+from accordion.config import strategy_named
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.llama import TRAINED
 from accordion.models.stored import computing, end_of_turn, ends_of
+from accordion.sharding import Sharding
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
@@ -150,10 +151,8 @@ class _Place:
 
 def _check_shards(config: JobConfig, place: _Place) -> None:
     shard = config.shard
-    if shard.secondary:
-        check_secondary(
-            shard.secondary, strategy_named(shard.strategy), place.world // place.replicas, "shard.secondary"
-        )
+    sharding = Sharding(strategy=strategy_named(shard.strategy), secondary=shard.secondary or None)
+    sharding.check_secondary(place.world // place.replicas, "shard.secondary")
     for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if url and "://" in url:
             raise UsageError(

@@ -79,7 +79,7 @@ def initialize(
     init_distributed()
     device_type = device_type_of_job()
     groups = list(model_parameters) if model_parameters is not None else None
-    shard(model, settings.mesh(device_type), sync=True, **settings.shard)
+    shard(model, settings.mesh(device_type), settings.sharding, sync=True)
     made = _optimizer(model, optimizer, groups, settings)
     make: Any = settings.scheduler if lr_scheduler is None else lr_scheduler
     scheduler = make if make is None or isinstance(make, LRScheduler) else make(made)
@@ -100,7 +100,7 @@ def _optimizer(model: nn.Module, given: Any, groups: list[Any] | None, settings:
             )
         for group in given.param_groups:
             group["params"] = [_now(p) for p in group["params"]]
-        return wrap_optimizer(given) if settings.offload.streams else given
+        return wrap_optimizer(given) if settings.sharding.offload.streams else given
     make = given or settings.optimizer
     if make is None:
         raise UsageError("the configuration names no optimizer and initialize() was given none; give one of both.")
@@ -138,7 +138,7 @@ class DeepSpeedEngine(nn.Module):
         self._norm: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        adds_up = self.training and self.settings.strategy.grads is Place.REPLICATE
+        adds_up = self.training and self.settings.sharding.strategy.grads is Place.REPLICATE
         with no_sync(self.module) if adds_up and not self.is_gradient_accumulation_boundary() else nullcontext():
             return self.module(*args, **kwargs)
 

@@ -32,6 +32,7 @@ from accordion.config import (
 )
 from accordion.errors import UsageError, nearest
 from accordion.files import read_text
+from accordion.sharding import Sharding
 
 log = logging.getLogger("accordion")
 STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
@@ -82,10 +83,12 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
             )
         said["scheduler.params.warmup_max_lr"] = optimizer.lr
     return Settings(
-        strategy=strategy,
-        precision=_precision(said),
-        offload=_offload(said),
-        reduce_op=said.get("gradient_allreduce_op", "mean"),
+        sharding=Sharding(
+            strategy=strategy,
+            precision=_precision(said),
+            offload=_offload(said),
+            reduce_op=said.get("gradient_allreduce_op", "mean"),
+        ),
         clip=float(said.get("gradient_clipping", 0.0)),
         optimizer=optimizer,
         scheduler=_schedule(said),

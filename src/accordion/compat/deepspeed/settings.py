@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accordion.compat.deepspeed.optimizers import OptimizerChoice
 from accordion.compat.deepspeed.scaling import LossScale, LossScaler
 from accordion.compat.deepspeed.schedules import Schedule
-from accordion.config import Offload, Precision, Strategy
 from accordion.errors import UsageError
+from accordion.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,7 @@ class Settings:
     dotted, with their values after `"auto"`; `autos`: those that were. `ignored`: keys in it that are not needed here.
     """
 
-    strategy: Strategy
-    precision: Precision
-    offload: Offload
-    reduce_op: Literal["mean", "sum"]
+    sharding: Sharding
     clip: float
     optimizer: OptimizerChoice | None
     scheduler: Schedule | None
@@ -45,12 +42,6 @@ class Settings:
     said: dict[str, Any]
     autos: tuple[str, ...]
     ignored: tuple[str, ...]
-
-    @property
-    def shard(self) -> dict[str, Any]:
-        """Keyword arguments of `shard`, without the mesh: `acc.shard(model, settings.mesh(), **settings.shard)`."""
-        keys = ("strategy", "precision", "offload", "reduce_op")
-        return {key: getattr(self, key) for key in keys}
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
         """The mesh that `shard` needs, over all ranks; None where its own default will do. Call it on every rank."""

@@ -29,8 +29,8 @@ from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.spread import ALL_AXES, silent_exchange, spread_experts
 from accordion.plan.trace.tracker import Tracker
 from accordion.shard.api import shard_over
-from accordion.shard.own_meshes import MeshChoice
 from accordion.shard.topology import CommunicatorMaker
+from accordion.sharding import MeshChoice, Sharding
 from accordion.state import no_sync
 
 
@@ -41,7 +41,9 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
         with tracker.paused():
             meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
     arena = partial(TracedArena, tracker, run)
-    shard_over(silent(tracker, run), model, mesh, **run.sharding, meshes=meshes, make_arena=arena)
+    shard_over(
+        silent(tracker, run), model, mesh, Sharding.from_config({**run.sharding, "meshes": meshes}), make_arena=arena
+    )
     engine = engine_of(model)
     assert engine is not None
     if run.device == "cuda":

@@ -14,7 +14,7 @@ from accordion.plan.events import ALL_TO_ALL, EXPERTS
 from accordion.plan.experts import experts_in
 from accordion.plan.trace.moves import Move, moved, with_tensors
 from accordion.plan.trace.tracker import Tracker
-from accordion.shard.own_meshes import MeshChoice
+from accordion.sharding import MeshChoice
 
 EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # of the mesh, the second of neighbours
 ALL_AXES = "dp"  # both as one

@@ -1,0 +1,194 @@
+"""`Sharding`: how a model is sharded, as one value that everything which mentions sharding takes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accordion.config import (
+    COMPUTE_DTYPES,
+    FULL_SHARD,
+    ActivationCheckpointing,
+    Offload,
+    Place,
+    Precision,
+    Prefetch,
+    Strategy,
+    checkpointing_named,
+    strategy_named,
+)
+from accordion.errors import UsageError, nearest
+from accordion.units import UnitChoice, units_named
+
+MeshChoice = Mapping[type[nn.Module] | str, DeviceMesh]
+"""Class of modules, or pattern of the names of modules or parameters -> the mesh of what lies in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How `shard` distributes a model over the ranks.
+
+    Args:
+        strategy: where parameters, gradients and optimizer state live: `accordion.FULL_SHARD`, or its name, "full_shard".
+        precision: the dtypes of computation, reduction and parameters; or "fp32", "bf16" or "fp16" for the dtype of the
+            computation. None: `Precision()`; in a library's trainer, its own mixed precision.
+        prefetch: how much is gathered ahead of use.
+        offload: which state rests off the device, and where the optimizer steps; or words, "optimizer=host,params=disk:/folder".
+        units: modules that are gathered together: classes or their names, `min_params(n)`, a callable (name, module) -> bool,
+            `only_blocks()`; or words, "blocks", "min_params:1000000", "Block,Head". None or "auto": the repeated blocks, and
+            embeddings and heads about as large as one.
+        checkpoint_activations: activations that are recomputed, of units with more than one layer: "none", "full",
+            "selective" or "every:K".
+        secondary: number of ranks, those of a node for example, that keep one copy of each unit from its forward to its
+            backward, a part each, in the dtype that is gathered. None: no copy is kept.
+        meshes: class of modules, or pattern of names -> the mesh of these parameters, experts for example: a slice of a mesh of
+            all ranks, 1-D, or 2-D of which the second axis shards. Their gradients are summed over their own mesh.
+        reduce_op: "mean" over all data-parallel ranks, or "sum" for losses weighted by tokens.
+
+    Raises `UsageError` for a value that no field takes.
+    """
+
+    strategy: Strategy = FULL_SHARD
+    precision: Precision | None = None
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    offload: Offload = field(default_factory=Offload)
+    units: UnitChoice = None
+    checkpoint_activations: str = "none"
+    secondary: int | None = None
+    meshes: MeshChoice | None = None
+    reduce_op: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        for name, parse in PARSERS.items():
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, parse(getattr(self, name)))
+        for name, make in {"prefetch": Prefetch, "offload": Offload}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, make())
+        for name, (kind, example) in KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "precision" and value is None):
+                raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; pass {example}.")
+        checkpointing_named(self.checkpoint_activations)
+        if self.reduce_op not in ("mean", "sum"):
+            raise UsageError(f"reduce_op={self.reduce_op!r} is not known; pass 'mean' or 'sum'.")
+
+    @property
+    def checkpointing(self) -> ActivationCheckpointing:
+        """The parsed `checkpoint_activations`."""
+        return checkpointing_named(self.checkpoint_activations)
+
+    def check_secondary(self, num_ranks: int, name: str = "secondary") -> None:
+        """Raise `UsageError` if `secondary` does not fit the strategy or the ranks that shard. `name`: in the message."""
+        if self.secondary is None:
+            return
+        s, asked = self.strategy, f"{name} is {self.secondary!r}"
+        if s.params is not Place.SHARD or s.keep_until_backward or s.optim_over_replicas:
+            raise UsageError(
+                f"{asked} with strategy {s.name!r}, which keeps copies of its own; take full_shard or hybrid_shard."
+            )
+        is_number = isinstance(self.secondary, int) and not isinstance(self.secondary, bool)
+        if not is_number or self.secondary not in range(2, num_ranks + 1) or num_ranks % self.secondary:
+            raise UsageError(
+                f"{asked}; pass how many of the {num_ranks} ranks that shard keep one copy from the forward to the backward: "
+                f"a divisor of {num_ranks} above 1, the ranks of one node for example."
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Sharding:
+        """Make a `Sharding` of a mapping from names of fields to values or words. Raises `UsageError` for other names."""
+        known = [f.name for f in fields(cls)]
+        for key in config:
+            if key not in known:
+                raise UsageError(f"sharding takes no {key!r}; {nearest(str(key), known)}")
+        return cls(**config)
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults, in words where they have them; `from_config` reads it.
+
+        Values without words (functions, overrides, meshes) are returned as they are.
+        """
+        default = Sharding()
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+        return {name: PRINTERS[name](value) if name in PRINTERS else value for name, value in changed.items()}
+
+
+KINDS: Mapping[str, tuple[type, str]] = {
+    "strategy": (Strategy, "a name such as 'full_shard', or accordion.FULL_SHARD"),
+    "precision": (Precision, "accordion.Precision(params=torch.bfloat16), or 'bf16', for example"),
+    "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
+    "offload": (Offload, "accordion.Offload(optimizer='host'), or 'optimizer=host', for example"),
+}
+"""Type of each field that has one, and an example of a value."""
+
+OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("params", "grads", "optimizer", "activations", "step"), str),
+    **dict.fromkeys(("device_bytes", "host_bytes"), int),
+    **dict.fromkeys(("step_in_backward", "checksums"), {"true": True, "false": False}.__getitem__),
+}
+"""Fields of `Offload` that have words, each with its parser."""
+
+
+def precision_named(name: str) -> Precision:
+    """Return the precision with that dtype of the computation, `fp32`, `bf16` or `fp16`. Raises `UsageError`."""
+    if name not in COMPUTE_DTYPES:
+        raise UsageError(f"precision {name!r} does not exist; {nearest(name, COMPUTE_DTYPES)}")
+    return Precision(params=COMPUTE_DTYPES[name])
+
+
+def precision_words(precision: Precision) -> str | Precision:
+    """Return the name of a precision, or itself if it has none."""
+    return next((name for name, dtype in COMPUTE_DTYPES.items() if precision == Precision(params=dtype)), precision)
+
+
+def offload_named(text: str) -> Offload:
+    """Parse `none`, or places such as `optimizer=host,params=disk:/folder,device_bytes=1000000`. Raises `UsageError`."""
+    values: dict[str, Any] = {}
+    for part in [] if text == "none" else text.split(","):
+        name, _, word = (piece.strip() for piece in part.partition("="))
+        try:
+            values[name] = OFFLOAD_FIELDS[name](word)
+        except (KeyError, ValueError):
+            known = nearest(name, OFFLOAD_FIELDS)
+            raise UsageError(f"offload {text!r} has {part!r}; write optimizer=host, for example; {known}") from None
+    return Offload(**values)
+
+
+def offload_words(offload: Offload) -> str | Offload:
+    """Return the words for an offload, or itself if it has overrides."""
+    if offload.overrides:
+        return offload
+    default = Offload()
+    asked = {f.name: getattr(offload, f.name) for f in fields(offload)}
+    words = [
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in asked.items() if v != getattr(default, k)
+    ]
+    return ",".join(words) or "none"
+
+
+def unit_words(units: UnitChoice) -> Any:
+    """Return the words for a choice of units, or itself if it has none."""
+    words = ",".join(units) if isinstance(units, list) and all(isinstance(u, str) for u in units) else str(units)
+    try:
+        return words if units_named(words) == units else units
+    except UsageError:
+        return units
+
+
+PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "strategy": strategy_named,
+    "precision": precision_named,
+    "offload": offload_named,
+    "units": units_named,
+}
+PRINTERS: Mapping[str, Callable[[Any], Any]] = {
+    "strategy": lambda strategy: strategy.name,
+    "precision": precision_words,
+    "offload": offload_words,
+    "units": unit_words,
+}
