@@ -54,7 +54,7 @@ def test_values_without_words_are_kept() -> None:
     ("config", "message"),
     [
         ({"strategy": "full_shart"}, r"strategy 'full_shart' does not exist; did you mean 'full_shard'\?"),
-        ({"strategy": 3}, "strategy is 3, of type int; pass accordion.FULL_SHARD"),
+        ({"strategy": 3}, "strategy is 3, of type int; pass a name such as 'full_shard'"),
         ({"precision": "bf17"}, r"precision 'bf17' does not exist; did you mean 'bf16'\?"),
         ({"offload": "optimiser=host"}, r"has 'optimiser=host'; write .* did you mean 'optimizer'\?"),
         ({"offload": "optimizer"}, "is no place"),
