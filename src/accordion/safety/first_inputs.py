@@ -10,34 +10,38 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from accordion.devices import HostCopy
 from accordion.engine.engine import IN_BACKWARD, Engine
 from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.tree import tensors_of
 from accordion.safety.divergence import DivergenceMonitor
+from accordion.tensor_checksum import checksum
 
 NUM_COMPARED = 2
 SHARE_DATA = {"tp", "sp", "cp", "ep"}  # parts of names of mesh dims over which ranks may have the same data
 
 
 class FirstInputs(Observer):
-    """Digests of the inputs of the first two training forwards; detaches itself after them.
+    """Digests of the inputs of the first two training forwards, read without waiting; detaches itself after the last.
 
     An input that tells nothing is left out: one without tensors, of constants alone, or the same one twice, as in a benchmark.
     """
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
         self._engine, self._monitor = engine, monitor
-        self._digests: list[int | None] = []
+        self._copies: list[list[HostCopy]] = []
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
         module = call.unit.module()
         if self._engine.depth > 1 or call.root == IN_BACKWARD or module is None or not module.training:
             return
-        self._digests.append(digest_of(tensors_of(inputs)))
-        if len(self._digests) == NUM_COMPARED:
+        if len(self._copies) < NUM_COMPARED:
+            self._copies.append(checksums_of(tensors_of(inputs)))
+        if len(self._copies) == NUM_COMPARED and all(copy.is_ready() for copies in self._copies for copy in copies):
             self._engine.observers.detach(self)
-            if None not in self._digests and len(set(self._digests)) == NUM_COMPARED:
-                self._monitor.say_inputs(zlib.crc32(repr(self._digests).encode()))
+            digests = list(map(digest_of, self._copies))
+            if None not in digests and len(set(digests)) == NUM_COMPARED:
+                self._monitor.say_inputs(zlib.crc32(repr(digests).encode()))
 
 
 def have_own_data(engine: Engine) -> bool:
@@ -48,17 +52,20 @@ def have_own_data(engine: Engine) -> bool:
     return not names & SHARE_DATA and all(p.around is None and p.context is engine.context for p in params)
 
 
-def digest_of(tensors: Iterable[Tensor]) -> int | None:
-    """Return a digest of all tensors together, which reads their devices; None if no tensor has two different elements."""
-    digest, differs = 0, False
+@torch.no_grad()
+def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
+    """Begin to copy the checksum of each tensor that has elements, and a 1 if they differ; one copy for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        if (
-            type(tensor) is Tensor
-            and tensor.layout is torch.strided
-            and tensor.device.type != "meta"
-            and tensor.numel()
-        ):
-            elements = tensor.detach().cpu().reshape(-1)
-            differs = differs or bool((elements != elements[0]).any())
-            digest = zlib.crc32(elements.contiguous().view(torch.uint8).numpy().data, digest)
-    return digest if differs else None
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.device.type != "meta" and tensor.numel():
+            elements = tensor.reshape(-1)
+            differs = (elements != elements[0]).any()
+            by_device.setdefault(tensor.device, []).append(torch.stack([checksum(tensor), differs.long()]))
+    return [HostCopy([torch.stack(pairs)]) for pairs in by_device.values()]
+
+
+def digest_of(copies: Iterable[HostCopy]) -> int | None:
+    """Return a digest of all tensors together; None if no tensor has two different elements."""
+    pairs = [pair for copy in copies for pair in copy.read()[0]]
+    return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None
