@@ -118,15 +118,15 @@ def test_a_run_goes_on_exactly_and_on_another_number_of_ranks(place: Path, packi
 
 TALKS = ["--data.path", "talks.jsonl", "--data.format", "chat"]
 BAD = {
-    "no data": (["--data.format", "chat"], "data.format chat takes JSONL, parquet"),
-    "data of another kind": (["--data.path", "marked.jinja", "--data.format", "chat"], "is none of these"),
+    "no data": (["--data.format", "chat"], "data.format chat takes JSON, JSONL, CSV, parquet"),
+    "data of another kind": (["--data.path", "marked.jinja", "--data.format", "chat"], "is text, and data.format chat takes"),
     "no template": ([*TALKS, "--model.path", "plain"], "the tokenizer has no chat template; give"),
     "no template file": ([*TALKS, "--data.chat_template", "x"], "data.chat_template 'x' cannot be read"),
     "no tokenizer": ([*TALKS, "--data.tokenizer", "x"], "data.tokenizer 'x' is neither"),
     "no such field": (["--data.path", "talks.jsonl", "--data.format", "prompt"], "talks.jsonl' line 1 has no field 'prompt'"),
     "all cut": ([*TALKS, "--data.seq_len", "3"], "has an answer among its first 3 tokens"),
     "no JSON": (["--data.path", "bad.jsonl", "--data.format", "chat"], "bad.jsonl' line 2 is no JSON"),
-    "an array": (["--data.path", "array.json", "--data.format", "chat"], "this file looks like one array"),
+    "an array": (["--data.path", "array.jsonl", "--data.format", "chat"], "this file looks like one array"),
     "one example": (["--data.path", "single.jsonl", "--data.format", "chat"], "holds one example; give two at least"),
     "a step larger than the data": ([*TALKS, "--train.micro_batch", "90", "--data.packing", "none"], "takes 180 examples"),
     "packing of text": (["--data.packing", "length"], "is of data.format chat and prompt, not text"),
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line_before_ranks_start(
     good = (place / "talks.jsonl").read_text().splitlines()[0]
     (place / "bad.jsonl").write_text(f"{good}\n{{\n")
     (place / "single.jsonl").write_text(good)
-    (place / "array.json").write_text("[\n1]")
+    (place / "array.jsonl").write_text("[\n1]")
     if not (place / "plain").exists():
         language_folders.llama(place / "plain")
         (place / "plain" / "chat_template.jinja").unlink()
