@@ -7,6 +7,7 @@ import sys
 
 PROGRAM = """
 import atexit, gc, sys
+import torch
 from accordion.garbage import end_with_one_collection
 
 atexit.register(lambda: print("frozen", gc.get_freeze_count() > 100_000))  # torch alone makes more

@@ -128,6 +128,7 @@ def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
 class Prepared:
     """Stands for what ranks start from."""
 
+    config: Any
     expected: Any = None
 
 
@@ -135,7 +136,7 @@ def test_the_command_starts_ranks_with_what_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(command, "prepare", lambda *given, began_s: Prepared())
+    monkeypatch.setattr(command, "prepare", lambda config, *given, named, began_s: Prepared(config))
     monkeypatch.setattr(
         command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
     )
@@ -143,7 +144,8 @@ def test_the_command_starts_ranks_with_what_the_file_says(
     file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
     words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]
     assert cli.main(words) == 0
-    config, world = started[0]
+    prepared, world = started[0]
+    config = prepared.config
     assert (world, config.shard.strategy, config.train.micro_batch) == (3, "full_shard", 8)
     assert cli.main([*words, "--train.micro_batch", "4"]) == 2
     told = capsys.readouterr().err

@@ -65,7 +65,7 @@ SAID = {
     "export": "--format",
     "checkpoint": "--json",
     "bench": "--rounds",
-    "doctor": "--disk-mib",
+    "doctor": "--nproc",
 }
 
 

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from accordion.checkpoint import latest
 from accordion.checkpoint.inspect import diff, verify
 from accordion.errors import NonFiniteError
-from accordion.train import launch, loop, text
+from accordion.train import language_work, launch, loop, text
 from accordion.train.command import read
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
@@ -57,7 +57,11 @@ class Fault:
 
     def __init__(self, where: str, steps: list[int]) -> None:
         self.where, self.steps, self.now = where, steps, 0
-        self.real_take, self.real_model, self.real_losses = loop.Steps.take, text.trained_model, text.token_losses
+        self.real_take, self.real_model, self.real_losses = (
+            loop.Steps.take,
+            language_work.trained_model,
+            text.token_losses,
+        )
 
     def take(self, steps: loop.Steps, step: int) -> None:
         self.now = step
@@ -95,7 +99,7 @@ def planted(fault: Fault, notes: list[str]) -> Iterator[None]:
     scaler = torch.amp.GradScaler
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Steps, "take", lambda steps, step: fault.take(steps, step))
-        patch.setattr(text, "trained_model", fault.model)
+        patch.setattr(language_work, "trained_model", fault.model)
         patch.setattr(text, "token_losses", fault.losses)
         patch.setattr(loop, "_finish", lambda *_: None)
         patch.setattr(loop, "Screen", Heard)
@@ -111,12 +115,12 @@ def troubled(place: launch.RankPlace, store: Store, folder: Path, jobs: dict[str
         if name == "resumed":
             path = str(folder / "gradients skipped" / "checkpoints" / "step-000003")  # of a run that was not there yet
             config = replace(config, checkpoint=replace(config.checkpoint, resume=path))
-            prepared = replace(prepared, resume=path)
+            prepared = replace(prepared, config=config, resume=path)
         notes: list[str] = []
         error = ""
         with planted(Fault(where, steps if rank == place.rank else []), notes):
             try:
-                loop.train(place, PrefixStore(name, store), config, prepared, "cpu")
+                loop.train(place, PrefixStore(name, store), prepared, "cpu")
             except NonFiniteError as caught:
                 error = str(caught)
                 torch.distributed.destroy_process_group()

@@ -326,7 +326,8 @@ def test_side_streams_that_do_not_wait_for_the_compute_stream_are_found():
 
 def test_waits_of_the_host_are_counted():
     with begun(steps()) as run:
-        run.step()
+        for _ in range(2):  # in which inputs and forwards are checked
+            run.step()
         run.checker.waits.clear()
         run.loss().item()
     assert sum(run.checker.waits.values()) == 1

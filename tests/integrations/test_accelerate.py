@@ -124,7 +124,7 @@ def several(one: Any, folder: Path | None = None) -> list[float]:
     a, b, teacher = net(0), net(1), net(2, depth=1).requires_grad_(False)
     first, second = torch.optim.SGD(a.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(b.parameters(), lr=1e-2)
     a, b, first, second, data = one.prepare(a, b, first, second, loader(24))
-    if hasattr(one, "sharding"):  # DDP takes no model that is frozen
+    if hasattr(one, "shard_arguments"):  # DDP takes no model that is frozen
         teacher = one.prepare(teacher)
     found = []
     for i, (x, _) in enumerate(data):

@@ -585,8 +585,8 @@ def refuses(mesh: Any, folder: Path) -> None:
             kind(find_unused_parameters=True)
         with pytest.raises(acc.UsageError, match="state_dict_type='ful' is none of 'full', 'sharded'"):
             kind(state_dict_type="ful")
-        with pytest.raises(acc.UsageError, match=r"sharding has meshes, which accordion\.shard does not take"):
-            kind(sharding={"meshes": 1})
+        with pytest.raises(acc.UsageError, match="sharding takes no 'unit'; did you mean 'units'"):
+            kind(sharding={"unit": 1})
     with pytest.raises(acc.UsageError, match="model_averaging_period=3 is not taken"):
         AccordionStrategy(model_averaging_period=3)
 

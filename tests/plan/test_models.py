@@ -59,7 +59,8 @@ def test_changes_grow_from_what_costs_least():
     second = f"{first} --checkpoint-activations full"
     third = f"{second} --strategy full_shard"
     tiers = [f"{third} --offload {tier}" for tier in ("optimizer", "all", "disk")]
-    assert flags[:7] == [first, second, third, *tiers, f"{third} --gpus 8"]
+    memory = f"{third} --offload all --host-memory-gib 2048"
+    assert flags[:8] == [first, second, third, *tiers, memory, f"{third} --gpus 8"]
     assert flags[-1] == f"{third} --gpus 512 --nodes 64"
 
 
@@ -74,8 +75,9 @@ def test_changes_are_such_that_the_command_takes_them():
     hybrid = replace(space, strategies=["hybrid_shard"], replicas=2)
     assert next(_attempts(hybrid, FOUR))[0] == "--strategy full_shard without --replicas"
     attempts = list(_attempts(replace(space, offloads=["all"]), FOUR))
-    assert [(text, list(tried.offloads)) for text, tried, _ in attempts[:2]] == [
+    assert [(text, list(tried.offloads)) for text, tried, _ in attempts[:3]] == [
         ("--offload disk", ["disk"]),
+        ("--host-memory-gib 2048", ["all"]),
         ("--gpus 8", ["all"]),
     ]
 

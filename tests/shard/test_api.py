@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import accordion as acc
-from accordion.integrations.sharding import Sharding
+from accordion.integrations.sharding import ShardArguments
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models, reference
@@ -148,7 +148,7 @@ def misuse(mesh) -> None:
         "strategy": 3,
         "precision": torch.bfloat16,
         "prefetch": 2,
-        "offload": "host",
+        "offload": 2,
         "checkpoint_activations": True,
         "units": 1000,
     }.items():
@@ -170,7 +170,10 @@ def misuse(mesh) -> None:
 
 def by_name(mesh) -> None:
     for name in ("full_shard", "shard_grad_op", "shard_optim", "no_shard"):
-        for model in (acc.shard(models.plain(), mesh, strategy=name), Sharding(strategy=name).applied(models.plain())):
+        for model in (
+            acc.shard(models.plain(), mesh, strategy=name),
+            ShardArguments.of({"strategy": name}).applied(models.plain()),
+        ):
             assert acc.describe(model).strategy == name
     with pytest.raises(acc.UsageError, match="strategy 'full_shart' does not exist; did you mean 'full_shard'"):
         acc.shard(models.plain(), mesh, strategy="full_shart")

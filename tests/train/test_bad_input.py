@@ -405,7 +405,7 @@ def test_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"accordion {metadata.version('accordion')}, torch {torch.__version__}\n"
+    assert capsys.readouterr().out == f"accordion {metadata.version('accordion-fsdp')}, torch {torch.__version__}\n"
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
