@@ -243,17 +243,6 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def answer_anomaly_checks() -> None:
-    """Let `torch.autograd.set_detect_anomaly` look for NaN in sharded gradients; set once, where torch has no rule of its own.
-
-    After each node autograd asks `isnan(gradient)._is_any_true()`, for which DTensor has none (2.11 to 2.13). It asks of the
-    node of this rank, so this rank's rows answer: a reduction here would be a collective of the ranks that came this far
-    only. Asked by anybody else it is `aten.any`, for which DTensor has a rule. Handlers have no public name.
-    """
-    if not has_rule(torch.ops.aten._is_any_true.default):
-        answer_operator(torch.ops.aten._is_any_true.default, _is_any_true)
-
-
 def has_rule(operator: Any) -> bool:
     """Whether DTensor knows an operator. No public name."""
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -265,9 +254,19 @@ DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
 """What of a module DistributedDataParallel asks for before all else. No public name (2.11 to 2.15)."""
 
 
-def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors, unless somebody is. No public name."""
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, answer)  # type: ignore[arg-type]
+def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
+    """Have `answer(operator, args, kwargs)` be asked for an operator on DTensors; False if something is asked already.
+
+    No public name.
+    """
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    return answers.setdefault(operator, answer) is answer
+
+
+def drop_answer(operator: Any) -> None:
+    """Leave an operator on DTensors to torch again. No public name."""
+    answers: Any = DTensor._op_dispatcher._custom_op_handlers
+    answers.pop(operator, None)
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,12 +285,6 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def _is_any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if torch.is_anomaly_check_nan_enabled() and is_in_backward():
-        return operator(local_of(args[0]))  # type: ignore[no-any-return]
-    return torch.ops.aten.any.default(args[0])  # type: ignore[no-any-return]
-
-
 def settle_before_unscale() -> None:
     """Let `torch.amp.GradScaler.unscale_` be right where sharded gradients lie on the host of an accelerator; set once.
 
@@ -306,8 +299,12 @@ def settle_before_unscale() -> None:
 
 
 def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`args`: DTensors, and where an overflow is told and the scale, both beside the gradients' own rows."""
-    if args[2].device.type == "cpu" and torch.accelerator.is_available():
+    """`args`: gradients, the flag of an overflow and the scale; the last two are on the device of the gradients' own rows.
+
+    Only offloaded gradients have rows on the host and a mesh of accelerators.
+    """
+    grads: Sequence[DTensor] = args[0]
+    if args[2].device.type == "cpu" and any(grad.device_mesh.device_type != "cpu" for grad in grads):
         torch.accelerator.current_stream().synchronize()
     return unscale(operator, args, kwargs)
 
@@ -831,17 +828,6 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     """What an operator, as a dispatch mode sees it, was given, each with the name in its schema."""
     given = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
     return given + list(kwargs.items())
-
-
-def before_any_step(hook: Callable[..., Any]) -> None:
-    """Have torch call `hook` before the step of every optimizer, once for all models; they are listed under no public name.
-
-    Removed with a model, whenever that is collected, it would change what some step is walking through.
-    """
-    from torch.optim import optimizer
-
-    if hook not in optimizer._global_optimizer_pre_hooks.values():
-        optimizer.register_optimizer_step_pre_hook(hook)
 
 
 def hooks_after_any_step() -> list[Any]:
