@@ -8,12 +8,11 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial, wraps
 from itertools import compress
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -386,29 +385,19 @@ def checks_groups() -> bool:
     return bool(_c10d.get_debug_level() == _c10d.DebugLevel.DETAIL)
 
 
-def gather_single(group: Any) -> Callable[..., Any]:
-    """One gather; torch 2.13 renamed `_allgather_base`, and groups that are written in Python have one of the names."""
-    return getattr(group, "all_gather_single", None) or group._allgather_base  # type: ignore[no-any-return]
+BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""Methods of process groups, and their names in torch 2.11 and 2.12; groups that are written in Python have one of the two."""
 
 
-def exchange_single(group: Any) -> Callable[..., Any]:
-    """One all-to-all; torch 2.13 renamed `alltoall_base`."""
-    return getattr(group, "all_to_all_single", None) or group.alltoall_base  # type: ignore[no-any-return]
-
-
-def reduce_scatter_single(group: Any) -> Callable[..., Any]:
-    """One reduce-scatter; torch 2.13 renamed `_reduce_scatter_base`."""
-    return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # type: ignore[no-any-return]
-
-
-def gather_coalesced(group: Any) -> Callable[..., Any]:
-    """Many gathers in one launch; torch 2.13 renamed `allgather_into_tensor_coalesced`."""
-    return getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # type: ignore[no-any-return]
-
-
-def reduce_scatter_coalesced(group: Any) -> Callable[..., Any]:
-    """Many reduce-scatters in one launch; torch 2.13 renamed `reduce_scatter_tensor_coalesced`."""
-    return getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced  # type: ignore[no-any-return]
+def collective(group: Any, name: str) -> Callable[..., Any]:
+    """Return the method of a process group that has this name since torch 2.13."""
+    return getattr(group, name, None) or getattr(group, BEFORE_2_13[name])  # type: ignore[no-any-return]
 
 
 def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
@@ -747,26 +736,15 @@ def mark_fully_sharded(module: Any) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def free_work_memory() -> None:
-    """Have MKL give back what it keeps from one matrix product to the next, of all threads. torch exports no name of its own."""
-    with suppress(OSError, AttributeError):  # a build without it
-        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
-
-
 # -- for plan/
 
 from torch._subclasses import fake_tensor as _fake  # noqa: E402
 
-NEEDS_VALUES: tuple[type[BaseException], ...] = (
-    _fake.DataDependentOutputException,
-    _fake.DynamicOutputShapeException,
-)
-"""What an operator raises whose result's shape, or whose Python number, depends on the values of a tensor without any."""
-
 
 def asks_for_values(error: BaseException) -> bool:
-    """Whether `NEEDS_VALUES` has it, or it is what `Tensor.numpy` says of fake tensors (all versions)."""
-    return isinstance(error, NEEDS_VALUES) or ".numpy() is not supported" in str(error)
+    """Return True if the shape of an operator's result, or a Python number, depends on the values of a fake tensor."""
+    kinds = _fake.DataDependentOutputException, _fake.DynamicOutputShapeException
+    return isinstance(error, kinds) or ".numpy() is not supported" in str(error)
 
 
 @contextmanager

@@ -422,19 +422,6 @@ def test_26_autocast_keeps_full_copies_of_weights(world):
         assert copies == 0
 
 
-def optimizer_before(mesh) -> None:
-    model = models.plain()
-    optimizer = reference.adamw(model.parameters())
-    acc.shard(model, mesh=mesh)
-    one_loss(model).backward()
-    with pytest.raises(acc.UsageError, match=r"made before shard"):
-        optimizer.step()
-
-
-def test_27_an_optimizer_built_before_sharding(world):
-    world.run(2, optimizer_before)
-
-
 # -- also notable
 
 
