@@ -422,6 +422,19 @@ def test_26_autocast_keeps_full_copies_of_weights(world):
         assert copies == 0
 
 
+def optimizer_before(mesh) -> None:
+    model = models.plain()
+    optimizer = reference.adamw(model.parameters())
+    acc.shard(model, mesh=mesh)
+    one_loss(model).backward()
+    with pytest.raises(acc.UsageError, match=r"made before shard"):
+        optimizer.step()
+
+
+def test_27_an_optimizer_built_before_sharding(world):
+    world.run(2, optimizer_before)
+
+
 # -- also notable
 
 
@@ -477,8 +490,12 @@ def flattened(mesh) -> None:
         lambda t: t.detach().view(-1),
     )
     for change in (*shapes, flat_gradient, lambda t: parameters_to_vector(model.parameters())):
-        with pytest.raises(RuntimeError, match="flatten"):
+        with pytest.raises(
+            acc.UsageError, match=r"sharded tensor of shape \(3, 5\).*do not divide.*full_params\(model\)"
+        ):
             change(weight)
+    with pytest.raises(RuntimeError, match="invalid for input of size 15"):
+        weight.view(7)
     before = acc.full_state_dict(model, rank0_only=False)
     with acc.full_params(model, write=True):
         vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())
@@ -490,7 +507,7 @@ def flat_gradient(weight: Tensor) -> Tensor:
     return weight.grad.flatten()
 
 
-def test_rows_that_do_not_divide_are_flattened_under_full_params(world):
+def test_flattening_rows_that_do_not_divide_says_what_to_do(world):
     world.run(2, flattened)
 
 

@@ -20,10 +20,12 @@ from torch.optim import optimizer as optimizers
 
 import accordion as acc
 from accordion.optim import StepHooks
-from accordion.safety.dtensor_calls import DRAWS_INTO, DRAWS_LIKE, WRITES
+from accordion.safety.dtensor_calls import DRAWS_INTO, DRAWS_LIKE, WRITES, WRITES_AT
 
 DOCUMENTED = {"sys.excepthook"}
 NUM_HOOKS = 1
+aten = torch.ops.aten
+OTHERS = (aten._local_scalar_dense.default, aten.view.default, aten.fill_.Tensor, aten._has_same_storage_numel.default)
 WATCHED = ("torch", "safetensors", "transformers", "accelerate", "numpy")
 STANDARD = ("sys", "os", "signal", "socket", "threading", "warnings", "copyreg", "pickle", "builtins", "gc", "atexit")
 
@@ -139,13 +141,13 @@ def equal(a: Any, b: Any) -> bool:
 def main(rank: int, store: str) -> None:
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh, mesh_of_model = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     model(torch.ones(2, 4)).sum().backward()  # what torch makes at its first backward
     model.zero_grad()
     results, known, registered = outcomes(mesh), functions(), tables()
 
-    acc.shard(model, mesh, sync=True)
+    acc.shard(model, mesh_of_model, sync=True)
     for optimizer in (
         torch.optim.SGD(model.parameters(), lr=0.1),
         acc.wrap_optimizer(torch.optim.Adam(model.parameters())),
@@ -166,7 +168,7 @@ def main(rank: int, store: str) -> None:
     answers = after.pop("answers of DTensor")
     theirs = registered.pop("answers of DTensor")
     assert {name: answers[name] for name in theirs} == theirs
-    assert set(answers) - set(theirs) <= {*DRAWS_INTO, *DRAWS_LIKE, *WRITES}
+    assert set(answers) - set(theirs) <= {*DRAWS_INTO, *DRAWS_LIKE, *WRITES, *WRITES_AT, *OTHERS}
     assert after == registered
     for name, value in outcomes(mesh).items():
         assert equal(value, results[name]), (name, results[name], value)

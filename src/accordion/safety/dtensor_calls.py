@@ -1,7 +1,7 @@
-"""Operators of DTensor that go wrong in silence on sharded parameters: put right or refused, for these parameters alone.
+"""Operators of DTensor that go wrong in silence on sharded tensors, or fail obscurely: put right or refused for tensors of ours.
 
-DTensor has one table of operators for the process. The entries here pass every tensor on to torch that is no parameter of a
-sharded model and no view of one.
+DTensor has one table of operators for the process. The entries here act on parameters of sharded models and views of them, and
+on tensors on the mesh of a sharded model, such as gradients; every other tensor is passed on to torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
@@ -34,21 +35,39 @@ WRITES = (
     *(aten.zero_.default, aten.fill_.Scalar, aten.copy_.default),
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.lerp_.Scalar, aten.lerp_.Tensor),
     *(aten.clamp_.default, aten.clamp_.Tensor, aten.clamp_min_.default, aten.clamp_max_.default),
-    *(aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor),
 )
+WRITES_AT = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 # The attribute that leads from the storage of a shard to its parameter; `p.data` and views of it have the same storage.
 OWNER = "_accordion_owner"
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
 
 
+# Meshes of sharded models. An operator's result may have an equal mesh in place of the same one, and these compare alike.
+_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+
 def answer_for_shards(engine: Engine) -> None:
-    """Have writes into the parameters of `engine` counted, and random numbers for them drawn as on one device."""
+    """Have writes into the parameters of `engine` counted, and the operators below answered for tensors on its meshes."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
+        if isinstance(param.sharded, DTensor):
+            _meshes.add(param.sharded.device_mesh)
+    _torch.answer_operator(aten._local_scalar_dense.default, _number)
     for operator in (*DRAWS_INTO, *DRAWS_LIKE):
         _torch.answer_operator(operator, _draw)
     for operator in WRITES:
         _torch.answer_operator(operator, _write)
+    for operator in WRITES_AT:
+        _torch.answer_operator(operator, _write_at)
+    _torch.answer_operator(aten.view.default, _view)
+    for operator, answer in ((aten.fill_.Tensor, _refuse_fill), (aten._has_same_storage_numel.default, _refuse_dual)):
+        if not _torch.has_rule(operator):
+            _torch.answer_operator(operator, answer)
+
+
+def _is_ours(tensor: Any) -> bool:
+    """Return True for DTensors on the mesh of a sharded model."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
 
 
 def _param_of(tensor: Any) -> Param | None:
@@ -119,11 +138,64 @@ def _begin_write(tensor: Tensor, param: Param) -> None:
         torch.autograd.graph.increment_version(param.sharded)
 
 
-def _part_written(tensor: DTensor) -> UsageError:
+def _write_at(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write `weight[rows] = 0`, with rows or a mask in a tensor, or say what to do if torch cannot."""
+    param = _param_of(args[0])
+    if param is not None:
+        _begin_write(args[0], param)
+    try:
+        return _torch.unanswered(operator, args, kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if not _is_ours(args[0]):
+            raise
+        raise _part_written(args[0]) from error
+
+
+def _refuse_fill(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = _torch.base_of(args[0])
+    tensor = args[0] if base is None else base
+    if _is_ours(tensor):
+        raise _part_written(tensor)
+    return _torch.unanswered(operator, args, kwargs)
+
+
+def _part_written(tensor: Any) -> UsageError:
+    at = f" at {tensor.placements}" if isinstance(tensor, DTensor) else ""
     return UsageError(
-        f"a part of a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was written, as in w[i] = 0 or "
-        f"w[i].zero_(), which would not reach the shards; {INSTEAD}."
+        f"a part of a sharded tensor of shape {tuple(tensor.shape)}{at} was written, as in w[i] = 0 or w[i].zero_(), which "
+        f"would not reach the shards; {INSTEAD}."
     )
+
+
+# -- tangents and other shapes
+
+
+def _refuse_dual(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(map(_is_ours, args)):
+        return _torch.unanswered(operator, args, kwargs)
+    raise UsageError(
+        "a sharded tensor was given a tangent, by torch.func.jvp or forward_ad.make_dual, which DTensor does not support; "
+        "take tangents by the inputs alone, or of the unsharded model."
+    )
+
+
+def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View a tensor, or say what to do for `weight.flatten()` if rows do not divide by the ranks."""
+    try:
+        return _torch.unanswered(operator, args, kwargs)
+    except RuntimeError as error:
+        tensor: DTensor = args[0]
+        axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        uneven = any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes)
+        if not uneven or not _is_ours(tensor):
+            raise
+        # Raises torch's own error for a shape that is none.
+        operator(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
+        raise UsageError(
+            f"a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was asked for shape {tuple(args[1])}, as "
+            "flatten() and parameters_to_vector do, and its rows do not divide by the ranks; flatten its full_tensor(), or do "
+            "this under full_params(model), with write=True for vector_to_parameters."
+        ) from error
 
 
 # -- anomaly detection
@@ -162,17 +234,11 @@ def _of_these_rows(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 # -- `.item()`, float(), bool(), int()
 
 
-def answer_numbers() -> None:
-    """Have `.item()` of any DTensor of the process give the number of the whole tensor.
-
-    torch gives that of this rank's part: `grad.norm().item()` is a sum still to come. Which tensors the number was computed from
-    cannot be told, so this is for processes that our own commands started.
-    """
-    _torch.answer_operator(aten._local_scalar_dense.default, _number)
-
-
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the number of the whole tensor; torch gives that of this rank's part, as in `grad.norm().item()`, a partial sum."""
     tensor: DTensor = args[0]
+    if not _is_ours(tensor):
+        return _torch.unanswered(operator, args, kwargs)
     local = _torch.local_of(tensor)
     if all(p.is_replicate() for p in tensor.placements):
         return operator(local, *args[1:], **kwargs)

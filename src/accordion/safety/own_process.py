@@ -5,8 +5,6 @@ import ctypes
 
 import torch
 
-from accordion.safety.dtensor_calls import answer_numbers
-
 # As glibc's malloc.h has them.
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 # Blocks up to it come from the heap, and as much may be free at its end.
@@ -15,7 +13,6 @@ KEPT_BYTES = 2**30
 
 def take_process() -> None:
     """Set what `shard` leaves alone in a process of somebody else."""
-    answer_numbers()
     if not torch.accelerator.is_available():
         keep_freed_memory()
 
