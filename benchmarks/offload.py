@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accordion import _torch
 from accordion.bench import command
 from accordion.bench.contenders import ENVIRON, Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
@@ -184,7 +183,8 @@ def own_bytes() -> int:
     if not STATUS.exists():
         return 0
     # Of 20 MiB that MKL keeps for gpt-30m, 2 or 15 are resident, as the pages that it got were.
-    _torch.free_work_memory()
+    with suppress(OSError, AttributeError):  # a build without MKL
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_free_buffers()
     with suppress(OSError, AttributeError):  # of another C library
         ctypes.CDLL(None).malloc_trim(0)
     lines = STATUS.read_text().splitlines()

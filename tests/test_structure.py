@@ -88,7 +88,6 @@ ORDER = [
     "files",
     "garbage",
     "output",
-    "storage_watch",
     "tensor_checksum",
     "errors",
     "version",

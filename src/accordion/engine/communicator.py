@@ -88,10 +88,11 @@ class Communicator:
         self._sum_options = _torch.all_reduce_options(self._async)
         # What torch puts around each backend to check it has none for several tensors before 2.12.
         self._coalesces = not _torch.checks_groups()
-        self._gather, self._exchange = _torch.gather_single(group), _torch.exchange_single(group)
-        self._scatter = _torch.reduce_scatter_single(group)
-        self._gather_coalesced = _torch.gather_coalesced(group)
-        self._scatter_coalesced = _torch.reduce_scatter_coalesced(group)
+        self._gather = _torch.collective(group, "all_gather_single")
+        self._exchange = _torch.collective(group, "all_to_all_single")
+        self._scatter = _torch.collective(group, "reduce_scatter_single")
+        self._gather_coalesced = _torch.collective(group, "all_gather_single_coalesced")
+        self._scatter_coalesced = _torch.collective(group, "reduce_scatter_single_coalesced")
 
     @property
     def is_ordered(self) -> bool:

@@ -36,8 +36,7 @@ from accordion.same_on_ranks import (
 )
 from accordion.shard.activations import checkpoint_forward
 from accordion.shard.build import UnitSpec, build_engine, groups_over, with_tiers
-from accordion.shard.checks import check_model
-from accordion.shard.entry_points import check_entry_point
+from accordion.shard.checks import check_entry_point, check_model
 from accordion.shard.layouts import Layout, layout_of, local_part
 from accordion.shard.own_meshes import check_choice, meshes_or_refusal, told
 from accordion.shard.replaced_parameters import replace, replace_by_subclass

@@ -26,11 +26,10 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
-from accordion.optim import wrap_at_first_step
+from accordion.optim import mark_sharded
 from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
-from accordion.safety.dtensor_calls import answer_for_dtensors
-from accordion.safety.refusals import refuse_in_safetensors
+from accordion.safety.dtensor_calls import answer_for_shards
 from accordion.same_on_ranks import on_every_rank
 from accordion.shard.subclasses import extended_groups
 from accordion.units import Owned, gathered_dtype, other_units_read
@@ -78,11 +77,9 @@ def build_engine(
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
         unit.reads = reads
     attach_safety(engine, hooks, debug)
-    _torch.answer_anomaly_checks()
-    answer_for_dtensors(engine)
+    answer_for_shards(engine)
     mark_meshes(param.sharded for unit in engine.units for param in unit.params)
-    refuse_in_safetensors()
-    wrap_at_first_step(engine)
+    mark_sharded(engine)
     return engine
 
 

@@ -37,6 +37,7 @@ from accordion.errors import AccordionError, DivergenceError, UsageError
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
 from accordion.safety.mixed_tensors import advise
+from accordion.safety.own_process import take_process
 from accordion.safety.party_line import is_echo, lines_of_job, told
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -299,6 +300,7 @@ def _guarded(entry: Entry, *args: Any) -> None:
         # those of torchrun, which lose the store and print frames of C++.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
+    take_process()
     end_with_one_collection()
     place = place_of(os.environ)
     assert place is not None, "ranks are started by a launcher"
