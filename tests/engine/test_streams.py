@@ -36,10 +36,10 @@ STEPS = 3  # one in an order not known yet, one ahead in it, one after buffers h
 
 def match_all(mesh, strategy: acc.Strategy, precision: str, names: list[str]) -> None:
     for name in names:
-        optimizer_copy = dataclasses.replace(CASES[name][1], steps=STEPS, **PRECISIONS[precision])
+        scenario = dataclasses.replace(CASES[name][1], steps=STEPS, **PRECISIONS[precision])
         # AdamW over DTensors, operator by operator, is met in a case of each precision but bf16, as in others of test_grid.py.
         wrapped = precision == "bf16" or name != "plain"
-        match(mesh, optimizer_copy, strategy, wrapped=wrapped, debug="streams")
+        match(mesh, scenario, strategy, wrapped=wrapped, debug="streams")
 
 
 # What buffers are let go at: few, many and uneven messages, sums that wait, and calls that some ranks or micro-batches lack.

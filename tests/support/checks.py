@@ -67,20 +67,20 @@ def batch(model: nn.Module, step: int = 0) -> tuple[Tensor, Tensor]:
 
 def train(
     mesh,
-    optimizer_copy: reference.OptimizerCopy,
+    scenario: reference.Scenario,
     strategy: acc.Strategy,
     *,
     after_step: Callable[[nn.Module], Callable[[], None]],
     wrapped: bool = False,
     **options: Any,
 ) -> reference.Trace:
-    """The steps of a recipe by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
-    precision = acc.Precision(params=optimizer_copy.compute)
-    model = optimizer_copy.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
+    """The steps of a scenario by the sharded model on this rank. `after_step`: of the model, what is called after each step."""
+    precision = acc.Precision(params=scenario.compute)
+    model = scenario.model().cpu()  # as most programs make theirs: `shard` moves it, block by block
     model = acc.shard(model, mesh=mesh, strategy=strategy, precision=precision, **options)
     return reference.sharded(
         model,
-        optimizer_copy,
+        scenario,
         dist.get_rank(),
         no_sync=acc.no_sync,
         wrap=acc.wrap_optimizer if wrapped else lambda optimizer: optimizer,

@@ -21,7 +21,7 @@ LR = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerCopy:
+class Scenario:
     """What both runs do.
 
     `build`: name of a function of `models`. `micros`: micro-batches of a step. `skip_last`: blocks that the last one
@@ -64,37 +64,35 @@ class Trace:
 
 
 @functools.cache
-def unsharded(optimizer_copy: OptimizerCopy, num_ranks: int) -> list[Trace]:
+def unsharded(scenario: Scenario, num_ranks: int) -> list[Trace]:
     """Train one model on the batches of all ranks, gradients summed in float32 in rank order; a trace for each rank."""
-    model = optimizer_copy.model()
+    model = scenario.model()
     vocab = model.embed.num_embeddings
     params = dict(model.named_parameters())  # a tied parameter once
     optimizer = adamw(params.values())
     losses: list[list[list[float]]] = [[] for _ in range(num_ranks)]
     first: dict[str, Tensor | None] = {}
-    for step in range(optimizer_copy.steps):
+    for step in range(scenario.steps):
         total: dict[str, Tensor] = {}
         for rank in range(num_ranks):
             losses[rank].append([])
-            for micro in range(optimizer_copy.micros):
-                tokens, targets, options = optimizer_copy.call(step, micro, rank, vocab)
-                weights = {n: p.detach().to(optimizer_copy.compute or p.dtype, copy=True) for n, p in params.items()}
+            for micro in range(scenario.micros):
+                tokens, targets, options = scenario.call(step, micro, rank, vocab)
+                weights = {n: p.detach().to(scenario.compute or p.dtype, copy=True) for n, p in params.items()}
                 for name, p in params.items():
                     weights[name].requires_grad_(p.requires_grad)
                 loss = models.loss_of(functional_call(model, weights, (tokens,), dict(options)), targets)
-                (loss / optimizer_copy.micros * (optimizer_copy.scale or 1.0)).backward()
+                (loss / scenario.micros * (scenario.scale or 1.0)).backward()
                 losses[rank][-1].append(loss.item())
                 for name, weight in weights.items():
                     if weight.grad is not None:
                         total[name] = total.get(name, 0.0) + weight.grad.float()
         for name, p in params.items():
             p.grad = (
-                None
-                if name not in total
-                else total[name] * (1 / num_ranks if optimizer_copy.reduce_op == "mean" else 1.0)
+                None if name not in total else total[name] * (1 / num_ranks if scenario.reduce_op == "mean" else 1.0)
             )
-            if p.grad is not None and optimizer_copy.scale:
-                p.grad /= optimizer_copy.scale
+            if p.grad is not None and scenario.scale:
+                p.grad /= scenario.scale
         if step == 0:
             first = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
         optimizer.step()
@@ -104,7 +102,7 @@ def unsharded(optimizer_copy: OptimizerCopy, num_ranks: int) -> list[Trace]:
 
 def sharded(
     model: nn.Module,
-    optimizer_copy: OptimizerCopy,
+    scenario: Scenario,
     rank: int,
     *,
     no_sync: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext(),
@@ -112,20 +110,18 @@ def sharded(
     after_step: Callable[[], None] = lambda: None,
 ) -> Trace:
     """Train an already sharded model on the batches of `rank`; gradients and parameters come back in full."""
-    vocab = optimizer_copy.model().embed.num_embeddings
+    vocab = scenario.model().embed.num_embeddings
     optimizer = wrap(adamw(model.parameters()))
-    scaler = torch.amp.GradScaler(
-        device().type, init_scale=optimizer_copy.scale or 1.0, enabled=optimizer_copy.scale is not None
-    )
+    scaler = torch.amp.GradScaler(device().type, init_scale=scenario.scale or 1.0, enabled=scenario.scale is not None)
     losses: list[list[float]] = []
     first: dict[str, Tensor | None] = {}
-    for step in range(optimizer_copy.steps):
+    for step in range(scenario.steps):
         losses.append([])
-        for micro in range(optimizer_copy.micros):
-            tokens, targets, options = optimizer_copy.call(step, micro, rank, vocab)
-            with no_sync(model) if optimizer_copy.no_sync and micro < optimizer_copy.micros - 1 else nullcontext():
+        for micro in range(scenario.micros):
+            tokens, targets, options = scenario.call(step, micro, rank, vocab)
+            with no_sync(model) if scenario.no_sync and micro < scenario.micros - 1 else nullcontext():
                 loss = models.loss_of(model(tokens, **options), targets)
-                scaler.scale(loss / optimizer_copy.micros).backward()
+                scaler.scale(loss / scenario.micros).backward()
             losses[-1].append(loss.item())
         scaler.unscale_(optimizer)
         if step == 0:
