@@ -49,7 +49,7 @@ def disk_of_all(path: Path, **options: Any) -> acc.Offload:
 
 
 BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}
-RECIPES = [
+SCENARIOS = [
     Scenario(build="wide", micros=2, **BF16),
     Scenario(build="tied", micros=3, no_sync=True),
     Scenario(build="frozen", **BF16),
@@ -78,11 +78,11 @@ def after_last(num_steps: int, model: nn.Module) -> Callable[[], None]:
 def same_as_without(
     mesh,
     strategy: acc.Strategy,
-    optimizer_copies: list[Scenario],
+    scenarios: list[Scenario],
     offloads: list[acc.Offload],
     chunk_numel: int = chunks.CHUNK_NUMEL,
 ) -> None:
-    for i, scenario in enumerate(optimizer_copies):
+    for i, scenario in enumerate(scenarios):
         scenario = dataclasses.replace(scenario, steps=3)
         wanted = trained(mesh, scenario, strategy)
         debug = ("streams",) if i % 2 else ()

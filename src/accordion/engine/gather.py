@@ -131,7 +131,7 @@ class FullBuffer:
 
 
 class AxisGather:
-    """How a group is gathered: from the shards of `shard_buffer` to the tensors of `full_buffer`. Made once; `steps` runs each time.
+    """How a group is gathered: from `shard_buffer` to the tensors of `full_buffer`. Made once; `steps` runs each time.
 
     Owns the packed message, one row a rank: it has memory from `open` to `close`, and views that are cut once.
     """
