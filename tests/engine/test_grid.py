@@ -15,10 +15,10 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.inside import units_of
 from tests.support import checks, models, reference
+from tests.support.checks import FLAT, HYBRID, mesh_of
 from tests.support.reference import Scenario, Trace
 from tests.support.sample import drawn, sampled
 
-FLAT, HYBRID = ("shard",), ("replicate", "shard")
 FORCED = {
     f"{strategy.name}_{reduce}": dataclasses.replace(strategy, name=f"{strategy.name}_{reduce}", reduce=reduce)
     for strategy in (acc.FULL_SHARD, acc.HYBRID_SHARD)
@@ -51,10 +51,6 @@ GRID += [
 ]
 
 
-def mesh_of(strategy: acc.Strategy, num_ranks: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
-
-
 def assert_no_leases(model: nn.Module) -> None:
     held = {unit.name: unit.leases for unit in units_of(model)}
     assert held
@@ -74,7 +70,7 @@ def match(mesh, scenario: Scenario, strategy: acc.Strategy, **options: Any) -> N
 
 # What a lower precision changes: casts, sums, the scale.
 USUAL = drawn([row for row in GRID if row[1] == "fp32"], 2, lambda strategy, precision, case: case)
-SHOWN = {"bf16": ("wide", "tied", "spare"), "fp16": ("uneven",)}
+SHOWN = {"bf16": ("wide", "tied", "spare", "accumulated_no_sync", "unused_last"), "fp16": ("uneven",)}
 LOWER = drawn([row for row in GRID if row[2] in SHOWN.get(row[1], ())], 3, lambda strategy, *rest: rest)
 
 
@@ -90,7 +86,10 @@ def test_training_is_that_of_the_unsharded_model(world, strategy, precision, cas
     scenario = dataclasses.replace(scenario, **PRECISIONS[precision])
     # Half of a step is AdamW over DTensors, operator by operator: every case meets it, and every strategy, but not each pair.
     wrapped = precision == "bf16" or (precision == "fp32" and strategy != "full_shard" and case != "plain")
-    world.run_mesh(*mesh_of(policy, num_ranks), match, scenario, policy, wrapped=wrapped)
+    debug = (
+        () if precision == "fp32" else ("streams",)
+    )  # buffers come late and are filled with NaN when they are let go
+    world.run_mesh(*mesh_of(policy, num_ranks), match, scenario, policy, wrapped=wrapped, debug=debug)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -48,14 +48,6 @@ def test_no_bit_differs_for_any_model(world, strategy, num_ranks, tmp_path):
     )
 
 
-def in_every_place(mesh, path: Path) -> None:
-    same_as_without(mesh, acc.FULL_SHARD, [SCENARIOS[5]], list(places(path).values()), chunk_numel=4096)
-
-
-def test_no_bit_differs_in_any_place(world, tmp_path):
-    world.run(2, in_every_place, tmp_path)
-
-
 # -- where things are
 
 

@@ -17,6 +17,7 @@ from accordion.config import STRATEGIES
 from tests.inside import engine_in, units_of
 from tests.support import models, reference
 from tests.support.gathered import gathered
+from tests.support.reference import assert_close as assert_close
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
@@ -99,18 +100,6 @@ def mean_grads(mesh, model: nn.Module) -> dict[str, Tensor | None]:
     parts = gathered({name: p.grad for name, p in model.named_parameters()}, group)
     used = {name: [part[name] for part in parts if part[name] is not None] for name in parts[0]}
     return {name: sum(some) / len(parts) if some else None for name, some in used.items()}
-
-
-def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:
-    assert found.keys() == wanted.keys()
-    for name, expected in wanted.items():
-        value = found[name]
-        if expected is None or value is None:
-            assert value is expected, name
-            continue
-        assert value.shape == expected.shape, name
-        error = (value.float().cpu() - expected.float().cpu()).abs().max().item() if expected.numel() else 0.0
-        assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name} differs by {error}"
 
 
 def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:
